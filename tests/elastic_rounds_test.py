@@ -1,0 +1,320 @@
+"""Runs in learners of this process, without Ray: what becomes of late, lost and broken answers."""
+
+import contextlib
+import functools
+import itertools
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from toy import settings_of
+from toy_runs import events, run
+
+from adloco_jax.elastic import cluster, learner
+from adloco_jax.elastic.cluster import Outcome
+from adloco_jax.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import chaos  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+ENGINE = {"kind": "ray", "grace_s": 0.0, "heartbeat_s": 30.0, "restart_s": 60.0}
+
+
+class Here:
+    """Stands in for the transport: learners are objects, and a test decides on their calls.
+
+    `fate` is asked at every look at a call: by learner, life, method and arguments it returns
+    "answer", "wait", an error in words, or a function that changes the answer.
+    """
+
+    def __init__(self, monkeypatch, fate):
+        self.fate, self.number = fate, itertools.count()
+        self.calls, self.handles, self.alive = {}, {}, set()
+        self.orders = []  # learner, life, order
+        for name in ("put", "start", "submit", "poll", "kill"):
+            monkeypatch.setattr(cluster, name, getattr(self, name))
+        monkeypatch.setattr(cluster, "check_possible", lambda: None)
+        monkeypatch.setattr(cluster, "connected", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(learner, "_end_with", lambda parent: None)
+        monkeypatch.setattr(learner, "use_compilation_cache", lambda: None)
+        shared = functools.cache(learner.Programs)  # compiled once
+        monkeypatch.setattr(learner, "Programs", lambda spec: shared(_Same(spec)))
+
+    def put(self, value):
+        return value
+
+    def start(self, kind, num_learners, number, life, given):
+        handle = number, life
+        self.handles[handle] = functools.partial(kind, number, life, given)
+        self.alive.add(handle)
+        return handle
+
+    def submit(self, handle, method, *arguments, aside=False):
+        call = next(self.number)
+        self.calls[call] = handle, method, arguments
+        if method == "play":
+            self.orders.append((*handle, arguments[0]))
+        return call
+
+    def poll(self, calls, timeout_s):
+        ended = {}
+        for call in calls:
+            handle, method, arguments = self.calls[call]
+            assert handle in self.alive, "a call of an earlier life is still waited for"
+            fate = self.fate(*handle, method, arguments)
+            if fate == "wait":
+                continue
+            if fate == "answer" or callable(fate):
+                value = getattr(self.learner(handle), method)(*arguments)
+                ended[call] = Outcome(fate(value) if callable(fate) else value, "")
+            else:
+                ended[call] = Outcome(None, fate)
+        if not ended:
+            time.sleep(0.01)
+        return ended
+
+    def kill(self, handle, process):
+        self.alive.discard(handle)
+
+    def learner(self, handle):
+        found = self.handles[handle]
+        if isinstance(found, functools.partial):
+            at_sigterm = signal.getsignal(signal.SIGTERM)
+            found = self.handles[handle] = found()
+            signal.signal(signal.SIGTERM, at_sigterm)
+        return found
+
+
+class _Same:
+    """A spec that equals every other, as those of one run's learners do."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return True
+
+    def __getattr__(self, name):
+        return getattr(self.spec, name)
+
+
+def settings_with(num_workers=3, num_rounds=5, **engine):
+    return settings_of(
+        num_rounds=num_rounds,
+        ensemble={"num_trainers": 1, "num_workers": num_workers},
+        merge={"policy": "none"},
+        batching={"test": "constant"},
+        engine=ENGINE | engine,
+    )
+
+
+def at(number, rounds, what):
+    """A fate: something happens to a learner's first life in some rounds; else all answer."""
+
+    def fate(n, life, method, arguments):
+        if method == "play" and n == number and life == 0 and arguments[0].round in rounds:
+            return what
+        return "answer"
+
+    return fate
+
+
+def counted(workdir):
+    return [e["workers_counted"] for e in events(workdir, "round")]
+
+
+def work_of(here, stream):
+    """What a worker was asked for: learner, life, round, first sequence, inner state."""
+    return [
+        (number, life, order.round, work.start, work.inner_state)
+        for number, life, order in here.orders
+        for work in order.work
+        if work.stream == stream
+    ]
+
+
+def test_an_answer_after_the_quorum_does_not_count_and_its_sequences_are_read_again(
+    monkeypatch, tmp_path
+):
+    def fate(n, life, method, arguments):
+        is_late = method == "play" and n == 2 and arguments[0].round == 2
+        return "wait" if is_late and len(counted(tmp_path)) < 2 else "answer"
+
+    here = Here(monkeypatch, fate)
+    ended = run(tmp_path, settings_with(quorum=2))
+    assert counted(tmp_path) == [3, 2, 2, 3, 3]  # busy in round 3
+    tokens = [e["tokens"] for e in events(tmp_path, "round")]
+    assert tokens[1] * 3 == tokens[0] * 2
+    assert ended.controller.tokens_total == sum(tokens)
+    late = events(tmp_path, "learner", what="late")
+    assert [(e["learner"], e["trainer"]) for e in late] == [(2, 0)]
+    asked = work_of(here, 2)
+    assert [a[2] for a in asked] == [1, 2, 4, 5]
+    assert asked[1][3] == asked[2][3]  # from the same sequence, with the state that it had there
+    assert [a[4] is None for a in asked] == [False, True, True, True]
+    assert chaos.audit(tmp_path) == []
+
+
+def test_a_lost_worker_runs_again_from_its_peers_mean(monkeypatch, tmp_path):
+    fetched = []
+
+    def fate(n, life, method, arguments):
+        if method == "states":
+            return lambda found: fetched.extend(found) or found
+        return at(1, [2], "its process has ended")(n, life, method, arguments)
+
+    here = Here(monkeypatch, fate)
+    run(tmp_path, settings_with(num_rounds=4))
+    assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
+    asked = work_of(here, 1)
+    assert asked[1][3] == asked[2][3] and [a[1] for a in asked[:3]] == [0, 0, 1]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *fetched[:2])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), asked[2][4], mean)
+    lost = events(tmp_path, "learner", what="lost")
+    assert [(e["learner"], e["why"]) for e in lost] == [(1, "its process has ended")]
+    assert chaos.audit(tmp_path) == []
+
+
+def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_path):
+    def fate(n, life, method, arguments):
+        if n == 1 and life == 0 and method == "play" and arguments[0].round == 2:
+            return "its process has ended"
+        return "wait" if n == 1 and life else "answer"  # it does not come back
+
+    here = Here(monkeypatch, fate)
+    run(tmp_path, settings_with(max_learners=4))
+    assert counted(tmp_path) == [3, 2, 3, 3, 3]
+    assert [a[0] for a in work_of(here, 1)] == [1, 1, 3, 3, 3]
+    assert chaos.audit(tmp_path) == []
+
+
+def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(monkeypatch, tmp_path):
+    lost_s = []
+
+    def fate(n, life, method, arguments):
+        now_s = time.monotonic()
+        if n == 1 and life == 0 and method == "play" and arguments[0].round == 2:
+            lost_s.append(now_s)
+            return "its process has ended"
+        if n == 0 and method == "play" and arguments[0].round == 3:  # until nobody waits for 1
+            return "wait" if now_s < lost_s[0] + 0.6 else "answer"
+        return "wait" if n == 1 and life and len(counted(tmp_path)) < 5 else "answer"
+
+    here = Here(monkeypatch, fate)
+    run(tmp_path, settings_with(num_workers=2, num_rounds=9, restart_s=0.3))
+    asked = work_of(here, 1)
+    hosts = [a[0] for a in asked]
+    assert hosts[:2] == [1, 1] and 0 in hosts and hosts[-1] == 1  # with learner 0 meanwhile
+    there = [order for number, _, order in here.orders if number == 0]
+    assert {work.stream for order in there for work in order.work} == {0, 1}
+    _, life, _, start, state = asked[len(hosts) - hosts[::-1].index(0)]
+    kept = here.learner((0, 0)).held[0, 1, start]
+    assert life > 0
+    jax.tree.map(np.testing.assert_array_equal, state, kept)
+    assert chaos.audit(tmp_path) == [] and counted(tmp_path)[-1] == 2
+
+
+@pytest.mark.parametrize("norm", [1e4, math.nan])
+def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, norm):
+    def broken(answers):
+        differences = jax.tree.map(
+            lambda a: a * np.float32(1e4) if a.dtype == np.float32 else a, answers[0].differences
+        )
+        return [answers[0]._replace(norm=norm, differences=differences)]
+
+    Here(monkeypatch, at(2, [2], broken))
+    run(tmp_path, settings_with(max_norm_ratio=10.0))
+    assert counted(tmp_path) == [3, 2, 3, 3, 3]
+    norms = [e["pseudo_grad_norm"] for e in events(tmp_path, "round")]
+    assert max(norms) < 3 * min(norms)
+    rejected = events(tmp_path, "learner", what="rejected")
+    assert [(e["learner"], e["trainer"]) for e in rejected] == [(2, 0)]
+    assert f"norm {norm:.3g}" in rejected[0]["why"]
+    assert chaos.audit(tmp_path) == []
+
+
+def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeypatch, tmp_path):
+    sent = []
+
+    def fate(n, life, method, arguments):
+        def timed(answers):
+            seconds = 3.0 * answers[0].num_sequences * (3.0 if n == 1 else 1.0)
+            sent.append(answers[0])
+            return [answers[0]._replace(seconds=seconds)]
+
+        return timed if method == "play" else "answer"
+
+    Here(monkeypatch, fate)
+    run(tmp_path, settings_with(num_workers=2, num_rounds=2, steps="by_speed"))
+    assert [a.num_updates for a in sent] == [3, 3, 3, 1]
+    first, second = events(tmp_path, "round")
+    assert second["updates"] == 3 and second["tokens"] * 3 == first["tokens"] * 2
+    slow, fast = sent[3], sent[2]
+    mean = (3 * fast.differences.packed_R["w"] + slow.differences.packed_R["w"]) / 4
+    assert second["pseudo_grad_norm"] == pytest.approx(float(np.linalg.norm(mean)), rel=1e-5)
+
+
+def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
+    monkeypatch, tmp_path
+):
+    def fate(n, life, method, arguments):
+        is_stopped = n == 1 and life == 0 and len(counted(tmp_path)) >= 1
+        return "wait" if is_stopped else "answer"
+
+    Here(monkeypatch, fate)
+    run(tmp_path, settings_with(heartbeat_s=0.5))
+    lost = events(tmp_path, "learner", what="lost")
+    assert [e["learner"] for e in lost] == [1] and lost[0]["why"].startswith("gave no sign for")
+    assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
+    assert chaos.audit(tmp_path) == []
+
+
+def test_a_round_that_fails_again_and_again_names_learner_trainer_and_cause(monkeypatch, tmp_path):
+    def fate(n, life, method, arguments):
+        return "OSError: a disk" if method == "play" else "answer"
+
+    Here(monkeypatch, fate)
+    with pytest.raises(Exception, match=r"trainer 0: .* 3 times; learner 0: OSError: a disk"):
+        run(tmp_path, settings_with(num_workers=1))
+
+
+@pytest.mark.parametrize(
+    ("differing", "words"),
+    [("versions", "other versions of packages"), ("fingerprint", "other data")],
+)
+def test_a_learner_that_differs_from_the_driver_is_refused_at_the_start(
+    monkeypatch, tmp_path, differing, words
+):
+    def fate(n, life, method, arguments):
+        if method == "hello" and n == 1:
+            return lambda found: found | {differing: "others"}
+        return "answer"
+
+    here = Here(monkeypatch, fate)
+    with pytest.raises(ConfigError, match=f"learner 1 .*: has {words} than the driver") as error:
+        run(tmp_path, settings_with())
+    assert error.value.exit_code == 2 and "\n" not in str(error.value)
+    assert not here.alive
+
+
+def test_a_later_learner_that_differs_is_lost_and_the_run_goes_on(monkeypatch, tmp_path):
+    def fate(n, life, method, arguments):
+        if method == "hello" and n == 1 and life:
+            return lambda found: found | {"versions": {"jax": "0"}}
+        return at(1, [2], "its process has ended")(n, life, method, arguments)
+
+    Here(monkeypatch, fate)
+    run(tmp_path, settings_with(restart_s=0.3))
+    lost = {e["why"] for e in events(tmp_path, "learner", what="lost")}
+    assert lost == {"its process has ended", "has other versions of packages than the driver"}
+    assert chaos.audit(tmp_path) == []
