@@ -12,115 +12,60 @@ import inspect
 import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from adloco_jax.contrib import (
-        AGGREGATORS,
-        INNER_OPTIMIZERS,
-        OUTER_OPTIMIZERS,
-        ROUND_LENGTHS,
-    )
-    from adloco_jax.contrib.streaming import (
-        outer_update_fragment,
-        put_fragment,
-        receive_fragment,
-        take_fragment,
-    )
+if TYPE_CHECKING:  # the public names; `_homes` reads the modules that they are imported from
+    from adloco_jax.contrib import AGGREGATORS as AGGREGATORS
+    from adloco_jax.contrib import INNER_OPTIMIZERS as INNER_OPTIMIZERS
+    from adloco_jax.contrib import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
+    from adloco_jax.contrib import ROUND_LENGTHS as ROUND_LENGTHS
+    from adloco_jax.contrib.streaming import outer_update_fragment as outer_update_fragment
+    from adloco_jax.contrib.streaming import put_fragment as put_fragment
+    from adloco_jax.contrib.streaming import receive_fragment as receive_fragment
+    from adloco_jax.contrib.streaming import take_fragment as take_fragment
+    from adloco_jax.core.batching import BATCH_TESTS as BATCH_TESTS
+    from adloco_jax.core.batching import BatchTest as BatchTest
     from adloco_jax.core.batching import (
-        BATCH_TESTS,
-        BatchTest,
-        augmented_inner_product_test,
-        constant,
-        inner_product_test,
-        next_batch_size,
-        norm_test,
-        ramp,
-        switch_mode,
+        augmented_inner_product_test as augmented_inner_product_test,
     )
-    from adloco_jax.core.gradstats import gradient_stats, gradient_stats_of_means, pool
-    from adloco_jax.core.merge import (
-        MERGE_POLICIES,
-        Candidate,
-        allocate_workers,
-        choose_merge,
-        merge,
-        reassign,
-        spawn,
-    )
-    from adloco_jax.core.outer import (
-        apply_differences,
-        inner_steps,
-        outer_step,
-        outer_update,
-        pack_differences,
-        start_round,
-    )
-    from adloco_jax.core.types import (
-        BatchPlan,
-        Ensemble,
-        GradientStats,
-        RoundMetrics,
-        init,
-        put,
-        take,
-    )
-    from adloco_jax.data import DATA_SOURCES, ArrayRows, DataSource
-    from adloco_jax.loop.adloco import State
-    from adloco_jax.models.architectures import ARCHITECTURES, Architecture
-    from adloco_jax.training import Result, fit, train
+    from adloco_jax.core.batching import constant as constant
+    from adloco_jax.core.batching import inner_product_test as inner_product_test
+    from adloco_jax.core.batching import next_batch_size as next_batch_size
+    from adloco_jax.core.batching import norm_test as norm_test
+    from adloco_jax.core.batching import ramp as ramp
+    from adloco_jax.core.batching import switch_mode as switch_mode
+    from adloco_jax.core.gradstats import gradient_stats as gradient_stats
+    from adloco_jax.core.gradstats import gradient_stats_of_means as gradient_stats_of_means
+    from adloco_jax.core.gradstats import pool as pool
+    from adloco_jax.core.merge import MERGE_POLICIES as MERGE_POLICIES
+    from adloco_jax.core.merge import Candidate as Candidate
+    from adloco_jax.core.merge import allocate_workers as allocate_workers
+    from adloco_jax.core.merge import choose_merge as choose_merge
+    from adloco_jax.core.merge import merge as merge
+    from adloco_jax.core.merge import reassign as reassign
+    from adloco_jax.core.merge import spawn as spawn
+    from adloco_jax.core.outer import apply_differences as apply_differences
+    from adloco_jax.core.outer import inner_steps as inner_steps
+    from adloco_jax.core.outer import outer_step as outer_step
+    from adloco_jax.core.outer import outer_update as outer_update
+    from adloco_jax.core.outer import pack_differences as pack_differences
+    from adloco_jax.core.outer import start_round as start_round
+    from adloco_jax.core.types import BatchPlan as BatchPlan
+    from adloco_jax.core.types import Ensemble as Ensemble
+    from adloco_jax.core.types import GradientStats as GradientStats
+    from adloco_jax.core.types import RoundMetrics as RoundMetrics
+    from adloco_jax.core.types import init as init
+    from adloco_jax.core.types import put as put
+    from adloco_jax.core.types import take as take
+    from adloco_jax.data import DATA_SOURCES as DATA_SOURCES
+    from adloco_jax.data import ArrayRows as ArrayRows
+    from adloco_jax.data import DataSource as DataSource
+    from adloco_jax.loop.adloco import State as State
+    from adloco_jax.models.architectures import ARCHITECTURES as ARCHITECTURES
+    from adloco_jax.models.architectures import Architecture as Architecture
+    from adloco_jax.training import Result as Result
+    from adloco_jax.training import fit as fit
+    from adloco_jax.training import train as train
 
 __version__ = "0.2.0"
-
-__all__ = [
-    "AGGREGATORS",
-    "ARCHITECTURES",
-    "Architecture",
-    "ArrayRows",
-    "BATCH_TESTS",
-    "BatchPlan",
-    "BatchTest",
-    "Candidate",
-    "DATA_SOURCES",
-    "DataSource",
-    "Ensemble",
-    "GradientStats",
-    "INNER_OPTIMIZERS",
-    "MERGE_POLICIES",
-    "OUTER_OPTIMIZERS",
-    "ROUND_LENGTHS",
-    "Result",
-    "RoundMetrics",
-    "State",
-    "allocate_workers",
-    "apply_differences",
-    "augmented_inner_product_test",
-    "choose_merge",
-    "constant",
-    "fit",
-    "gradient_stats",
-    "gradient_stats_of_means",
-    "init",
-    "inner_product_test",
-    "inner_steps",
-    "merge",
-    "next_batch_size",
-    "norm_test",
-    "outer_step",
-    "outer_update",
-    "outer_update_fragment",
-    "pack_differences",
-    "pool",
-    "put",
-    "put_fragment",
-    "ramp",
-    "reassign",
-    "receive_fragment",
-    "spawn",
-    "start_round",
-    "switch_mode",
-    "take",
-    "take_fragment",
-    "train",
-]
 
 
 @functools.cache
@@ -130,6 +75,9 @@ def _homes() -> dict[str, str]:
     (block,) = (node for node in source.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     return {name.name: str(node.module) for node in imports for name in node.names}
+
+
+__all__ = sorted(_homes())
 
 
 def __getattr__(name: str):

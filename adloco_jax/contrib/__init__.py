@@ -8,29 +8,14 @@ the table under a name, and import the file below. `adloco_jax.AGGREGATORS` and 
 imported from here, so they have the entries of all files.
 """
 
-from adloco_jax.contrib import (
-    isotropic,
-    linear,
-    muon,
-    nesterov_by_interval,
-    qsr,
-    radial,
-    streaming,
-)
-from adloco_jax.core.batching import ROUND_LENGTHS
-from adloco_jax.core.inner import INNER_OPTIMIZERS
-from adloco_jax.core.outer import AGGREGATORS, OUTER_OPTIMIZERS
-
-__all__ = [
-    "AGGREGATORS",
-    "INNER_OPTIMIZERS",
-    "OUTER_OPTIMIZERS",
-    "ROUND_LENGTHS",
-    "isotropic",
-    "linear",
-    "muon",
-    "nesterov_by_interval",
-    "qsr",
-    "radial",
-    "streaming",
-]
+from adloco_jax.contrib import isotropic as isotropic
+from adloco_jax.contrib import linear as linear
+from adloco_jax.contrib import muon as muon
+from adloco_jax.contrib import nesterov_by_interval as nesterov_by_interval
+from adloco_jax.contrib import qsr as qsr
+from adloco_jax.contrib import radial as radial
+from adloco_jax.contrib import streaming as streaming
+from adloco_jax.core.batching import ROUND_LENGTHS as ROUND_LENGTHS
+from adloco_jax.core.inner import INNER_OPTIMIZERS as INNER_OPTIMIZERS
+from adloco_jax.core.outer import AGGREGATORS as AGGREGATORS
+from adloco_jax.core.outer import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
