@@ -39,10 +39,6 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "model.arch data.sequence_length",
         lambda arch, length: not _is_labelled(arch) or length >= 3,
     ),
-    "bytes need 257 ids (256 and end of text); raise model.vocab_size": (
-        "data.tokenizer model.vocab_size",
-        lambda tokenizer, vocab_size: tokenizer != "bytes" or vocab_size >= 257,
-    ),
     "this source needs a file, folder or glob (hf: or a hub name); set data.path": (
         "data.source data.path",
         lambda source, path: "path" not in _needs(source) or path != "",
@@ -97,13 +93,12 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "inner.round_length inner.max_steps_per_round",
         lambda length, longest: length != "linear" or longest is not None,
     ),
-    "nesterov_by_interval synchronises whole rounds; set outer.tx='nesterov'": (
-        "outer.tx outer.fragments outer.delay_updates",
-        lambda tx, fragments, delay: tx != "nesterov_by_interval" or (fragments, delay) == (1, 0),
-    ),
-    "fragments go through outer.tx in every trainer; set outer.skip_single=False": (
-        "outer.skip_single outer.fragments outer.delay_updates",
-        lambda skips, fragments, delay: not skips or (fragments, delay) == (1, 0),
+    "skip_single, learners, nesterov_by_interval need whole rounds; set one fragment, no delay": (
+        "outer.fragments outer.delay_updates outer.tx outer.skip_single engine.kind",
+        lambda fragments, delay, tx, skips, kind: (
+            (fragments, delay) == (1, 0)
+            or (tx != "nesterov_by_interval" and not skips and kind == "local")
+        ),
     ),
     "sgd decays no weights; set inner.weight_decay=0.0": (
         "inner.tx inner.weight_decay",
@@ -117,33 +112,21 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "outer.delay_updates outer.fragments inner.steps_per_round",
         lambda delay, fragments, steps: delay * fragments < steps,
     ),
-    "adamw counts updates of all parameters at once; set outer.tx='nesterov' or one fragment": (
-        "outer.tx outer.fragments",
-        lambda tx, fragments: tx != "adamw" or fragments == 1,
+    "adamw and rules for whole tensors need whole parameters; set outer.fragments=1": (
+        "outer.fragments outer.tx outer.aggregator",
+        lambda fragments, tx, rule: fragments == 1 or (tx != "adamw" and rule == "mean"),
     ),
     "mixing needs fragments or a delay; set outer.mixing=0.0": (
         "outer.mixing outer.fragments outer.delay_updates",
         lambda mixing, fragments, delay: mixing == 0 or fragments > 1 or delay > 0,
     ),
-    "this rule takes whole tensors, which fragments cut; set outer.aggregator='mean'": (
-        "outer.aggregator outer.fragments",
-        lambda aggregator, fragments: aggregator == "mean" or fragments == 1,
-    ),
-    "learners synchronise whole rounds; set engine.kind=local, or one fragment without delay": (
-        "engine.kind outer.fragments outer.delay_updates",
-        lambda kind, fragments, delay: kind == "local" or (fragments, delay) == (1, 0),
-    ),
     "a quorum is of learners that there are; lower the first or raise the second": (
         "engine.quorum engine.max_learners",
         lambda quorum, learners: quorum is None or learners is None or quorum <= learners,
     ),
-    "a run starts without accumulation; lower the first or raise the second": (
-        "batching.initial_batch_size batching.max_batch_size",
-        lambda first, largest: first <= (largest or math.inf),
-    ),
-    "the first request is above the cap; lower the first or raise the second": (
-        "batching.initial_batch_size batching.batch_cap",
-        lambda first, cap: first <= cap,
+    "a run starts without accumulation and below the cap; lower the first or raise the others": (
+        "batching.initial_batch_size batching.max_batch_size batching.batch_cap",
+        lambda first, largest, cap: first <= min(largest or math.inf, cap),
     ),
     "the largest bucket must be max_batch_size; add it, or remove what is above it": (
         "batching.buckets batching.max_batch_size",

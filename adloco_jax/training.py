@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -383,9 +384,13 @@ def execute(run: Run, attempt: Attempt) -> State:
     observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:
+            # Ends the process with every thread's traceback if no round ends for so many seconds.
+            watchdog = functools.partial(
+                faulthandler.dump_traceback_later, settings.checkpoint.watchdog_s, exit=True
+            )
             stack.callback(faulthandler.cancel_dump_traceback_later)
-            faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
-            observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
+            watchdog()
+            observe.insert(0, lambda state, boundary: watchdog())
         is_local = settings.engine.kind == "local"  # learners compile the programs of rounds
         ahead = programs_ahead(state.control, settings, engine.programs.spec) if is_local else []
         engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])

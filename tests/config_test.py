@@ -195,7 +195,6 @@ CONTRADICTIONS = {
     "classes of unlabelled text": dict(model__arch="bert"),
     "no room for a text": BERT | dict(data__sequence_length=2),
     "context": dict(data__sequence_length=513),
-    "bytes": dict(model__vocab_size=256),
     "no path": dict(data__source="jsonl"),
     "held-out path of stdlib": dict(data__heldout_path="x.txt"),
     "configuration of a text": dict(data__name="en"),

@@ -66,7 +66,7 @@ def shared_programs(programs_given_back):
         return
     from adloco_jax import training
     from adloco_jax.engine import programs
-    from adloco_jax.run import plan
+    from adloco_jax.run import build, plan
 
     models, specs, compiled = {}, {}, {}
     build_model, program_spec = training.build_model, training.program_spec
@@ -76,9 +76,9 @@ def shared_programs(programs_given_back):
         optimized = not jax.config.values["jax_disable_most_optimizations"]
         return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
 
-    def one_model(settings, devices, mode=None):
+    def one_model(settings, devices=None, mode=None):
         sizes = dataclasses.replace(settings.model, init_from="")
-        key = (sizes, settings.batching.test, machine(), mode)
+        key = (sizes, settings.batching.test, machine(), devices is None, mode)
         if key not in models:
             models[key] = build_model(settings, devices, mode)
         return models[key]
@@ -103,8 +103,9 @@ def shared_programs(programs_given_back):
         return compiled[place][0]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (training, plan):
+        for module in (training, plan, build):
             patch.setattr(module, "build_model", one_model)
+        for module in (training, build):
             patch.setattr(module, "program_spec", one_spec)
         patch.setattr(programs.Programs, "_compile", compile_once)
         yield

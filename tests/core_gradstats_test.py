@@ -11,6 +11,7 @@ from ensembles import draw
 from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from nets import per_example_products
 
 from adloco_jax import (
     GradientStats,
@@ -23,7 +24,7 @@ from adloco_jax import (
 )
 from adloco_jax.config import validate
 from adloco_jax.configs import quickstart
-from adloco_jax.core.gradstats import per_example_products, resolve_estimator
+from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.types import norms
 from adloco_jax.models.layers import apply_gain, project
 from adloco_jax.run.build import build_model

@@ -12,7 +12,6 @@ from trees import assert_close
 
 import adloco_jax as aj
 from adloco_jax.contrib import streaming
-from adloco_jax.core.gradstats import per_example_products
 
 MESH = ((4, 2), ("pool", "model"), (AxisType.Explicit, AxisType.Explicit))
 OWNERS = (0, 0, 0, 1, 2, 2, 3, 3)
@@ -68,7 +67,6 @@ CALLS = {
     "gradient_stats_of_means": lambda e, b, p, x: aj.gradient_stats_of_means(
         p, x["y"][:, 0], batch_size=3
     ),
-    "per_example_products": lambda e, b, p, x: per_example_products(loss_fn, p, x),
 }
 OF_THE_HOST = {"allocate_workers", "choose_merge", "constant", "next_batch_size", "ramp", "replay"}
 OF_THE_HOST |= {"switch_mode", "fit", "train"}

@@ -14,10 +14,11 @@ from nets import (
     loss_of,
     make_params,
     make_rows,
+    per_example_products,
     tapped_grad,
 )
 
-from adloco_jax.core.gradstats import per_example_products, resolve_estimator
+from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.models import Llama
 from adloco_jax.models.layers import add_bias, apply_gain, look_up, param_shapes, project
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adloco_jax.core import gradstats
+from adloco_jax.core.types import trainable
 from adloco_jax.models import Bert, Llama, classification_loss, next_token_loss
 from adloco_jax.models.layers import param_shapes
 
@@ -72,3 +74,17 @@ def flat(tree, axes=0):
 
 def stack(*trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def per_example_products(loss_fn, params, batch, *, estimator="vmap", chunk_size=None):
+    """Squared norm of each example's gradient, and its product with the mean gradient; [B] each.
+
+    They are what `gradient_stats` adds up.
+    """
+    resolved = gradstats.resolve_estimator(estimator, loss_fn)
+    loss_of, params = gradstats._scalar_loss(loss_fn, params), trainable(params)
+    examples = gradstats._examples(batch, chunk_size, None, True)
+    sums_3, norms_B = gradstats._sum_gradients(loss_of, params, examples, resolved)
+    one = jnp.ones(())
+    products_3B = gradstats._multiply(loss_of, params, examples, resolved, sums_3, one)
+    return jnp.square(norms_B), products_3B[0]

@@ -59,8 +59,8 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     assert spec.state_bytes == expected
     params, momentum, moments = expected
     assert plan_module._merge_lines(settings, spec) == [
-        f"bytes of a merge, one communication: {params + momentum} B per absorbed trainer"
-        f" ({params} B if refused), {params + moments} B per worker that joins a trainer"
+        f"bytes of a merge, one communication: {params + momentum} bytes per absorbed trainer"
+        f" ({params} bytes if refused), {params + moments} bytes per worker that joins a trainer"
     ]
 
 

@@ -58,8 +58,8 @@ def gradient_stats(
               examples' gradients of the mean loss, summed over all parameters (see
               `models.layers`). The squares are float32, so gradients shorter than 1e-15 or longer
               than 1e15 are not measured. If a parameter has no tap, or is used twice (tied
-              weights), the norms are wrong and this function cannot notice it. Compare a new model
-              with `vmap` once, see `per_example_products`.
+              weights), the norms are wrong and this function cannot notice it. Compare the
+              statistics of a new model with those of `vmap` once.
       auto    taps if `loss_fn` has a parameter named `tap_B`, else vmap.
 
     Both estimators make one forward and backward pass over the batch. Inner products add a second
@@ -198,38 +198,6 @@ def _with_products(
         # By the identity S = V_ip / |mean|^2 + V_o.
         plugin_orth_sum=stats.noise_sum - plugin_ip_sum / jnp.where(mean_norm > 0, mean_norm, 1.0),
     )
-
-
-@on_any_mesh(lambda whole, *_, **__: whole)
-def per_example_products(
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    *,
-    estimator: Estimator = "vmap",
-    chunk_size: int | None = None,
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """Squared norm of each example's gradient, and its inner product with the mean gradient.
-
-    Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples.
-      params: Any pytree of arrays; the gradients are of its floating-point leaves.
-      batch: Pytree of leaves [B, ...], B >= 2.
-      estimator: As in `gradient_stats`.
-      chunk_size: Largest number of examples in one pass, which bounds memory.
-
-    Returns:
-      The squared norms n_j and the inner products p_j, float32 [B].
-
-    Raises:
-      ValueError: While tracing, in the same cases as `gradient_stats`.
-    """
-    resolved = resolve_estimator(estimator, loss_fn)
-    loss_of, params = _scalar_loss(loss_fn, params), trainable(params)
-    examples = _examples(batch, chunk_size, None, True)
-    sums_3, norms_B = _sum_gradients(loss_of, params, examples, resolved)
-    products_3B = _multiply(loss_of, params, examples, resolved, sums_3, jnp.ones(()))
-    return jnp.square(norms_B), products_3B[0]
 
 
 def pool(stats: GradientStats) -> GradientStats:

@@ -187,9 +187,16 @@ def _transformers() -> Any:
 
 def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     """Load a tokenizer by `transformers` from a folder, a tokenizer.json or a .model file."""
-    _require_sentencepiece(path)
     tokenizer: Any
-    for file in path.iterdir() if path.is_dir() else [path]:
+    files = [*path.iterdir()] if path.is_dir() else [path]
+    needs_sentencepiece = any(file.suffix == ".model" for file in files)
+    needs_sentencepiece &= all(file.name != "tokenizer.json" for file in files)
+    if needs_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
+        raise ConfigError(
+            f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
+            " 'adloco-jax[sentencepiece]', or name a tokenizer.json"
+        )
+    for file in files:
         is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()
         if is_part and file.stat().st_size > _MAX_FILE_BYTES:
             raise DataError(
@@ -261,16 +268,3 @@ def _encode_fast(backend: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     return encode_batch
-
-
-def _require_sentencepiece(path: Path) -> None:
-    """Raise ConfigError if a path has only a SentencePiece model and the package is missing."""
-    files = list(path.iterdir()) if path.is_dir() else [path]
-    is_model = any(file.suffix == ".model" for file in files)
-    if any(file.name == "tokenizer.json" for file in files) or not is_model:
-        return
-    if importlib.util.find_spec("sentencepiece") is None:
-        raise ConfigError(
-            f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
-            " 'adloco-jax[sentencepiece]', or name a tokenizer.json"
-        )

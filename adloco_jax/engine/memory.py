@@ -89,14 +89,9 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
       and their gradients fit, without activations; all devices if no divisor is enough.
     """
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
-    key = ProgramKey("steps", owners, accumulates=True)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
         tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs least
-        at = placement(tried, key)
-        workers = workers_spec(tried, key, at).replace(inner_state_R=None)
-        if tried.outer.own_params:
-            workers = workers.replace(params_R=None)
-        if _bytes_here((ensemble_spec(tried, owners, at), workers)) <= budget:
+        if _round_bytes(tried, owners, accumulates=True) <= budget:
             return shards
     return count
 
@@ -107,13 +102,18 @@ def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = Fals
     The bound is computed without compilation; activations are not counted. Sums of gradients are
     counted if workers accumulate gradients.
     """
+    held = _round_bytes(spec, owners, accumulates=accumulates)
+    return held + spec.param_bytes // spec.model_shards
+
+
+def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> int:
+    """Bytes of a device for the ensemble, and for the workers' parameters and gradient sums."""
     key = ProgramKey("steps", owners, accumulates=accumulates)
     at = placement(spec, key)
     workers = workers_spec(spec, key, at).replace(inner_state_R=None)
     if spec.outer.own_params:
         workers = workers.replace(params_R=None)
-    ensemble = ensemble_spec(spec, owners, at)
-    return _bytes_here((ensemble, workers)) + spec.param_bytes // spec.model_shards
+    return _bytes_here((ensemble_spec(spec, owners, at), workers))
 
 
 def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:

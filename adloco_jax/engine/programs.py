@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -30,8 +30,8 @@ from adloco_jax.core.arguments import fold_in_each, with_fixed_key
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.types import Ensemble, Workers, init
-from adloco_jax.engine.sharding import Placement, arrange, reshard
-from adloco_jax.engine.spec import Kind, ProgramKey, Spec
+from adloco_jax.engine.sharding import POOL, Placement, arrange, reshard
+from adloco_jax.engine.spec import Compiled, Kind, ProgramKey, Spec
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
@@ -40,17 +40,6 @@ GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at onc
 # of the queued programs may need, so several devices can deadlock. A call is up to four programs,
 # because arrays are resharded.
 _MAX_IN_FLIGHT = 8
-_POOL = ("trainer", "worker")  # the mesh axes that workers are spread over
-
-
-class Compiled(NamedTuple):
-    """The record of one compilation, for the ledger."""
-
-    key: ProgramKey
-    seconds: float
-    hit: bool  # whether the program came from the persistent cache
-    background: bool  # whether it was compiled in the background
-    needed_bytes: int | None  # bytes of a device while it runs; None if the compiler does not say
 
 
 class Programs:
@@ -221,16 +210,17 @@ def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     workers = Workers(workers_spec(spec, key, at).params_R, None)
     number_M = jax.ShapeDtypeStruct((max(key.owners) + 1,), jnp.float32, sharding=at.replicated)
     extra_M = dict.fromkeys(spec.extras, number_M)
-    end = functools.partial(
-        outer_update,
-        outer_tx=spec.outer_tx,
-        aggregate=spec.aggregate,
-        skip_single=spec.outer.skip_single,
-        **_collectives(spec, at),
-    )
 
     def update(ensemble, workers, extra_M):
-        return end(ensemble, workers, extra_M=extra_M)
+        return outer_update(
+            ensemble,
+            workers,
+            outer_tx=spec.outer_tx,
+            aggregate=spec.aggregate,
+            skip_single=spec.outer.skip_single,
+            extra_M=extra_M,
+            **_collectives(spec, at),
+        )
 
     return update, (ensemble, workers, extra_M), (0,), (_shardings(ensemble), at.replicated)
 
@@ -382,7 +372,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
     """Run `advance` separately on each device, or on each group of devices that share workers."""
     if at.mesh.shape["trainer"] * at.mesh.shape["worker"] == 1:
         return advance
-    pool, pool_T = P(_POOL), P(None, _POOL)
+    pool, pool_T = P(POOL), P(None, POOL)
     specs: list[Any] = [pool, pool, pool, P(), pool]  # `num_grads` is the same for all workers
     by_worker = Workers(*specs)
 
@@ -393,7 +383,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
             mesh=at.mesh,
             in_specs=inputs,
             out_specs=(by_worker, pool_T, pool_T),
-            axis_names=set(_POOL),
+            axis_names=set(POOL),
             check_vma=False,
         )
         return function(workers, keyed, rate_TR, update_T, *turn)

@@ -31,7 +31,7 @@ from adloco_jax.core.compress import Packed
 from adloco_jax.core.types import Ensemble, block_size
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
-_POOL = ("trainer", "worker")
+POOL = ("trainer", "worker")
 _SHARING = ("model", "data", "idle")
 
 
@@ -53,16 +53,16 @@ class Placement:
     @property
     def workers(self) -> NamedSharding:
         """Sharding of arrays [R, ...]: each entry on its worker's devices."""
-        return self.named(_POOL)
+        return self.named(POOL)
 
     @property
     def rates_TR(self) -> NamedSharding:
         """Sharding of arrays [T, R]: each column on its worker's devices."""
-        return self.named(None, _POOL)
+        return self.named(None, POOL)
 
     def tokens_TRBL(self, batch_size: int) -> NamedSharding:
         """Sharding of tokens [T, R, B, L + 1]: each worker's batch over the worker's devices."""
-        return self.named(None, _POOL, self._batch_axes(batch_size))
+        return self.named(None, POOL, self._batch_axes(batch_size))
 
     def tokens_BL(self, batch_size: int) -> NamedSharding:
         """Sharding of one worker's tokens [B, L + 1]."""
@@ -74,7 +74,7 @@ class Placement:
 
     def by_worker(self, shapes_R: PyTree) -> PyTree:
         """Shardings of leaves [R, ...]: entries on their worker's devices, over `model`."""
-        return self._stacked(shapes_R, _POOL, ("model",))
+        return self._stacked(shapes_R, POOL, ("model",))
 
     def by_trainer(self, shapes_M: PyTree) -> PyTree:
         """Shardings of leaves [M, ...]: over `model`, replicated over the trainer's workers."""
@@ -93,7 +93,7 @@ class Placement:
         second step: its mean is an all-reduce, which moves as many bytes as reduce-scatter and
         all-gather together. A copy on every device would move R / 2 times as many.
         """
-        in_parts = self._stacked(tree_R, _POOL, _SHARING)
+        in_parts = self._stacked(tree_R, POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
 
         def target(leaf, at, part_at):

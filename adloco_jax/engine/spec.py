@@ -42,6 +42,16 @@ class ProgramKey(NamedTuple):
         return shape
 
 
+class Compiled(NamedTuple):
+    """The record of one compilation, for the ledger."""
+
+    key: ProgramKey
+    seconds: float
+    hit: bool  # whether the program came from the persistent cache
+    background: bool  # whether it was compiled in the background
+    needed_bytes: int | None  # bytes of a device while it runs; None if the compiler does not say
+
+
 @dataclass(frozen=True)
 class Machine:
     """The devices for which a run is planned and compiled; the devices need not exist."""

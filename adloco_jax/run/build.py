@@ -280,6 +280,12 @@ def program_spec(
     return dataclasses.replace(spec, model_shards=shards)
 
 
+def spec_of(settings: Settings, machine: Machine) -> Spec:
+    """`program_spec` of the model and the rows that the settings describe."""
+    functions, classes = build_model(settings, machine), class_count(settings)
+    return program_spec(settings, *functions, row_length(settings), classes, machine=machine)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Data that all attempts of a run share."""

@@ -19,8 +19,8 @@ from adloco_jax.engine.memory import (
     resting_bytes,
     spawn_bytes,
 )
-from adloco_jax.engine.programs import Compiled, Programs, placement
-from adloco_jax.engine.spec import ProgramKey, Spec
+from adloco_jax.engine.programs import Programs, placement
+from adloco_jax.engine.spec import Compiled, ProgramKey, Spec
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan

@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from adloco_jax.config import validate
 from adloco_jax.engine.inputs import classes
-from adloco_jax.engine.programs import Compiled, placement
-from adloco_jax.engine.spec import Spec
+from adloco_jax.engine.programs import placement
+from adloco_jax.engine.spec import Compiled, Spec
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
-from adloco_jax.run.build import build_model, class_count, program_spec, row_length
+from adloco_jax.run.build import build_model, spec_of
 from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried, choose
 from adloco_jax.run.machines import described
 from adloco_jax.run.plan import reachable_keys, run_header
@@ -43,8 +43,7 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
     def loss_of(mode: Mode):
         return build_model(settings, machine, mode)[1]
 
-    functions, num_classes = build_model(settings, machine), class_count(settings)
-    spec = program_spec(settings, *functions, row_length(settings), num_classes, machine=machine)
+    spec = spec_of(settings, machine)
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
     size = settings.batching.max_batch_size

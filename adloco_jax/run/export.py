@@ -21,12 +21,10 @@ from adloco_jax.files import replaced_folder
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import checkpoint
 from adloco_jax.run.build import (
-    build_model,
     build_network,
     class_count,
     load_data,
-    program_spec,
-    row_length,
+    spec_of,
 )
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import read_control, recorded_settings
@@ -116,9 +114,7 @@ def read_trained(
         which = "" if round is None else f" of round {round}"
         raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint{which}, have {have}")
     path = workdir / "checkpoints" / str(rounds[0] if round is None else round)
-    classes = class_count(settings)
-    functions = build_model(settings)
-    spec = program_spec(settings, *functions, row_length(settings), classes, machine=here())
+    spec = spec_of(settings, here())
     try:
         checkpoint.verify(path, checkpoint.EXPORTED)
         control = read_control(path, checkpoint.read_host(path).get("control"), settings)
@@ -149,7 +145,7 @@ def read_trained(
         corpus.heldout_rows,
         num_sequences=settings.eval.num_sequences,
         batch_size=control.eval_batch_size,
-        num_classes=classes,
+        num_classes=class_count(settings),
         num_trainers=len(ids),
     )
     weights = control.demands

@@ -6,7 +6,6 @@ receives the state after that round, and must not change it.
 
 import dataclasses
 import datetime
-import faulthandler
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,10 @@ from adloco_jax.core.types import Ensemble
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.memory import measured_peaks
-from adloco_jax.engine.programs import Compiled, Programs
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.spec import Compiled
 from adloco_jax.errors import Preempted
-from adloco_jax.loop.adloco import Boundary, Control, Engine, Observer, State
+from adloco_jax.loop.adloco import Boundary, Control, Engine, State
 from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, processes
@@ -242,15 +242,6 @@ class Checkpoints:
         known = recorder.evaluated_round == index and np.isfinite(recorder.loss)
         loss = recorder.loss if known else None
         self.saver.save(index, recorder.engine.complete(state), self.host(state), loss=loss)
-
-
-def watchdog(seconds: float) -> Observer:
-    """Print all threads' tracebacks and end the process if no round ends for `seconds`."""
-
-    def observe(state: State, boundary: Boundary) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True)
-
-    return observe
 
 
 def compile_fields(compiled: Compiled) -> dict:

@@ -24,15 +24,14 @@ from adloco_jax.run import processes
 from adloco_jax.run.build import (
     attention,
     build_model,
-    class_count,
-    program_spec,
     require_same_network,
-    row_length,
+    spec_of,
 )
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Mode, accumulates, choose, first_keys
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import check_config
+from adloco_jax.run.terminal import in_bytes
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 
@@ -65,10 +64,7 @@ def plan(
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
-    classes = class_count(settings)
-    machine = here()
-    functions = build_model(settings, machine)
-    spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
+    spec = spec_of(settings, here())
     compiled = _memory_lines(settings, spec) if memory else ["not compiled: --memory does"]
     unchecked = [f"not checked: {line}" for line in unchecked]
     return "\n".join([*_plan_lines(settings, spec), *compiled, *unchecked])
@@ -121,15 +117,14 @@ def require_memory(settings: Settings) -> None:
         instead.
     """
     machine, memory_frac = here(), settings.batching.memory_frac
-    functions, classes = build_model(settings, machine), class_count(settings)
-    spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
+    spec = spec_of(settings, machine)
     owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
     needed, budget = least_bytes(spec, owners), machine.budget(memory_frac)
     if needed > budget:
         raise ResourceError(
             f"memory: {max(owners) + 1} trainers with {len(owners)} workers of {spec.num_params:,}"
-            f" parameters need at least {_human(needed)} on each device for state and gradients,"
-            f" have {_human(budget)} of {_human(machine.device_bytes)} (batching.memory_frac);"
+            f" parameters need at least {in_bytes(needed)} on each device for state and gradients,"
+            f" have {in_bytes(budget)} of {in_bytes(machine.device_bytes)} (batching.memory_frac);"
             " adloco train quickstart fits here, and adloco plan CONFIG --device shows what a GPU"
             " would hold"
         )
@@ -150,7 +145,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
         length = f"until {settings.num_tokens:,} tokens"
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     return [
-        f"model: {spec.num_params:,} parameters ({_human(spec.param_bytes)}), {weights};"
+        f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
         f" {model.dtype}, attention by {attention(settings, spec.machine)};"
         f" {spec.machine.describe()}, {at.describe()}",
         f"trainers: {ensemble.num_trainers} with {len(owners)} workers together"
@@ -192,7 +187,7 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
     return [
         f"fragments: {outer.fragments}, one every {spec.num_micro_batches} updates, which"
         f" {arrival}; a worker keeps {outer.mixing:g} of its own numbers;"
-        f" {_human(spec.sync_bytes)} each way"
+        f" {in_bytes(spec.sync_bytes)} each way"
     ]
 
 
@@ -229,14 +224,14 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         total = f"the run ends with the round that reaches {settings.num_tokens:,}"
     return [
         *run_header(settings, spec, batching.max_batch_size),
-        f"optimizer states: outer {_human(outer_bytes)} per trainer,"
-        f" inner {_human(inner_bytes)} per worker",
-        f"state between rounds: {_human(num_bytes(state))} for {num_trainers} trainers,"
+        f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"
+        f" inner {in_bytes(inner_bytes)} per worker",
+        f"state between rounds: {in_bytes(num_bytes(state))} for {num_trainers} trainers,"
         f" {num_workers} workers",
         "placement in the first round:",
         *drawn,
-        f"bytes per round at the start: {_human(moved)} in {syncs} synchronisations"
-        f" ({settings.outer.precision}); between these devices {_human(moved_here)}",
+        f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
+        f" ({settings.outer.precision}); between these devices {in_bytes(moved_here)}",
         *_merge_lines(settings, spec),
         f"tokens: {least:,} a round at the start; {total}",
     ]
@@ -259,11 +254,11 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     return [
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
-        f" of {_human(spec.machine.device_bytes)} per device; micro-batches of {sizes};"
+        f" of {in_bytes(spec.machine.device_bytes)} per device; micro-batches of {sizes};"
         f" {Mode(programs.spec.in_turn, programs.spec.remat)}",
         "memory per device while a program runs, by the compiler's analysis:",
-        *(f"  {key!s:32} {_human(peak)}" for key, peak in peaks.items()),
-        f"peak: {max(peaks.values())} bytes ({_human(max(peaks.values()))})",
+        *(f"  {key!s:32} {in_bytes(peak)}" for key, peak in peaks.items()),
+        f"peak: {max(peaks.values())} bytes ({in_bytes(max(peaks.values()))})",
         f"programs: {len(keys)} for {len(control.trainers)} trainers and {len(control.owners)}"
         " workers; later, at most as many for each other division of the workers",
     ]
@@ -288,7 +283,7 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
     if ensemble.initial_workers is not None:
         lines.append(
             f"the pool grows from {ensemble.initial_workers} workers, in a communication each time:"
-            f" {_human(joining)} per worker that joins"
+            f" {in_bytes(joining)} per worker that joins"
         )
     if settings.merge.policy == "none" or ensemble.num_trainers == 1:
         return lines
@@ -296,14 +291,6 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
     tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
     return [
         *lines,
-        f"bytes of a merge, one communication: {_human(absorbed)} per absorbed trainer"
-        f" ({_human(tried)} if refused), {_human(joining)} per worker that joins a trainer",
+        f"bytes of a merge, one communication: {in_bytes(absorbed)} per absorbed trainer"
+        f" ({in_bytes(tried)} if refused), {in_bytes(joining)} per worker that joins a trainer",
     ]
-
-
-def _human(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"

@@ -25,8 +25,8 @@ from adloco_jax import __version__, files
 from adloco_jax.config import default_config, validate
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.data.files import shard_changes
-from adloco_jax.engine.programs import Compiled, Programs, ensemble_spec, placement
-from adloco_jax.engine.spec import ProgramKey, Spec
+from adloco_jax.engine.programs import Programs, ensemble_spec, placement
+from adloco_jax.engine.spec import Compiled, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.files import replaced_file, write_errors
 from adloco_jax.hub import COMMIT
@@ -242,15 +242,19 @@ def recorded_commit(workdir: Path) -> str:
       CheckpointError: If the record cannot be read.
     """
     path = workdir / "config.json"
-    if not path.is_file():
-        return ""
-    try:
-        commit = files.read_json(path, Damaged).get("data_commit", "")
-        if commit and not COMMIT.fullmatch(commit):
-            raise ValueError(f"data_commit = {commit!r:.60}")
-    except (Damaged, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+    commit = _record(path).get("data_commit", "") if path.is_file() else ""
+    if commit and not COMMIT.fullmatch(str(commit)):
+        raise CheckpointError(
+            f"{path}: damaged (data_commit = {commit!r:.60}); restore it from a copy"
+        )
     return commit
+
+
+def _record(path: Path) -> dict:
+    try:
+        return files.read_json(path, Damaged)
+    except Damaged as error:
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
 
 def _as_tuples(value: object) -> object:
@@ -304,10 +308,7 @@ def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
     Raises:
       CheckpointError: If the record cannot be read, or was written by another version.
     """
-    try:
-        record = files.read_json(path, Damaged)
-    except Damaged as error:
-        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+    record = _record(path)
     if exported and "format" not in record:
         groups = ("seed", "model", "data", "eval", "ensemble")
         config = record["config"] if isinstance(record.get("config"), dict) else {}

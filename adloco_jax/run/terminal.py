@@ -184,3 +184,9 @@ def describe_change(change: dict) -> str:
     words["losses"] = ", ".join(f"{loss:.4f}" for loss in change.get("loss_before", ()))
     shown = _CHANGES.get(change["event"], "").format(**change | words)
     return f"round {change['round']}: {shown}" if shown else ""
+
+
+def in_bytes(value: float) -> str:
+    """Format a number of bytes with the largest binary unit that is not larger than it."""
+    power = min(4, max(0, int(value).bit_length() - 1) // 10)
+    return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

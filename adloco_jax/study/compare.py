@@ -23,7 +23,7 @@ from adloco_jax.settings import KNOBS
 from adloco_jax.study import chart, results
 from adloco_jax.study.chart import Axis, Curve, Figure
 from adloco_jax.study.cluster import Cluster, run_seconds
-from adloco_jax.study.curves import COSTS, heldout_points, last, lines, read_run
+from adloco_jax.study.curves import COSTS, heldout_points, last, lines
 from adloco_jax.study.results import Trial
 from adloco_jax.study.summary import markdown as plain
 from adloco_jax.study.summary import markdown_table, short
@@ -174,9 +174,10 @@ def tabulate(
     for run in runs_of(comparison, folder):
         line: dict[str, Any] | None = recorded.get(results.key(run))
         if line is None:
-            if not is_finished(run.workdir):
+            path = run.workdir / "ledger.jsonl"
+            events = read(path) if path.exists() else []
+            if finish(events) is None:
                 raise DataError(f"{run.workdir}: not finished; run the comparison again")
-            events = read_run(run.workdir).events
             line = {"start": last(events, "start"), "curve": curve(events, comparison.simulated)}
         curves.setdefault(run.variant, {})[run.seed] = line["curve"]
         starts.append(line["start"])
@@ -305,12 +306,6 @@ def _conclusion(table: dict) -> str:
 def _workdir(folder: str | Path, variant: str, seed: int) -> Path:
     name = re.sub(r"[^a-z0-9]+", "-", variant.lower()).strip("-")
     return Path(folder) / name / f"seed-{seed}"
-
-
-def is_finished(workdir: Path) -> bool:
-    """Whether the ledger of a run's folder says that the run has ended."""
-    path = workdir / "ledger.jsonl"
-    return path.exists() and finish(read(path)) is not None
 
 
 def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError
+from adloco_jax.run.terminal import in_bytes
 from adloco_jax.study import chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
@@ -27,7 +28,7 @@ _TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "tokens": ("tokens_total", summary.short),
     "updates": ("updates_total", summary.short),
     "communications": ("syncs_total", "{:,.0f}".format),
-    "moved": ("bytes_total", summary.in_bytes),
+    "moved": ("bytes_total", in_bytes),
     "merges": ("num_merges", "{:.0f}".format),
     "wall time": ("wall_s", summary.seconds),
     "waiting to compile": ("stall_s", summary.seconds),

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import numpy as np
 
+from adloco_jax.run.terminal import in_bytes
 from adloco_jax.study.curves import SPENDING, by_trainer, gathering, last, lines, read_run
 
 _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
@@ -239,12 +240,6 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
-
-
-def in_bytes(value: float) -> str:
-    """Format a number of bytes with the largest binary unit that is not larger than it."""
-    power = min(4, max(0, int(value).bit_length() - 1) // 10)
-    return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def short(value: float, unit: str = "") -> str:
