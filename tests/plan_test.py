@@ -147,7 +147,7 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     config = tiny_config()
     config.data.update(TEXT)
     (line,) = plan_module.check_inputs(validate(config))
-    assert line.startswith(f"data.path={__file__}: what")
+    assert line.startswith(f"data.path={__file__}: its content")
     config.data.update({"source": "hf", "path": "no/where"})
     (line,) = plan_module.check_inputs(validate(config))
     assert line.startswith("data.path=no/where: whether the hub has it")
