@@ -123,11 +123,11 @@ def train(
         if jax.process_count() > 1:
             raise ConfigError("workdir: several processes need the name of one folder")
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    workdir = Path(workdir)
+    workdir, machine = Path(workdir), here()
 
     def load() -> tuple[PyTree | None, list[str], Corpus]:
         check_config(workdir, settings, accept=accept_config_change)
-        require_memory(settings)
+        require_memory(settings, machine)
         params, lines = None, []
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
             params, lines = pretrained_params(settings)
@@ -135,7 +135,6 @@ def train(
 
     with processes.only_first_prints():
         params, lines, corpus = processes.run_on_all(load)
-    machine = here()
     init_fn, loss_fn = build_model(settings, machine)
     with processes.only_first_prints():
         print(*lines, corpus.describe(), sep="\n")

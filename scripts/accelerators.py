@@ -8,7 +8,6 @@ docs/GPU.md comes from the compiler.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from adloco_jax.engine.memory import resting_bytes  # noqa: E402
 from adloco_jax.engine.programs import lower, num_turns, placement  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
-from adloco_jax.run.build import attention, build_model, class_count, program_spec, row_length  # noqa: E402  # noqa: E402
+from adloco_jax.run.build import attention, spec_of  # noqa: E402
 from adloco_jax.run.choose import Mode  # noqa: E402
 from adloco_jax.run.device_plan import device_plan  # noqa: E402
 from adloco_jax.run.machines import described  # noqa: E402
@@ -120,10 +119,7 @@ def short() -> list[str]:
     for device in ("h100x1", "h100x2"):
         machine = described(device)
         for mode in (Mode(False, False), Mode(True, False)):
-            functions = build_model(settings, machine, mode)
-            length, classes = row_length(settings), class_count(settings)
-            spec = program_spec(settings, *functions, length, classes, machine=machine)
-            spec = dataclasses.replace(spec, in_turn=mode.in_turn)
+            spec = spec_of(settings, machine, mode)
             fused = attention(settings, machine) == "cudnn"
             assert fused, "auto does not choose cuDNN"
             pool = (0,) * settings.ensemble.num_workers

@@ -44,10 +44,9 @@ from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.loop.adloco import start
-from adloco_jax.run.build import build_model, program_spec, row_length
-from adloco_jax.run.choose import max_batch_size
+from adloco_jax.run.build import spec_of
 from adloco_jax.run.machines import here
-from adloco_jax.run.plan import plan, reachable_keys
+from adloco_jax.run.plan import configured_choice, plan, reachable_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PART_LIMIT_S = 450
@@ -146,10 +145,9 @@ def memory(size: Size) -> dict:
     clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
     free = clip | {"batching.max_batch_size": "auto", "batching.batch_cap": size.batch_cap}
     settings = settings_of(size.shape, **free)
-    spec = program_spec(
-        settings, *build_model(settings, here()), row_length(settings), machine=here()
-    )
-    found, sizes = max_batch_size(settings, Programs(spec)), settings.batching.buckets
+    hardware = here()
+    found = configured_choice(settings, hardware).max_batch_size
+    sizes = settings.batching.buckets
 
     def config_at(batch: int):
         names = ("initial_batch_size", "max_batch_size", "batch_cap")
@@ -163,7 +161,7 @@ def memory(size: Size) -> dict:
         return not any(event["event"] == "fault" for event in events)
 
     fits = works(found)
-    peaks = measured_peaks()
+    peaks = measured_peaks(hardware.devices)
     measured = peaks["device_peak_bytes"][0] or peaks["host_peak_bytes"]
     planned = int(
         re.search(r"^peak: (\d+) bytes", plan(config_at(found), memory=True), re.MULTILINE)[1]
@@ -183,8 +181,7 @@ def programs(size: Size) -> dict:
     """Compare each program's bytes by the compiler with the device's peak after running it."""
     clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
     settings = settings_of(size.shape, **clip | {"batching.max_batch_size": size.batch})
-    functions = build_model(settings, here())
-    spec = program_spec(settings, *functions, row_length(settings), machine=here())
+    spec = spec_of(settings, here())
     compiled = Programs(spec)
     keys = reachable_keys(settings, spec, start(settings, size.batch, whole_pool=True))
     peaks = {}
@@ -194,7 +191,7 @@ def programs(size: Size) -> dict:
         zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), arguments)
         jax.block_until_ready(compiled.call(key, *zeros))
         del zeros
-        found = measured_peaks()
+        found = measured_peaks(spec.machine.devices)
         peak = found["device_peak_bytes"][0] or found["host_peak_bytes"]
         peaks[str(key)] = {"planned": needed_bytes(compiled[key]), "measured": peak}
         print(f"{key}: compiled {peaks[str(key)]['planned']}, measured {peak} bytes", flush=True)

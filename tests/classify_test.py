@@ -18,6 +18,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
+from adloco_jax.run.machines import here
 from adloco_jax.study import summary
 from adloco_jax.training import train
 
@@ -209,7 +210,7 @@ def test_a_run_learns_to_tell_classes_apart(classified):
 def test_its_export_is_a_bert(classified):
     loaded = hf.load(classified.workdir / "export")
     assert type(loaded.network).__name__ == "Bert" and loaded.network.num_classes == 2
-    trained = read_trained(classified.workdir)
+    trained = read_trained(classified.workdir, here())
     np.testing.assert_array_equal(
         trained.params["classifier"]["kernel"], loaded.params["classifier"]["kernel"]
     )

@@ -2,7 +2,12 @@
 
 import importlib.util
 import json
+import os
+import re
+import sys
+import types
 
+import jax
 import pytest
 
 from adloco_jax import main as main_module
@@ -11,8 +16,9 @@ from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
 from adloco_jax.run import device_plan as device_plan_module
+from adloco_jax.run.choose import MODES, Choice, NothingFits, Tried
 from adloco_jax.run.device_plan import device_plan
-from adloco_jax.run.machines import described, here, kinds
+from adloco_jax.run.machines import TAKEN, described, here, kinds
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -72,6 +78,97 @@ def test_what_does_not_fit_is_said_with_a_change_that_would(monkeypatch):
     assert record["change"] == "ensemble.num_workers=2 would fit"
     assert any("Nothing fits" in line for line in lines)
     assert whole["fits"]
+
+
+@pytest.mark.parametrize(
+    ("fits", "expected"),
+    [
+        (lambda settings, machine: settings.model.remat is None, "model.remat=auto"),
+        (lambda settings, machine: settings.batching.max_batch_size is None, "{}=3"),
+        (lambda settings, machine: settings.ensemble.model_shards == 4, "ensemble.model_shards=4"),
+        (lambda settings, machine: len(machine.devices) >= 6, "--device h100x6"),
+        (lambda settings, machine: settings.ensemble.num_workers == 2, "ensemble.num_workers=2"),
+        (lambda settings, machine: False, None),
+    ],
+)
+def test_the_smallest_change_that_fits_is_named(monkeypatch, fits, expected):
+    config = tiny_config(initial_workers=4)
+    config.model.remat, config.batching.max_batch_size = False, 4
+    tried = []
+
+    def choice(settings, machine, on_compile):
+        tried.append((settings, len(machine.devices)))
+        if not fits(settings, machine):
+            raise NothingFits([Tried(MODES[0], None, {}, "too large")])
+        return Choice(None, 3, [])
+
+    def of_count(name):
+        return Machine(here().devices * int(name.partition("x")[2]), 2**30)
+
+    monkeypatch.setattr(device_plan_module, "configured_choice", choice)
+    monkeypatch.setattr(device_plan_module, "described", of_count)
+    _, record = device_plan(config, "h100x4")
+    if expected is None:
+        assert "take more or larger devices" in record["change"]
+        assert [count for _, count in tried] == [4] * 5 + [5, 6, 7, 8, 4, 4]
+        pools = [(s.ensemble.num_workers, s.ensemble.initial_workers) for s, _ in tried[-3:]]
+        assert pools == [(6, 4), (4, 4), (2, 2)]
+    else:
+        expected = expected.format("batching.max_batch_size")
+        assert record["change"] == f"{expected} would fit"
+
+
+def test_a_change_that_fits_is_compiled(monkeypatch):
+    config = tiny_config(num_workers=2)
+    config.model.num_layers, config.model.mlp_width, config.data.sequence_length = 4, 128, 64
+    config.batching.initial_batch_size = config.batching.batch_cap = 8
+    of_bytes(monkeypatch, 2**30)
+    config.model.remat = True
+    _, least = device_plan(config, "h100")
+    of_bytes(monkeypatch, int(least["largest_bytes"] / 0.8) + 1)
+    config.model.remat = False
+    _, record = device_plan(config, "h100")
+    assert record["change"] == "model.remat=auto would fit"
+
+
+def test_the_compiler_plans_for_what_jax_takes_of_a_described_and_a_real_gpu(monkeypatch):
+    texts = []
+
+    def topology(*, platform, target_config, topology):
+        texts.append(target_config)
+        return types.SimpleNamespace(devices=["gpu"])
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", topology)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    machine = described("h100")
+    stated = int(re.search(r"device_memory_size: (\d+)", texts[0])[1])
+    taken = 0.95 * machine.device_bytes  # by the commands
+    assert 0.8 * stated == pytest.approx(taken, rel=1e-9)  # of it XLA plans with four fifths
+
+    class Gpu:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"bytes_limit": int(taken)}  # a real one's, for which XLA plans
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
+    real = here()
+    assert real.device_bytes == pytest.approx(machine.device_bytes, abs=1)
+    assert real.budget(None) < taken
+
+
+def test_the_commands_let_jax_take_what_is_planned_with(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["adloco", "--version"])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(main_module, "main", lambda: 0)
+    monkeypatch.setitem(os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    for given, expected in (("0.5", "0.5"), (None, str(TAKEN))):
+        if given is None:
+            monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+        with pytest.raises(SystemExit):
+            main_module.command()
+        assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == expected
 
 
 def test_device_alone_lists_the_kinds_and_others_are_refused_with_them(capsys, monkeypatch):

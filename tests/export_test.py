@@ -20,6 +20,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
+from adloco_jax.run.machines import here
 from adloco_jax.settings import KNOBS
 from adloco_jax.training import train
 
@@ -59,10 +60,10 @@ def test_a_run_leaves_its_consensus_for_hugging_face(trained):
 
 
 def test_any_trainer_of_any_checkpoint_is_read_and_the_consensus_is_the_runs_own(trained):
-    one = read_trained(trained.workdir, trainer=1)
+    one = read_trained(trained.workdir, here(), trainer=1)
     assert (one.round, one.source) == (2, "trainer 1")
     assert_equal(one.params, trainer_of(trained.ensemble.params_M, 1))
-    again = read_trained(trained.workdir)
+    again = read_trained(trained.workdir, here())
     (last,) = [
         e["source"]
         for e in read(trained.workdir / "ledger.jsonl")
@@ -74,18 +75,18 @@ def test_any_trainer_of_any_checkpoint_is_read_and_the_consensus_is_the_runs_own
 
 def test_what_is_not_there_or_damaged_is_named(trained, tmp_path):
     with pytest.raises(ConfigError, match="round 7, have 1, 2"):
-        read_trained(trained.workdir, round=7)
+        read_trained(trained.workdir, here(), round=7)
     with pytest.raises(ConfigError, match="no trainer 5, have 0, 1"):
-        read_trained(trained.workdir, trainer=5)
+        read_trained(trained.workdir, here(), trainer=5)
     with pytest.raises(CheckpointError, match="name the folder of a run"):
-        read_trained(tmp_path)
+        read_trained(tmp_path, here())
     copy = shutil.copytree(trained.workdir, tmp_path / "copy")
     file = copy / "checkpoints" / "1" / "host.json"
     file.write_text(file.read_text() + " ")
     with pytest.raises(CheckpointError, match="host.json.*choose another round"):
-        read_trained(copy, round=1)
+        read_trained(copy, here(), round=1)
     file.write_text(file.read_text()[:-1])
-    before = read_trained(copy, round=1, trainer=1)
+    before = read_trained(copy, here(), round=1, trainer=1)
     assert before.round == 1
     after_M = trained.ensemble.params_M
     assert np.any(before.params["head"]["kernel"] != trainer_of(after_M, 1)["head"]["kernel"])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,9 @@ def test_the_true_batch_is_searched_from_the_one_found(monkeypatch, limit, large
         tried.append(settings.batching.initial_batch_size)
         return [{"event": "fault"}] if tried[-1] > limit else []
 
-    monkeypatch.setattr(gpu, "program_spec", lambda *_, **__: None)
     monkeypatch.setattr(gpu.gc, "collect", lambda: None)
-    monkeypatch.setattr(gpu, "max_batch_size", lambda settings, programs: 3)
+    choice = types.SimpleNamespace(max_batch_size=3)
+    monkeypatch.setattr(gpu, "configured_choice", lambda settings, machine: choice)
     monkeypatch.setattr(gpu, "fit_random", fit_random)
     monkeypatch.setattr(gpu, "plan", lambda config, memory: "else\npeak: 2048 bytes (2 KiB)")
     toy = gpu.dataclasses.replace(gpu.SIZES["toy"], batch_cap=8)

@@ -19,6 +19,7 @@ from adloco_jax.errors import ConfigError, DataError, DivergedError
 from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.export import Trained, read_trained
 from adloco_jax.run.ledger import Ledger
+from adloco_jax.run.machines import here
 from adloco_jax.study import gradients
 from adloco_jax.study.gradients_figure import describe, figure
 from adloco_jax.training import train
@@ -178,7 +179,7 @@ def test_a_run_is_measured_as_by_brute_force(one_device, tmp_path):
     found = analyse(workdir, tmp_path / "analysis")
 
     # Gradients at the checkpoint, float64 [60 + 8, P], of all rows and of the next test's rows.
-    trained = read_trained(workdir, round=1)
+    trained = read_trained(workdir, here(), round=1)
     data, (_, loss_fn) = load_data(trained.settings), build_model(trained.settings)
     used = 2 * 4  # rows of the first round, two updates of batch 4
     rows = np.concatenate([data.rows, data.batch(0, 0, used, 8)]).astype(np.int32)
@@ -200,7 +201,7 @@ def test_a_run_is_measured_as_by_brute_force(one_device, tmp_path):
 
 def analyse(workdir, out, **changed):
     arguments = dict(num_sequences=60, batch_sizes=[8], draws=4, seed=1, round=1)
-    return gradients.analyse_run(workdir, out=out, **arguments | changed)
+    return gradients.analyse_run(workdir, here(), out=out, **arguments | changed)
 
 
 @pytest.fixture

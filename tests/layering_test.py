@@ -54,6 +54,10 @@ PURE_LIBRARIES |= {
 }
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
+# Modules that may ask JAX for the devices of this program, and modules that may call `here`, which
+# does. All others are given a machine, so that described devices go the same way as real ones.
+ASK_JAX = {"run/machines.py", "main.py"}
+ASK_HERE = {"training.py", "elastic/learner.py", "cli/commands.py", "run/plan.py"}
 # The pure packages.
 PURE = ("core", "contrib", "models", "settings", "loop")
 
@@ -111,6 +115,21 @@ def test_pure_modules_import_pure_libraries_only_and_touch_no_file_and_no_termin
             tree = ast.walk(ast.parse(path.read_text("utf-8")))
             names = {n.id for n in tree if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
             assert not names & HOST_BUILTINS, f"{name_of(path)}: {names & HOST_BUILTINS}"
+
+
+def test_only_entry_points_ask_for_the_devices_of_this_program():
+    asks = {"devices", "local_devices", "device_count", "local_device_count", "default_backend"}
+    jax_askers, here_askers = set(), set()
+    for path in MODULES:
+        tree = ast.walk(ast.parse(path.read_text("utf-8")))
+        of_jax = {
+            n.attr for n in tree if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "jax"
+        }
+        of_jax |= {name.removeprefix("jax.") for name in imported(path)}
+        jax_askers |= {name_of(path)} if of_jax & asks else set()
+        if ["run", "machines", "here"] in ours(path):
+            here_askers.add(name_of(path))
+    assert (jax_askers, here_askers) == (ASK_JAX, ASK_HERE)
 
 
 @pytest.mark.parametrize("stem", sorted(CORE))

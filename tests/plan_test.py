@@ -11,14 +11,14 @@ from toy import LENGTH, bigram_loss, init_fn, settings_of
 from adloco_jax import hf
 from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.engine.memory import peak_bytes
+from adloco_jax.engine.memory import peak
 from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.choose import max_batch_size
+from adloco_jax.run.choose import choose
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import write_config
 from adloco_jax.training import train
@@ -64,6 +64,10 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     ]
 
 
+def largest(settings, spec):
+    return choose(settings, spec, lambda mode: spec.loss_fn).max_batch_size
+
+
 def test_the_largest_micro_batch_is_found_from_memory():
     batching = {"max_batch_size": "auto", "buckets": (2, 8, 15), "batch_cap": 15}
     batching |= {"test": "ramp", "ramp": ((0, 2),)}
@@ -79,9 +83,9 @@ def test_the_largest_micro_batch_is_found_from_memory():
     for size, need in needs.items():
         # One per cent of tolerance: padding of small arrays bends the line of the prediction.
         device = int(1.01 * need / 0.8)
-        assert max_batch_size(settings, Programs(of_bytes(spec, device))) == size
+        assert largest(settings, of_bytes(spec, device)) == size
     with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
-        max_batch_size(settings, Programs(of_bytes(spec, needs[2])))
+        largest(settings, of_bytes(spec, needs[2]))
     assert error.value.exit_code == 5
 
 
@@ -93,11 +97,12 @@ def test_the_batch_size_test_must_fit_the_memory_too():
     owners = (0, 0, 1, 2)
     state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4) + 4  # Adam's two and count; the round
     need = needed_bytes(programs[ProgramKey("stats", owners)]) + state - 3 * 6 * 6 * 4
-    assert need > peak_bytes(programs, ProgramKey("steps", (0,) * 4, 15, accumulates=True), owners)
+    steps = ProgramKey("steps", (0,) * 4, 15, accumulates=True)
+    assert need > peak(programs, steps, owners).total
     with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
-        max_batch_size(settings, Programs(of_bytes(spec, need)))
+        largest(settings, of_bytes(spec, need))
     roomy = of_bytes(spec, int(need / 0.8) + 1)
-    assert max_batch_size(settings, Programs(roomy)) == 15
+    assert largest(settings, roomy) == 15
 
 
 @pytest.fixture(scope="module")

@@ -45,13 +45,14 @@ def export(options: argparse.Namespace, command: str) -> None:
     from adloco_jax import hf
     from adloco_jax.run.build import build_network
     from adloco_jax.run.export import read_trained
+    from adloco_jax.run.machines import here
     from adloco_jax.run.resume import require_utf8
     from adloco_jax.study.summary import SOURCES
 
     add_entries(options.config)
     out = options.out or Path(options.run) / "export"
     require_utf8("--out", out)
-    trained = read_trained(options.run, round=options.round, trainer=options.trainer)
+    trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
     network = build_network(trained.settings)
     hf.save(trained.params, out, trained.tokenizer, network=network, dtype=options.dtype)
     source = SOURCES.get(trained.source, trained.source)
@@ -60,13 +61,14 @@ def export(options: argparse.Namespace, command: str) -> None:
 
 def gradients(options: argparse.Namespace, command: str) -> None:
     """Measure the gradients at a checkpoint of a run, and print the numbers."""
+    from adloco_jax.run.machines import here
     from adloco_jax.study.gradients import analyse_run
     from adloco_jax.study.gradients_figure import describe
 
     how = dict(vars(options))
     add_entries(how.pop("config"))
     run = Path(how.pop("run"))
-    result = analyse_run(run, **how, command=command)
+    result = analyse_run(run, here(), **how, command=command)
     print("\n".join(describe(result)))
     print(f"report: {(options.out or run / 'report') / 'gradient_analysis.svg'}")
 

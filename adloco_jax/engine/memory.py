@@ -55,11 +55,6 @@ class Peak(NamedTuple):
         return self.program + self.beside
 
 
-def peak_bytes(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> int:
-    """Total bytes that a device holds while a program runs, see `peak`."""
-    return peak(programs, key, owners).total
-
-
 def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
     """Bytes that a device holds while a program runs: of the program and of the other state."""
     state = ensemble_spec(
@@ -163,8 +158,8 @@ def _bytes_here(shapes: PyTree) -> int:
     )
 
 
-def measured_peaks() -> dict[str, int | list[int | None]]:
-    """Peak memory of this process so far, in bytes, on the host and on each device.
+def measured_peaks(devices: Sequence[jax.Device]) -> dict[str, int | list[int | None]]:
+    """Peak memory of this process so far, in bytes, on the host and on each of these devices.
 
     A device's peak is None if its backend does not count memory, as on a CPU.
     """
@@ -172,7 +167,7 @@ def measured_peaks() -> dict[str, int | list[int | None]]:
     return {
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
         "device_peak_bytes": [
-            (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+            (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
         ],
     }
 

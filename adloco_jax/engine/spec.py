@@ -65,6 +65,11 @@ class Machine:
         return self.devices[0].platform
 
     @property
+    def local_devices(self) -> list[jax.Device]:
+        """The devices of this process."""
+        return [d for d in self.devices if d.process_index == d.client.process_index()]
+
+    @property
     def num_processes(self) -> int:
         """Number of processes that own the devices."""
         return len({device.process_index for device in self.devices})

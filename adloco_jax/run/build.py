@@ -280,10 +280,12 @@ def program_spec(
     return dataclasses.replace(spec, model_shards=shards)
 
 
-def spec_of(settings: Settings, machine: Machine) -> Spec:
-    """`program_spec` of the model and the rows that the settings describe."""
-    functions, classes = build_model(settings, machine), class_count(settings)
-    return program_spec(settings, *functions, row_length(settings), classes, machine=machine)
+def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> Spec:
+    """`program_spec` of the configured model; the mode as in `build_network`."""
+    functions, classes = build_model(settings, machine, mode), class_count(settings)
+    spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
+    how = {} if mode is None else mode._asdict()
+    return dataclasses.replace(spec, **how)
 
 
 @dataclasses.dataclass(frozen=True)

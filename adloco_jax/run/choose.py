@@ -181,22 +181,6 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     )
 
 
-def max_batch_size(settings: Settings, programs: Programs) -> int:
-    """The configured micro-batch, or the largest bucket with which all programs fit.
-
-    Raises:
-      ResourceError: If the initial batch does not fit.
-    """
-    batching, spec = settings.batching, programs.spec
-    if batching.max_batch_size is not None:
-        return batching.max_batch_size
-    sizes = [size for size in batching.buckets if size >= batching.initial_batch_size]
-    tried = _try(settings, programs, sizes, Mode(spec.in_turn, spec.remat))
-    if tried.max_batch_size is None:
-        raise ResourceError(tried.fault)
-    return tried.max_batch_size
-
-
 def program_peaks(
     settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
 ) -> dict[str, Peak]:

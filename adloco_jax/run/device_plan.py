@@ -6,22 +6,21 @@ Every program is compiled for the described device and not run, so the plan does
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import validate
-from adloco_jax.engine.inputs import classes
-from adloco_jax.engine.programs import placement
-from adloco_jax.engine.spec import Compiled, Spec
-from adloco_jax.errors import ResourceError
+from adloco_jax.engine.spec import Compiled, Machine
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
-from adloco_jax.run.build import build_model, spec_of
-from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried, choose
-from adloco_jax.run.machines import described
-from adloco_jax.run.plan import reachable_keys, run_header
+from adloco_jax.run.build import spec_of
+from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried
+from adloco_jax.run.machines import described, more_chips
+from adloco_jax.run.plan import configured_choice, reachable_keys, round_bytes, run_header
 from adloco_jax.settings import Settings
+
+OnCompile = Callable[[Compiled], None]
 
 
 def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
@@ -39,28 +38,23 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
       ConfigError: See `validate` and `described`.
     """
     settings, machine, start_s = validate(config), described(device), time.perf_counter()
-
-    def loss_of(mode: Mode):
-        return build_model(settings, machine, mode)[1]
-
-    spec = spec_of(settings, machine)
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
-    size = settings.batching.max_batch_size
     lines = [f"Compiled for {device}, not run.", ""]
     with _progress(device) as on_compile:
         try:
-            choice = choose(settings, spec, loss_of, size=size, on_compile=on_compile)
+            choice = configured_choice(settings, machine, on_compile)
         except NothingFits as error:
             tried = error.tried
-            change = _smallest_change(settings, spec, loss_of)
+            change = _smallest_change(settings, device, machine, on_compile)
             record |= {"fits": False, "change": change}
             lines += [f"- Nothing fits: {error}.", f"- {change}."]
         else:
-            tried = choice.tried
+            tried, spec = choice.tried, choice.programs.spec
             found, facts = _chosen(settings, choice)
             record |= facts
-            lines += [*(f"- {line}" for line in run_header(settings, spec, size)), *found]
+            header = run_header(settings, spec, settings.batching.max_batch_size)
+            lines += [*(f"- {line}" for line in header), *found]
     record |= {"compile_s": time.perf_counter() - start_s, "tried": list(map(_record, tried))}
     lines += [f"- Compiled in {record['compile_s']:.0f} s.", "", *_table(record, tried, budget)]
     return lines, record
@@ -97,34 +91,43 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
     return pools
 
 
-def round_bytes(settings: Settings, spec: Spec) -> int:
-    """Bytes that a round of the whole pool sends between devices of different workers."""
-    control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
-    moved, sent = 0, spec.sync_bytes * spec.outer.fragments
-    for group in classes(control, range(len(control.trainers)), spec):
-        size = settings.batching.initial_batch_size
-        at = placement(spec, group.key("steps", micro_batch_size=size))
-        moved += at.moved_bytes(sent, len(group.trainers), len(group.workers))
-    return moved
+def _smallest_change(
+    settings: Settings, device: str, machine: Machine, on_compile: OnCompile
+) -> str:
+    """Find the first change that fits; a smaller pool, which changes the run, is the last."""
+    for name, changed, devices in _changes(settings, device, machine):
+        with contextlib.suppress(NothingFits):
+            largest = configured_choice(changed, devices, on_compile).max_batch_size
+            return f"{name.format(largest)} would fit"
+    return "With one worker for each trainer it does not fit either; take more or larger devices"
 
 
-def _smallest_change(settings: Settings, spec: Spec, loss_of) -> str:
-    """Find the largest pool that would fit, with equally many workers for each trainer."""
-    ensemble, batching = settings.ensemble, settings.batching
+def _changes(
+    settings: Settings, device: str, machine: Machine
+) -> Iterator[tuple[str, Settings, Machine]]:
+    """List changes of the settings or of the devices by name; {} stands for the micro-batch."""
+    ensemble, count = settings.ensemble, len(machine.devices)
+
+    def changed(group: str, **values: object) -> Settings:
+        part = dataclasses.replace(getattr(settings, group), **values)
+        return dataclasses.replace(settings, **{group: part})
+
+    if settings.model.remat is False:
+        yield "model.remat=auto", changed("model", remat=None), machine
+    if settings.batching.max_batch_size is not None:
+        smaller = changed("batching", max_batch_size=None)
+        yield "batching.max_batch_size={}", smaller, machine
+    fewest = spec_of(settings, machine).model_shards
+    for shards in (n for n in range(fewest + 1, count + 1) if count % n == 0):
+        sharded = changed("ensemble", model_shards=shards)
+        yield f"ensemble.model_shards={shards}", sharded, machine
+    for more in more_chips(device):
+        yield f"--device {more}", settings, described(more)
     for each in range((ensemble.num_workers - 1) // ensemble.num_trainers, 0, -1):
         pool = each * ensemble.num_trainers
-        fewer = dataclasses.replace(
-            settings,
-            ensemble=dataclasses.replace(
-                ensemble,
-                num_workers=pool,
-                initial_workers=ensemble.initial_workers and min(ensemble.initial_workers, pool),
-            ),
-        )
-        with contextlib.suppress(ResourceError):
-            choose(fewer, spec, loss_of, size=batching.max_batch_size)
-            return f"ensemble.num_workers={pool} would fit"
-    return "With one worker for each trainer it does not fit either; take more or larger devices"
+        initial = ensemble.initial_workers and min(ensemble.initial_workers, pool)
+        fewer = changed("ensemble", num_workers=pool, initial_workers=initial)
+        yield f"ensemble.num_workers={pool}", fewer, machine
 
 
 def _record(tried: Tried) -> dict:
@@ -159,7 +162,7 @@ def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _progress(device: str) -> Iterator:
+def _progress(device: str) -> Iterator[OnCompile]:
     """Show the number of compilations on the terminal, if there is one."""
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 

@@ -16,6 +16,7 @@ from adloco_jax.core.types import Ensemble
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.files import replaced_folder
 from adloco_jax.models.layers import param_shapes
@@ -26,7 +27,6 @@ from adloco_jax.run.build import (
     load_data,
     spec_of,
 )
-from adloco_jax.run.machines import here
 from adloco_jax.run.resume import read_control, recorded_settings
 from adloco_jax.settings import Settings
 
@@ -87,12 +87,13 @@ class Trained(NamedTuple):
 
 
 def read_trained(
-    workdir: str | Path, *, round: int | None = None, trainer: int | None = None
+    workdir: str | Path, machine: Machine, *, round: int | None = None, trainer: int | None = None
 ) -> Trained:
     """Read a model from a run's folder, without changing the folder.
 
     Args:
       workdir: The run's folder.
+      machine: The first of its devices holds the model.
       round: Round of the checkpoint; None: the newest checkpoint.
       trainer: A trainer's id; None: the consensus model. If the run still has several trainers, the
         consensus needs the run's data: held-out text chooses between the best trainer and the
@@ -114,11 +115,11 @@ def read_trained(
         which = "" if round is None else f" of round {round}"
         raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint{which}, have {have}")
     path = workdir / "checkpoints" / str(rounds[0] if round is None else round)
-    spec = spec_of(settings, here())
+    spec = spec_of(settings, machine)
     try:
         checkpoint.verify(path, checkpoint.EXPORTED)
         control = read_control(path, checkpoint.read_host(path).get("control"), settings)
-        at = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        at = jax.sharding.SingleDeviceSharding(machine.devices[0])
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 (len(control.trainers), *leaf.shape), leaf.dtype, sharding=at

@@ -6,6 +6,7 @@ run.
 
 import os
 import re
+from collections.abc import Collection
 
 import jax
 
@@ -27,14 +28,19 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+# Of a GPU's memory, which the commands let JAX take. XLA plans programs for what JAX takes, and for
+# a described GPU with four fifths of the memory in the description.
+TAKEN, _PLANNED = 0.95, 0.8
+
+
 def here() -> Machine:
     """The devices of this run, in all its processes."""
     local = jax.local_devices()
     limit = (local[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:  # a CPU, whose emulated devices share the RAM
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
-    elif local[0].platform == "gpu":  # JAX takes a fraction of it for itself, by default 0.75
-        limit = int(limit / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)))
+    elif local[0].platform == "gpu":  # less than the GPU's where a user lets JAX take less
+        limit = int(limit / TAKEN)
     return Machine(tuple(jax.devices()), limit)
 
 
@@ -80,12 +86,27 @@ _TPUS = {
 
 def kinds() -> list[str]:
     """A line for each kind of device that can be described: memory, and numbers of chips."""
-    gpus = [(name, memory, _GPU_COUNTS) for name, (memory, *_) in _GPUS.items()]
-    tpus = [(name, memory, slices) for name, (memory, slices) in _TPUS.items()]
     return [
-        f"{name:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, counts))}"
-        for name, memory, counts in (*gpus, *tpus)
+        f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, _counts(kind)))}"
+        for kind, (memory, *_) in (_GPUS | _TPUS).items()
     ]
+
+
+def more_chips(name: str) -> list[str]:
+    """Names of more chips of the same kind, the fewest first."""
+    kind, count = _parts(name)
+    return [f"{kind}x{n}" for n in _counts(kind) if n > count]
+
+
+def _parts(name: str) -> tuple[str, int]:
+    """The kind and number of chips that a name stands for."""
+    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
+    return (found[1], int(found[2] or 1)) if found else ("", 1)
+
+
+def _counts(kind: str) -> Collection[int]:
+    """Numbers of chips that a kind comes in; of an unknown kind none."""
+    return _GPU_COUNTS if kind in _GPUS else _TPUS.get(kind, (0, {}))[1]
 
 
 def described(name: str) -> Machine:
@@ -100,21 +121,22 @@ def described(name: str) -> Machine:
     """
     from jax.experimental import topologies
 
-    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
-    kind, count = (found[1], int(found[2] or 1)) if found else ("", 1)
+    kind, count = _parts(name)
     memory, *_ = _GPUS.get(kind) or _TPUS.get(kind) or (0,)
-    if count not in (_GPU_COUNTS if kind in _GPUS else _TPUS.get(kind, (0, ()))[1]):
+    if count not in _counts(kind):
         known = "\n".join(f"  {line}" for line in kinds())
         raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
     try:
         if kind in _GPUS:
             _, title, figures = _GPUS[kind]
-            text = _GPU.format(name=title, memory=memory, **figures)
+            figures = figures | {"name": title, "memory": int(memory * TAKEN / _PLANNED)}
+            text = _GPU.format(**figures)
             topology = {"target_config": text, "topology": f"1x1x{count}"}
             devices = topologies.get_topology_desc(platform="cuda", **topology).devices
         else:
             _, slices = _TPUS[kind]
             os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+            os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # other processes may compile, too
             one = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
             topology = f"{kind}:{slices[count]}"
             devices = topologies.get_topology_desc(topology, platform="tpu", **one).devices

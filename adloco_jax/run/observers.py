@@ -107,7 +107,8 @@ class Recorder:
 
     def write_memory(self, control: Control) -> None:
         """Write the peak memory of the process so far to the ledger."""
-        self.ledger.write("memory", round=control.round, **measured_peaks())
+        peaks = measured_peaks(self.engine.programs.spec.machine.local_devices)
+        self.ledger.write("memory", round=control.round, **peaks)
 
     def write_end(self, control: Control, reason: str) -> None:
         """Write the end of the run, or of this process's part of the run, to the ledger."""

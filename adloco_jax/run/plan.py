@@ -1,6 +1,7 @@
 """Describe a run and its needs as text: the header of a run, and the output of `adloco plan`."""
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import check_corpus
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes
-from adloco_jax.engine.memory import least_bytes, peak_bytes
+from adloco_jax.engine.memory import least_bytes, peak
 from adloco_jax.engine.programs import ensemble_spec, placement
-from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import Compiled, Machine, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import Control, merge_cost, sync_cost
@@ -28,7 +29,7 @@ from adloco_jax.run.build import (
     spec_of,
 )
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.choose import Mode, accumulates, choose, first_keys
+from adloco_jax.run.choose import Choice, Mode, accumulates, choose, first_keys
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import check_config
 from adloco_jax.run.terminal import in_bytes
@@ -109,17 +110,16 @@ def check_inputs(
     return unchecked
 
 
-def require_memory(settings: Settings) -> None:
-    """Refuse a run whose state is too large for this machine, before anything is loaded.
+def require_memory(settings: Settings, machine: Machine) -> None:
+    """Refuse a run whose state is too large for a machine, before anything is loaded.
 
     Raises:
       ResourceError: If the state is too large. The message gives the bytes, and what to run
         instead.
     """
-    machine, memory_frac = here(), settings.batching.memory_frac
     spec = spec_of(settings, machine)
     owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
-    needed, budget = least_bytes(spec, owners), machine.budget(memory_frac)
+    needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
     if needed > budget:
         raise ResourceError(
             f"memory: {max(owners) + 1} trainers with {len(owners)} workers of {spec.num_params:,}"
@@ -206,13 +206,12 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         sync_cost(count, spec.sync_bytes, spec.outer.fragments)
         for count in np.bincount(begins).tolist()
     ]
+    between = in_bytes(round_bytes(settings, spec))
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
-    drawn, moved_here = [], 0
+    drawn = []
     for group in classes(control, range(num_trainers), spec):
         at = placement(spec, group.key("steps", micro_batch_size=first))
         drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
-        sent = spec.sync_bytes * spec.outer.fragments
-        moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
     inner = settings.inner
     least = inner.steps_per_round * len(begins) * spec.sequence_length * first
     longest = inner.max_steps_per_round or inner.steps_per_round
@@ -231,25 +230,46 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         "placement in the first round:",
         *drawn,
         f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
-        f" ({settings.outer.precision}); between these devices {in_bytes(moved_here)}",
+        f" ({settings.outer.precision}); between these devices {between}",
         *_merge_lines(settings, spec),
         f"tokens: {least:,} a round at the start; {total}",
     ]
 
 
+def round_bytes(settings: Settings, spec: Spec) -> int:
+    """Bytes that a round of the whole pool sends between devices of different workers."""
+    control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
+    moved, sent = 0, spec.sync_bytes * spec.outer.fragments
+    for group in classes(control, range(len(control.trainers)), spec):
+        size = settings.batching.initial_batch_size
+        at = placement(spec, group.key("steps", micro_batch_size=size))
+        moved += at.moved_bytes(sent, len(group.trainers), len(group.workers))
+    return moved
+
+
+def configured_choice(
+    settings: Settings,
+    machine: Machine,
+    on_compile: Callable[[Compiled], None] = lambda compiled: None,
+) -> Choice:
+    """`choose` for the configured model and micro-batch on these devices."""
+    return choose(
+        settings,
+        spec_of(settings, machine),
+        lambda mode: build_model(settings, machine, mode)[1],
+        size=settings.batching.max_batch_size,
+        on_compile=on_compile,
+    )
+
+
 def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     """Describe the memory of the first rounds' programs, by the compiler's analysis."""
     batching = settings.batching
-    choice = choose(
-        settings,
-        spec,
-        lambda mode: build_model(settings, spec.machine, mode)[1],
-        size=batching.max_batch_size,
-    )
+    choice = configured_choice(settings, spec.machine)
     programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
     keys = reachable_keys(settings, programs.spec, control)
-    peaks = {key: peak_bytes(programs, key, tuple(control.owners)) for key in keys}
+    peaks = {key: peak(programs, key, tuple(control.owners)).total for key in keys}
     sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
     return [
         f"max_batch_size: {max_batch}"
@@ -257,7 +277,7 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
         f" of {in_bytes(spec.machine.device_bytes)} per device; micro-batches of {sizes};"
         f" {Mode(programs.spec.in_turn, programs.spec.remat)}",
         "memory per device while a program runs, by the compiler's analysis:",
-        *(f"  {key!s:32} {in_bytes(peak)}" for key, peak in peaks.items()),
+        *(f"  {key!s:32} {in_bytes(need)}" for key, need in peaks.items()),
         f"peak: {max(peaks.values())} bytes ({in_bytes(max(peaks.values()))})",
         f"programs: {len(keys)} for {len(control.trainers)} trainers and {len(control.owners)}"
         " workers; later, at most as many for each other division of the workers",

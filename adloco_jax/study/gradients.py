@@ -22,12 +22,12 @@ from tqdm import tqdm
 
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.types import LossFn
+from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.files import write_errors
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.export import read_trained
-from adloco_jax.run.machines import here
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.settings import Settings
 from adloco_jax.study.curves import last, lines
@@ -237,6 +237,7 @@ def compare(
 
 def analyse_run(
     workdir: str | os.PathLike[str],
+    machine: Machine,
     *,
     round: int | None = None,
     trainer: int | None = None,
@@ -252,6 +253,7 @@ def analyse_run(
 
     Args:
       workdir: The run's folder; only its subfolder `report/` is written.
+      machine: The first of its devices computes.
       round: The round of the checkpoint; None: the newest checkpoint.
       trainer: A trainer's id; None: the consensus model.
       num_sequences: Number n of sequences, drawn at random from all training rows of the run.
@@ -277,7 +279,7 @@ def analyse_run(
     _check_arguments(num_sequences, sizes, draws, seed, pass_size)
     check_workdir(workdir)
     events = ledger.read(workdir / "ledger.jsonl")
-    trained = read_trained(workdir, round=round, trainer=trainer)
+    trained = read_trained(workdir, machine, round=round, trainer=trainer)
     settings = trained.settings
     start = last(events, "start")
     rows_NL, num_rows = _drawn_rows(workdir, settings, start, num_sequences, seed)
@@ -287,7 +289,7 @@ def analyse_run(
     num_passed = 2 * num_sequences + draws * sum(sizes)
     try:
         with tqdm(total=num_passed, unit=" sequences", disable=None) as bar:
-            inputs = (build_model(settings, here())[1], trained.params, rows_NL)
+            inputs = (build_model(settings, machine)[1], trained.params, rows_NL)
             measured = measure(*inputs, on_sequences=bar.update, **draw_settings)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -310,7 +312,7 @@ def analyse_run(
         **measured,
         "ledger": compare(events, round=trained.round, trainer=trainer, **found),
         "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        "device": machine.devices[0].device_kind,
     }
     text = json.dumps(result, indent=2, allow_nan=False)
     with write_errors(folder):
