@@ -195,6 +195,8 @@ def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_pa
     run(tmp_path, settings_with(max_learners=4))
     assert counted(tmp_path) == [3, 2, 3, 3, 3]
     assert [a[0] for a in work_of(here, 1)] == [1, 1, 3, 3, 3]
+    prepared = [handle for handle, method, _ in here.calls.values() if method == "prepare"]
+    assert prepared == [(3, 0)]  # once, before its first round
     assert chaos.audit(tmp_path) == []
 
 

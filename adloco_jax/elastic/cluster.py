@@ -137,6 +137,8 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
         changed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         # Without this, Ray replaces the loopback address by an address that other machines see.
         changed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # By default Ray gives its workers niceness 15, so any other process would slow a round.
+        changed["RAY_worker_niceness"] = "0"
         # Learners import the user's functions from the same folders as the driver.
         changed["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_TOKEN")}

@@ -256,6 +256,7 @@ class RayEngine:
                 speeds = {w: self.fleet.learners[n].sequence_s for w, n in free.items()}
                 updates = members.updates_by_speed(plan.num_updates, speeds)
             count = test_count(plan, len(workers), settings)
+            self._prepare_spares(order, count > 0)
             for number in sorted(set(free.values())):
                 work = []
                 for worker in (w for w, host in free.items() if host == number):
@@ -276,6 +277,14 @@ class RayEngine:
         learner.due_s = members.deadline(
             learner, sequences, time.monotonic(), heartbeat_s=self.settings.engine.heartbeat_s
         )
+
+    def _prepare_spares(self, order: Order, tests: bool) -> None:
+        """Let learners without workers load a round's programs, once for each batch size."""
+        wanted = order.micro_batch_size, order.num_accum_steps > 1
+        for number, learner in self.fleet.learners.items():
+            if learner.joined and not learner.streams and wanted not in learner.prepared:
+                learner.prepared.add(wanted)
+                self.fleet.ask(number, "prepare", order, tests, about=None)
 
     def _outer_update(
         self, sub: Ensemble, by_worker: Mapping[int, Answer | None], each: Round
@@ -317,7 +326,7 @@ class RayEngine:
                 self._states.take(event)
             elif event.what == "play":
                 self._take(event)
-            else:
+            elif event.what == "lost":
                 self._do_without(event)
 
     def _take(self, event: Event) -> None:

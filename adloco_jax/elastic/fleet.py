@@ -22,14 +22,14 @@ class Call(NamedTuple):
     """A call to the present process of a learner."""
 
     learner: int
-    what: str  # "hello", "ping", "states" or "play"
+    what: str  # "hello", "ping", "states", "prepare" or "play"
     about: Any  # for "play" the trainer's id; for "states" the workers
 
 
 class Event(NamedTuple):
     """An answer of a learner, or the loss of a learner."""
 
-    what: str  # "play", "states" or "lost"
+    what: str  # "play", "states", "prepare" or "lost"
     learner: members.Learner  # the learner's process that has answered or ended
     about: Any  # as in the call
     value: Any  # the answer, or the cause of a loss

@@ -152,6 +152,21 @@ class Learner:
         params_M = jax.tree.map(lambda leaf: leaf[None], params)
         return [self._play(order, work, params_M) for work in order.work]
 
+    def prepare(self, order: Order, tests: bool) -> None:
+        """Compile or load a round's programs, so that a spare learner can start without delay.
+
+        Args:
+          order: The round of a trainer; only its batch size and accumulation are used.
+          tests: Whether the round takes gradient statistics for the batch-size test.
+        """
+        accumulates = order.num_accum_steps > 1
+        keys = [
+            ProgramKey("start", (0,), accumulates=accumulates),
+            ProgramKey("steps", (0,), order.micro_batch_size, accumulates),
+        ]
+        for key in [*keys, *[ProgramKey("stats", (0,))] * tests]:
+            self.programs[key]
+
     def _play(self, order: Order, work: Work, params_M: PyTree) -> Answer:
         spec, size, accum = self.spec, order.micro_batch_size, order.num_accum_steps
         plan = RoundPlan(size, accum, work.num_updates)

@@ -27,6 +27,7 @@ class Learner:
     lost_s: float | None = None  # when a process with workers was lost; None: not lost
     due_s: float | None = None  # time by which its present work must be done; None: unknown
     streams: list[int] = field(default_factory=list)  # streams of the workers that it hosts
+    prepared: set[tuple[int, bool]] = field(default_factory=set)  # rounds it has programs for
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
         """Say why the learner counts as lost; empty if it does not."""
