@@ -1,18 +1,22 @@
 """Runs in learners on a Ray cluster: they decide like a local run, and survive deaths."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -23,7 +27,8 @@ from toy_runs import events, run
 from adloco_jax.elastic import cluster
 from adloco_jax.errors import ConfigError, ResourceError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
 import chaos  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -210,3 +215,83 @@ def test_learners_with_other_data_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"learner \d .*: has other data than the driver"):
         run(tmp_path / "r", settings_of(**ELASTIC), corpus=Other(corpus().rows))
     assert chaos.left_running(tmp_path) == 0
+
+
+# -- A cluster that is there ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """The cluster that the guide's commands start, with two nodes: a folder, port, token, run."""
+    folder = Path(tempfile.mkdtemp(prefix="adloco-", dir="/tmp"))
+    (folder / "token").write_text("5" * 64)
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        port = free.getsockname()[1]
+    text = (ROOT / "docs" / "guides" / "elastic.md").read_text("utf-8")
+    (block,) = re.findall(r"```bash\n(# on every machine.*?)```", text, re.DOTALL)
+    block = re.sub(r"^# .*\n", "", block, flags=re.MULTILINE).replace("\\\n", " ")
+    block = block.replace("/path/to/token", str(folder / "token"))
+    # On one machine each node has an address of its own; Ray would replace 127.0.0.1.
+    *exports, head, other, train = block.replace("ADDRESS", "127.0.0.2").splitlines()
+    token = "\n".join([*exports, "export RAY_USAGE_STATS_ENABLED=0"])
+    head += " --include-dashboard=false"
+    other += " --node-ip-address=127.0.0.3"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "PATH": path}
+    nodes = []
+    with open(folder / "ray.log", "w") as log:
+        for started in (head, other):
+            words = f"{token}\nexec {started} --num-cpus=1 --block".replace("6379", str(port))
+            node = subprocess.Popen(["bash", "-c", words], env=environ, stdout=log, stderr=log)
+            nodes.append(node)
+            address = ("127.0.0.2", port)
+            for _ in range(1200):
+                with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+                    break
+                time.sleep(0.1)
+    try:
+        yield folder, port, environ, f"{token}\n{train}"
+    finally:
+        for pid in {*chaos.with_open_files(str(folder)), *(node.pid for node in nodes)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for node in nodes:
+            node.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@slow
+@pytest.mark.parametrize("way", ["guide", "slurm", "kubernetes"])
+def test_the_commands_of_the_guide_and_of_the_files_train_on_two_nodes(two_nodes, tmp_path, way):
+    folder, port, environ, command = two_nodes
+    if way == "slurm":  # with stand-ins for what Slurm and Ray would start on each node
+        command = (ROOT / "scripts" / "ray.sbatch").read_text("utf-8")
+        stands_in = {"srun": 'shift; exec "$@"', "scontrol": "echo 127.0.0.2"}
+        stands_in["ray"] = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
+        (tmp_path / "bin").mkdir()
+        for name, text in stands_in.items():
+            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+        environ = environ | {"PATH": f"{tmp_path}/bin{os.pathsep}{environ['PATH']}"}
+        environ |= {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "2"}
+        (tmp_path / "runs").mkdir()
+        shutil.copyfile(folder / "token", tmp_path / "runs" / "ray.token")
+    elif way == "kubernetes":  # KubeRay gives its pods the token
+        command = yaml.safe_load((ROOT / "scripts" / "ray.yaml").read_text("utf-8"))
+        command = command["spec"]["entrypoint"].replace("/runs/adloco", "runs/ray")
+        command = command.replace("127.0.0.1", "127.0.0.2")
+        environ = environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+    command = command.replace("adloco train", "python -m adloco_jax.main train")
+    command = re.sub(r"\bquickstart\b|configs/quickstart.py", "faults", command)
+    command = command.replace("runs/elastic", "runs/ray").replace("6379", str(port))
+    command = re.sub(r"(max_learners=|quorum=)[34]", r"\g<1>2", command)
+    words = ["bash", "-c", f"{command.rstrip()} --config.num_rounds=2"]
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    workdir = tmp_path / "runs" / "ray"
+    assert len({e["learner"] for e in events(workdir, "learner", what="joined")}) == 2
+    assert [e["reason"] for e in events(workdir, "end")] == ["finished"]
+    assert chaos.audit(workdir) == [] and not chaos.living(workdir)  # no learner, but the cluster
+    with socket.create_connection(("127.0.0.2", port), timeout=5):
+        pass
