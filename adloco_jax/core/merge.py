@@ -71,7 +71,11 @@ def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
 
 
 def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple[int, ...]:
-    """Sort members: first the one with the largest requested batch, then the others by position."""
+    """Return the positions of the members, with the representative first.
+
+    The representative is the member with the largest requested batch. The others are sorted by
+    position.
+    """
     first = max(members, key=lambda m: (trainers[m].requested_batch_size, -m))
     return (first, *sorted(m for m in members if m != first))
 

@@ -1,4 +1,4 @@
-"""The transport between driver and learners: learners are actors of a Ray cluster.
+"""The transport between the driver (training loop) and its learners, actors of a Ray cluster.
 
 Only this module imports Ray. Ray's processes exchange pickled data; a token keeps other users out.
 """
@@ -69,14 +69,14 @@ _DEATHS = {
 
 
 class Outcome(NamedTuple):
-    """The outcome of a call to a learner."""
+    """The result of a call to a learner's method, or the error that ended the call."""
 
     value: Any  # the result; None if the call failed
     error: str  # the error in one line; empty if the call did not fail
 
 
 def check_possible() -> None:
-    """Check that a run can use learners: Ray is installed, and the run has only one process.
+    """Check that a run can use learners: Ray is installed, and the run is a single process.
 
     Raises:
       ConfigError: If the run cannot use learners. The message says what to do.
@@ -214,7 +214,7 @@ def put(value: Any) -> Any:
 
 
 def start(kind: type, num_learners: int, *arguments: Any) -> Any:
-    """Start a learner on any node with room, now or when there is room; return its handle.
+    """Start a learner process on any node with room, now or later; return a handle of it.
 
     Args:
       kind: The learner's class.
@@ -236,9 +236,10 @@ def start(kind: type, num_learners: int, *arguments: Any) -> Any:
 
 
 def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
-    """Call a learner's method; return a reference to the call, for `poll`.
+    """Call a method of a learner without waiting; return a reference to the call, for `poll`.
 
-    A learner runs its calls one after another. Calls with `aside=True` run concurrently with them.
+    A learner runs its calls one after another. Calls with `aside=True` run at the same time as
+    these calls.
     """
     function = getattr(handle, method)
     if aside:
@@ -247,7 +248,7 @@ def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> An
 
 
 def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
-    """Wait for at most some seconds, and return the outcomes of the calls that have ended.
+    """Wait at most some seconds for calls to learners, and return the results of those that ended.
 
     Raises:
       ResourceError: If the cluster is gone.
@@ -284,7 +285,7 @@ def _outcome(call: Any) -> Outcome:
 
 
 def kill(handle: Any, process: tuple[str, int] | None) -> None:
-    """End a learner; also kill its process `(machine, pid)` if it runs on this machine."""
+    """End a learner; also kill its process `(machine id, process id)` if it is on this machine."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):

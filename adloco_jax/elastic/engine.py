@@ -2,8 +2,8 @@
 
 The engine implements `adloco.Engine`. The driver holds the trainers' parameters and outer states.
 Learners hold the workers' inner states; the driver sends an inner state only at the start, after a
-merge, and when a worker moves. Each trainer runs at its own pace: `ready` starts the rounds of all
-trainers that may continue, and waits until the first of these rounds ends.
+merge, and when a worker moves. Each trainer runs at its own pace: `RayEngine.ready` starts the
+rounds of all trainers that may continue, and waits until the first of these rounds ends.
 """
 
 import functools
@@ -39,7 +39,7 @@ _TRIES = 3  # attempts of a trainer's round without any answer, after which the 
 
 
 class UnderWay(NamedTuple):
-    """A round that learners have completed, for `finish`."""
+    """The results of rounds that learners have completed, which the method `finish` returns."""
 
     trainers: list[int]  # positions of the trainers
     lines: list[dict]
@@ -48,15 +48,15 @@ class UnderWay(NamedTuple):
 
 
 class RayEngine:
-    """Runs rounds in learners on a Ray cluster; see `adloco.Engine`."""
+    """Runs the rounds of workers in learners: processes of a Ray cluster. See `adloco.Engine`."""
 
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
         """Store the arguments; the first call of `ready` connects to a cluster and starts learners.
 
         Args:
-          run: The run.
+          run: The data that all attempts of the run share.
           programs: Programs for evaluation on the driver's devices.
-          heldout: Held-out rows; merges are decided on its guard rows.
+          heldout: Held-out rows; merges are decided by losses on the guard rows among these.
         """
         self.settings, self.spec, self.run = run.settings, run.spec, run
         self.programs, self.heldout = programs, heldout
@@ -79,7 +79,9 @@ class RayEngine:
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """Wait for trainers whose rounds have ended; for all trainers if they must stay in step.
+        """Start rounds in learners; return the trainers (by position) whose rounds have ended.
+
+        The call waits for one trainer at least, or for all trainers if decisions need all of them.
 
         Raises:
           ConfigError: If a learner has other data or versions than the driver.
@@ -105,12 +107,18 @@ class RayEngine:
             self._poll()
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> dict[int, Round]:
-        """Return the trainers' completed rounds by position; learners have read the rows."""
+        """Return and remove the ended rounds of some trainers, by the trainer's position.
+
+        No rows are read here, because learners read their rows themselves.
+        """
         trainers = state.control.trainers
         return {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
 
     def gradient_stats(self, state: State, batch: dict[int, Round]) -> Stats:
-        """The gradient statistics that the counted workers have sent."""
+        """Collect the gradient statistics that learners have measured in the ended rounds.
+
+        Only workers that count in the outer update contribute.
+        """
         stats: Stats = []
         for position, each in batch.items():
             tested = [a for a in each.counted(self.settings.engine).values() if a.num_tested]
@@ -160,7 +168,7 @@ class RayEngine:
         """Do nothing: learners read their own rows, and compile their own programs."""
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
-        """Count skipped updates and remove broken trainers; also return changes of learners."""
+        """Count skipped updates, and remove broken trainers; also return changes of learners."""
         for line, outcome in zip(underway.lines, underway.outcomes, strict=True):
             line["skipped_updates"] = int(outcome.skipped_SR.sum())
         control, broken = count_skips(state.control, underway.outcomes, underway.trainers)
@@ -173,15 +181,15 @@ class RayEngine:
         return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Do nothing: all updates are synchronised, because fragments are refused."""
+        """Do nothing: no worker update is unsynchronised, because fragments are refused here."""
         return state, []
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on the guard rows, nats/token."""
+        """Each trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The loss that the merged trainer would have on the guard rows, nats/token."""
+        """The merged trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -191,18 +199,21 @@ class RayEngine:
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """Merge the members, then move workers, with the inner states that learners hold."""
+        """Merge trainers (`core.merge`), then move workers with their inner states.
+
+        The inner states are fetched from the learners first.
+        """
         whole = self.complete(State(ensemble, self.underway))
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, whole, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers to a trainer, with the inner states that learners hold."""
+        """Add workers to a trainer (`core.spawn`); inner states are fetched from learners first."""
         whole = self.complete(State(ensemble, self.underway))
         return replace(spawned, whole, trainer, num_workers)
 
     def complete(self, state: State) -> Ensemble:
-        """Fetch the workers' inner states from the learners; return the complete ensemble."""
+        """Fetch the workers' inner states from learners; return the ensemble with these states."""
         ensemble, control = state
         if ensemble.inner_state_R is not None or self.spec.reset_inner_state:
             return self._states.with_fresh(ensemble)
@@ -217,7 +228,7 @@ class RayEngine:
     # -- Rounds --------------------------------------------------------------------------------
 
     def _begin(self, state: State) -> None:
-        """Start the rounds of trainers that may continue and have a free learner."""
+        """Start a round of every trainer that may continue and has a worker on a free learner."""
         control, settings, now_s = state.control, self.settings, time.monotonic()
         idle = [
             m
@@ -289,7 +300,7 @@ class RayEngine:
     def _outer_update(
         self, sub: Ensemble, by_worker: Mapping[int, Answer | None], each: Round
     ) -> tuple[Ensemble, np.ndarray]:
-        """Apply a trainer's outer update, with the differences that have arrived."""
+        """Apply a trainer's outer update to the workers' differences that learners have sent."""
         some = next(answer for answer in by_worker.values() if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in by_worker.values()]
@@ -306,7 +317,10 @@ class RayEngine:
     def _close(
         self, control: Control, position: int, each: Round, answers: Mapping[int, Answer]
     ) -> None:
-        """Record the workers that did not count; the next round confirms those that did."""
+        """Note learners that were late or rejected in an ended round, for the ledger.
+
+        Inner states that the answers confirm are no longer kept for sending.
+        """
         trainer = control.trainers[position].id
         for stream in answers:
             self._states.seeds.pop(stream, None)
@@ -320,7 +334,7 @@ class RayEngine:
                 self.fleet.note(number, "rejected", cause, trainer)
 
     def _poll(self) -> None:
-        """Process answers of learners, and end the calls of lost learners."""
+        """Process what learners have answered; take lost learners out of the rounds."""
         for event in self.fleet.poll():
             if event.what == "states":
                 self._states.take(event)
@@ -330,7 +344,7 @@ class RayEngine:
                 self._do_without(event)
 
     def _take(self, event: Event) -> None:
-        """Add a learner's answers to its round."""
+        """Add a learner's answers to the round of the trainer, and measure the learner's speed."""
         learner, answers = event.learner, event.value
         learner.due_s = None
         done = sum(answer.num_sequences for answer in answers)
@@ -339,7 +353,10 @@ class RayEngine:
             self.rounds[event.about].take(learner.number, answers)
 
     def _do_without(self, event: Event) -> None:
-        """Continue a round without a lost learner: the round ends, or is started again."""
+        """Continue rounds without a lost learner.
+
+        If no answer is there and no learner is awaited, the round is started again.
+        """
         learner = event.learner
         if learner.joined:
             seeds = self._states.seeds
@@ -358,7 +375,7 @@ class RayEngine:
     # -- Membership ----------------------------------------------------------------------------
 
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
-        """Assign the workers of trainers between two rounds to learners."""
+        """Assign workers to learners, for trainers that are between two rounds."""
         owners = zip(control.streams, control.owners, strict=True)
         trainers = {stream: control.trainers[owner].id for stream, owner in owners}
         busy = self.fleet.asked("play")
@@ -401,7 +418,10 @@ class RayEngine:
 
 
 def _may_begin(control: Control, position: int, settings: Settings) -> bool:
-    """Whether a trainer may continue: it waits for the others before a merge and at the end."""
+    """Whether a trainer may start another round before the other trainers have caught up.
+
+    It waits for the others before a merge and at the end of the run.
+    """
     rounds, every = control.rounds_of(position), settings.merge.every_rounds
     if _keep_together(settings):
         return rounds == control.round
@@ -411,5 +431,5 @@ def _may_begin(control: Control, position: int, settings: Settings) -> bool:
 
 
 def _keep_together(settings: Settings) -> bool:
-    """Whether decisions need the results of all trainers, so that they wait for one another."""
+    """Whether trainers must end every round together, because decisions need all results."""
     return settings.ensemble.initial_workers is not None or settings.num_tokens is not None

@@ -1,4 +1,4 @@
-"""All learners of a run: start them, call them, restart lost ones, record this in the ledger."""
+"""All learners of a run: start the processes, call them, restart lost ones, fill the ledger."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ _POLL_S = 0.2  # seconds to wait for answers between two checks of the learners
 
 
 class Call(NamedTuple):
-    """A call to the present process of a learner."""
+    """A call to a method of a learner's present process that has not been answered."""
 
     learner: int
     what: str  # "hello", "ping", "states", "prepare" or "play"
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An answer of a learner, or the loss of a learner."""
+    """Something that the driver has to process: the answer of a learner, or the loss of one."""
 
     what: str  # "play", "states", "prepare" or "lost"
     learner: members.Learner  # the learner's process that has answered or ended
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 class Fleet:
-    """Starts learners, calls them, and restarts lost learners."""
+    """Starts the learner processes of a run, calls them, and restarts those that are lost."""
 
     def __init__(self, run: Run):
         """Store the arguments; `start_all` connects to a cluster and starts learners."""
@@ -55,7 +55,7 @@ class Fleet:
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
-        """Start the learners, and wait for as many as the cluster has room for."""
+        """Start all learners, and wait until they have joined or `engine.restart_s` has passed."""
         rule = self._settings.engine
         self._count = count = rule.max_learners or num_workers
         self._cluster.enter_context(cluster.connected(rule.address, count))
@@ -96,7 +96,7 @@ class Fleet:
         self._has_started = True
 
     def poll(self) -> list[Event]:
-        """Return answers and losses of learners; lost learners are started again.
+        """Return what has happened: answers and losses of learners. Restart lost learners.
 
         Raises:
           ConfigError: If, at the start, a learner has other data or versions than the driver.
@@ -127,7 +127,7 @@ class Fleet:
         return events
 
     def up_s(self) -> float:
-        """Total seconds that learners have been up, each counted from the request to start it.
+        """Total seconds that learner processes have been up, from the request to start each one.
 
         Learners that have not joined yet do not count, because they may be waiting for room.
         """
@@ -139,7 +139,7 @@ class Fleet:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
     def _start(self, number: int, life: int) -> None:
-        """Start a learner's next process, for which its workers wait."""
+        """Start the next process of a learner; the learner's workers wait for this process."""
         before, now_s = self.learners.get(number), time.monotonic()
         learner = self.learners[number] = members.Learner(number, life, now_s)
         if before is not None:
@@ -152,20 +152,20 @@ class Fleet:
         return {call.learner for call in self._calls.values() if call.what == what}
 
     def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
-        """Call a learner; `poll` returns the answer later."""
+        """Call a method of a learner without waiting; `poll` returns the answer later."""
         aside = what in ("ping", "states")
         call = cluster.submit(self._handles[number], what, *arguments, aside=aside)
         self._calls[call] = Call(number, what, about)
 
     def host(self, stream: int) -> int | None:
-        """The present learner that hosts a worker."""
+        """The number of the present learner that hosts the worker of a stream; else None."""
         for number, learner in self.learners.items():
             if stream in learner.streams:
                 return number if learner.joined else None
         return None
 
     def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
-        """Add a line for the ledger."""
+        """Keep a line about a learner, to be written to the ledger after the next round."""
         if trainer is None and (streams := self.learners[number].streams):
             owners = zip(self.control.streams, self.control.owners, strict=True)
             owner = next((m for stream, m in owners if stream in streams), None)
@@ -174,7 +174,10 @@ class Fleet:
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
 
     def _greet(self, learner: members.Learner, found: dict) -> list[Event]:
-        """Accept a learner that has joined; one that differs from the driver counts as lost."""
+        """Process the first answer of a learner's process: it has joined.
+
+        A learner with other data or other versions of packages than the driver counts as lost.
+        """
         number = learner.number
         self._processes[number] = tuple(found["process"])
         here = {"fingerprint": self._run.corpus.fingerprint, "versions": versions()}
@@ -193,14 +196,14 @@ class Fleet:
         return []
 
     def _hear(self, learner: members.Learner, found: dict) -> None:
-        """Record a heartbeat."""
+        """Process the answer to a heartbeat; a learner that compiles gets more time."""
         learner.asked_s = None
         learner.leaving |= found["leaving"]
         if found["compiling"] and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
 
     def _lose(self, learner: members.Learner, cause: str) -> Event:
-        """End a lost learner, and start its next process."""
+        """Note the loss of a learner for the ledger, end its process, and start the next one."""
         number = learner.number
         if learner.joined or self._causes.get(number) != cause:
             self.note(number, "lost", cause)

@@ -1,4 +1,6 @@
-"""A learner: a process that runs rounds of workers on its own devices, for the driver.
+"""A learner: a process of a Ray cluster that runs rounds of workers on its own devices.
+
+The driver, the process with the training loop, sends the requests.
 
 A learner reads its workers' rows by their cursors. It keeps each worker's inner state from before
 and after the last round. If the driver counts a round, its next request starts at the cursor where
@@ -39,7 +41,7 @@ from adloco_jax.settings import Settings
 
 
 class Given(NamedTuple):
-    """The description of a run that the driver sends to a learner."""
+    """Everything about a run that the driver sends once to each learner process."""
 
     settings: Settings
     spec: Spec  # the driver's, without its devices
@@ -50,7 +52,7 @@ class Given(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One worker's part of a round."""
+    """One worker's part of a request to run a round: its rows, its updates, its inner state."""
 
     stream: int
     start: int  # position in the stream of the first sequence
@@ -61,7 +63,7 @@ class Work(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The driver's request to a learner for a trainer's round."""
+    """The driver's request to a learner: run a trainer's round for some of its workers."""
 
     trainer: int  # id of the trainer
     round: int
@@ -72,7 +74,7 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The results of a worker's round, which a learner sends to the driver."""
+    """The results of one worker's round, which a learner sends to the driver."""
 
     stream: int
     start: int
@@ -88,10 +90,14 @@ class Answer(NamedTuple):
 
 
 class Learner:
-    """Runs the rounds of its workers, one after another, each on all of its devices."""
+    """A process of a Ray cluster that runs rounds of workers for the driver.
+
+    The learner runs its workers one after another. The round of one worker uses all devices of the
+    process.
+    """
 
     def __init__(self, number: int, life: int, given: Given):
-        """Read the corpus; watch for signals, and for the end of the parent process.
+        """Load the rows of tokens; watch for signals, and for the end of the parent process.
 
         Args:
           number: The learner's number.
@@ -140,15 +146,18 @@ class Learner:
         }
 
     def ping(self) -> dict:
-        """Heartbeat; returns whether the learner has been asked to end, and whether it compiles."""
+        """Answer a heartbeat: whether the process was asked to end, and whether it compiles now."""
         return {"leaving": self.leaving, "compiling": self.compiling}
 
     def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
-        """Inner states by trainer, stream and cursor; None for states that are not here."""
+        """Return the inner states of workers, each identified by trainer, stream and cursor.
+
+        The entry is None for a state that this process does not have.
+        """
         return [self.held.get(key) for key in wanted]
 
     def play(self, order: Order, params: PyTree) -> list[Answer]:
-        """Run a round of some of a trainer's workers, from the trainer's parameters (NumPy)."""
+        """Run a trainer's round for some of its workers, from the trainer's parameters (NumPy)."""
         params_M = jax.tree.map(lambda leaf: leaf[None], params)
         return [self._play(order, work, params_M) for work in order.work]
 
@@ -238,7 +247,7 @@ class Learner:
         return self.programs.call(key, *arguments)
 
     def _note(self, **fields: int) -> None:
-        """Add a line to the learner's log: its identity first, later the sequences it has read."""
+        """Add a line to the process's log file: its identity first, later the rows it has read."""
         if self._log.parent.is_dir():  # a machine may lack the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")

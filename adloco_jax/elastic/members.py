@@ -1,7 +1,8 @@
 """Membership: which learners are present, which workers they host, when a round may end.
 
-All functions are pure: times are arguments, in seconds of one clock. A worker is identified by its
-stream, a permanent id. A learner is identified by its number, which stays when it is restarted.
+All functions are pure: times are arguments, in seconds of one clock. A worker is identified by the
+number of its data stream, which never changes. A learner is identified by its number, which stays
+the same when its process is restarted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ SLOW = 5.0
 
 @dataclass
 class Learner:
-    """The driver's data about a learner."""
+    """What the driver knows about a learner and its present process."""
 
     number: int
     life: int  # number of restarts
@@ -30,7 +31,7 @@ class Learner:
     prepared: set[tuple[int, bool]] = field(default_factory=set)  # rounds it has programs for
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
-        """Say why the learner counts as lost; empty if it does not."""
+        """State why the learner counts as lost; the text is empty if it does not."""
         if not self.joined:
             is_late = now_s - self.started_s > restart_s
             return f"did not start within {restart_s:g} s" if is_late else ""
@@ -42,7 +43,10 @@ class Learner:
 
 
 def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
-    """The time by which a learner must have computed sequences, by its speed; None: unknown."""
+    """The latest time by which a learner should have processed some sequences.
+
+    The time follows from its measured speed. None if the speed is not known.
+    """
     if learner.sequence_s is None:
         return None
     return now_s + SLOW * max(heartbeat_s, learner.sequence_s * sequences)
@@ -57,18 +61,19 @@ def assign(
 ) -> dict[int, int]:
     """Divide workers among the present learners, between two rounds of their trainers.
 
-    A worker stays with its learner. The workers of a lost learner go to a spare learner; without a
-    spare they wait if the learner may come back; otherwise they are divided among the others. A
-    learner without workers takes one from the learner with the most, if this has at least two.
+    A worker stays with the learner that hosts it. The workers of a lost learner are divided among
+    spare learners, which have no workers. If there is no spare, the workers wait while the learner
+    may come back; otherwise they are divided among the present learners. A spare learner then takes
+    one worker from the learner with the most workers, if that learner has at least two.
 
     Args:
       learners: The present learners, with the workers that they host.
-      trainers: Each worker's trainer: the trainer's id by the worker's stream.
+      trainers: The id of each worker's trainer; the key is the worker's stream.
       movable: Streams of the workers that may be moved now.
-      returning: Those of the movable workers whose learner may come back.
+      returning: Streams of the workers whose lost learner may come back.
 
     Returns:
-      Each hosted worker's learner, by stream.
+      The number of the learner that hosts each worker; the key is the worker's stream.
     """
     hosts = {s: each.number for each in learners for s in each.streams if s in trainers}
 
@@ -117,7 +122,10 @@ def is_over(
 
 
 def has_quorum(reported: int, awaited: int, quorum: int | None) -> bool:
-    """Whether the answers are enough; the quorum is at most the number of present learners."""
+    """Whether enough learners have answered in a round.
+
+    The quorum is at most the number of learners that take part in the round.
+    """
     return reported >= min(quorum or reported + awaited, reported + awaited)
 
 
@@ -138,7 +146,8 @@ def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -
 def rejected(norms: Mapping[int, float], max_ratio: float | None) -> list[int]:
     """Workers whose update is not finite, or longer than `max_ratio` times the peers' median norm.
 
-    The second rule applies only to workers with at least two peers.
+    Peers are the other workers with a finite update. A worker with fewer than two peers is not
+    rejected for its length.
     """
     finite = {worker: norm for worker, norm in norms.items() if norm < float("inf")}
     out = [worker for worker in norms if worker not in finite]

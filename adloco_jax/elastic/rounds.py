@@ -1,4 +1,4 @@
-"""A trainer's round in learners: the answers so far, which answers count, when the round ends."""
+"""A trainer's round in learners: which answers have arrived, which count, when the round ends."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from adloco_jax.settings import Engine
 
 @dataclass
 class Round:
-    """A trainer's round that has started and has not ended."""
+    """The driver's record of a trainer's round that has started and has not been applied yet."""
 
     plan: RoundPlan
     order: Order  # the request to learners, without the field `work`
@@ -29,7 +29,7 @@ class Round:
     quorum_s: float | None = None  # when the quorum was reached
 
     def take(self, learner: int, answers: Sequence[Answer]) -> None:
-        """Add a learner's answers, unless the round continues without this learner."""
+        """Store the answers of a learner; they are ignored if the round no longer waits for it."""
         if learner not in self.awaited:
             return
         self.awaited.discard(learner)
@@ -39,7 +39,7 @@ class Round:
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
     def is_over(self, rule: Engine) -> bool:
-        """Whether the round ends now, with or without some answers."""
+        """Whether the round ends now: all learners have answered, or enough of them have."""
         now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
         if self.quorum_s is None and members.has_quorum(reported, awaited, rule.quorum):
             self.quorum_s = now_s
@@ -48,7 +48,10 @@ class Round:
         return members.is_over(reported, awaited, **how)
 
     def counted(self, rule: Engine) -> dict[int, Answer]:
-        """The answers that count, by stream; all answers if none is usable."""
+        """The answers of workers that count in the outer update, by stream.
+
+        Answers with a rejected update do not count; if all are rejected, all answers count.
+        """
         norms = {stream: answer.norm for stream, answer in self.answers.items()}
         out = members.rejected(norms, rule.max_norm_ratio)
         kept = {stream: a for stream, a in self.answers.items() if stream not in out}
@@ -56,7 +59,10 @@ class Round:
 
 
 def outcome_of(answers: Sequence[Answer | None], plan: RoundPlan, norm: float) -> Outcome:
-    """Losses and skipped updates of a trainer's workers; NaN and False if not counted."""
+    """Losses and skipped updates of a trainer's workers in a round.
+
+    For a worker without a counted answer, losses are NaN and no update is skipped.
+    """
     shape = (plan.num_updates, len(answers))
     loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
     for column, answer in enumerate(answers):

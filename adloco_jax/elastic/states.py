@@ -1,4 +1,4 @@
-"""The workers' inner states in learners: send them, fetch them, replace lost ones."""
+"""The workers' inner optimizer states: send them to learners, fetch them, replace lost ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,21 +15,24 @@ from adloco_jax.loop.control import Control
 
 
 class InnerStates:
-    """Tracks each worker's inner state: waiting to be sent, in a learner, or lost."""
+    """Tracks where each worker's inner state is: at the driver, in a learner, or lost."""
 
     def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
-        """Track the states of a fleet's workers; `poll` processes the learners' answers."""
+        """Store the arguments; `poll` processes the learners' answers while a call here waits."""
         self._spec, self._fleet, self._poll = spec, fleet, poll
         self.seeds: dict[int, PyTree] = {}  # states to send to learners, by stream
         self.lost: set[int] = set()  # streams whose inner state was lost with a learner
         self._found: dict[tuple[int, int, int], PyTree | None] = {}  # answers of `states`
 
     def take(self, event: Event) -> None:
-        """Store a learner's answer to a call of `states`."""
+        """Store the inner states in a learner's answer to the call `states`."""
         self._found |= dict(zip(event.about, event.value, strict=True))
 
     def adopt(self, state: State) -> None:
-        """Take over the inner states of an ensemble, if it has any, to send them to learners."""
+        """Take the inner states out of an ensemble, to send them to learners later.
+
+        Nothing happens if the ensemble has none, or if workers start rounds with fresh states.
+        """
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
             return
@@ -39,7 +42,7 @@ class InnerStates:
         self.lost.clear()
 
     def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
-        """Collect workers' inner states: from the driver, from learners, or from peers.
+        """Collect the inner states of some workers, from the driver or from learners.
 
         A lost state is replaced by the mean of the trainer's other workers, as for a joining
         worker. If there are no others, it is replaced by a fresh state.
@@ -67,7 +70,10 @@ class InnerStates:
         return self.seeds.get(key[1], self._found.get(key))
 
     def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch states of workers from learners, by trainer, stream and cursor; waits."""
+        """Fetch inner states from learners, and wait for them.
+
+        A key is the id of the trainer, the stream of the worker, and the position in the stream.
+        """
         self._found.clear()
         asked = {}
         for key in keys:
@@ -93,7 +99,7 @@ class InnerStates:
 
 
 def _mean(states: Sequence[PyTree]) -> PyTree:
-    """The mean of inner states, with the rule of `core.spawn`: whole numbers are rounded."""
+    """The mean of inner states, where whole numbers are rounded as in `core.spawn`."""
 
     def mean(*leaves: np.ndarray) -> np.ndarray:
         stack = np.stack(leaves)

@@ -21,14 +21,21 @@ from adloco_jax.errors import DataError
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out rows in two disjoint parts: for decisions and for reported losses."""
+    """The held-out rows of a run, in two disjoint parts.
+
+    Decisions (on merges, and on the choice of the consensus model) use the guard rows. Reported
+    losses are measured on the other rows.
+    """
 
     guard_EL: np.ndarray  # for decisions: the choice of the consensus model, and merges
     report_EL: np.ndarray  # for reported losses
     batch_size: int  # rows per call of the evaluation program
 
     def describe(self, num_classes: int | None = None) -> str:
-        """Describe the numbers of reported rows and guard rows; for labelled rows also by class."""
+        """State how many rows measure the reported losses, and how many serve decisions.
+
+        For labelled rows the text also gives the number of rows of each class.
+        """
         parts, counts = (self.report_EL, self.guard_EL), ["", ""]
         if num_classes is not None:
             of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
@@ -47,7 +54,10 @@ def split_heldout(
     num_classes: int | None = None,
     num_trainers: int = 1,
 ) -> HeldOut:
-    """Draw guard rows (for decisions) and reported rows from the held-out rows.
+    """Draw two disjoint parts of the held-out rows: guard rows and reported rows.
+
+    Guard rows serve decisions: which trainers merge, and which model is the consensus. Reported
+    losses are measured on the reported rows.
 
     The draw does not depend on the run's seed. Runs with different seeds report losses on the same
     rows, so the spread of their losses comes only from training. For labelled rows, both parts have
@@ -58,7 +68,8 @@ def split_heldout(
       num_sequences: Largest number of reported rows.
       batch_size: Rows per call of the evaluation program.
       num_classes: Number of classes of labelled rows; None for rows of text.
-      num_trainers: Number of trainers. If there are several, guard rows choose among them.
+      num_trainers: Number of trainers. If there are several, at least one guard row is needed to
+        choose among them.
 
     Raises:
       DataError: If there are too few rows to report on, or to choose among several trainers.
@@ -87,7 +98,7 @@ def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_siz
 def class_report(
     programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int, num_classes: int
 ) -> dict:
-    """Evaluate one model's predictions of the classes of labelled rows.
+    """Measure how well one model predicts the classes of labelled rows.
 
     The loss of a row with a given label is the negative log-probability of that class. So the
     predictions come from the program for the held-out loss, called with each label.
@@ -128,12 +139,12 @@ def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size:
 
 
 def loss_key(batch_size: int) -> ProgramKey:
-    """The key of the evaluation program, which evaluates one model."""
+    """The `ProgramKey` of the program that computes the held-out losses of one model."""
     return ProgramKey("loss", micro_batch_size=batch_size)
 
 
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
-    """One trainer's parameters."""
+    """The parameters of the trainer at a position, without the trainers' axis."""
     return _row(ensemble.params_M, position)
 
 
@@ -143,7 +154,7 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
 
 
 def guard_losses(ensemble: Ensemble, programs: Programs, heldout: HeldOut) -> list[float]:
-    """Each trainer's loss on the guard rows, nats/token."""
+    """Each trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
     trainers = range(ensemble.num_trainers)
     return [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
 
@@ -155,7 +166,7 @@ def merged_loss(
     programs: Programs,
     heldout: HeldOut,
 ) -> float:
-    """The loss that the merged trainer would have on the guard rows, nats/token."""
+    """The loss on the guard rows (for decisions) that the merged trainer would have, nats/token."""
     params = merged_params(ensemble, tuple(members), tuple(weights))
     return _guard_loss(params, programs, heldout)
 
@@ -170,9 +181,10 @@ def consensus(
     """Choose the consensus, the one model that stands for all trainers.
 
     Returns:
-      The parameters, and how they were chosen. `only`: there is only one trainer. Otherwise the
-      model with the lower loss on the guard rows: `best`, the trainer with the lowest loss, or
-      `average`, the mean of all trainers, weighted by requested batch.
+      The parameters, and how they were chosen. `only`: there is only one trainer. Otherwise it is
+      the one of two models with the lower loss on the guard rows (held-out rows for decisions).
+      `best` is the trainer with the lowest loss. `average` is the mean of all trainers, weighted by
+      requested batch.
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"

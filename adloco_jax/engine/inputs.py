@@ -1,4 +1,4 @@
-"""Make a round's inputs: groups of trainers, and their sequences and test rows on the devices."""
+"""Make the inputs of a round: groups of trainers, and their sequences on the devices."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -39,7 +39,7 @@ _COMPARED, _FEWEST_COMPARED = 32, 6
 
 
 class Rows(Protocol):
-    """The interface of a corpus for `fit`, which `data.ArrayRows` and `data.Corpus` implement."""
+    """The interface of rows that `fit` trains on; `data.ArrayRows` and `data.Corpus` have it."""
 
     @property
     def heldout_rows(self) -> np.ndarray:
@@ -47,7 +47,7 @@ class Rows(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content that determines the rows."""
+        """Hash of the content that determines the rows; it shows whether data have changed."""
 
     @property
     def shards(self) -> Sequence[dict]:
@@ -58,7 +58,7 @@ class Rows(Protocol):
         """Tokens per byte of the held-out text; None if the text is not known."""
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count - 1` of a worker stream, int32 [count, L + 1]."""
+        """Rows `start` to `start + count - 1` of one worker's stream, int32 [count, L + 1]."""
 
 
 class Group(NamedTuple):
@@ -72,17 +72,17 @@ class Group(NamedTuple):
     in_pool: int | None = None  # size of the pool if its workers run one by one; else None
 
     def key(self, kind: Kind, **more) -> ProgramKey:
-        """The key of a program that depends on the workers' trainers."""
+        """The `ProgramKey` of a program that depends on which worker belongs to which trainer."""
         return ProgramKey(kind, self.owners, devices=self.devices, **more)
 
     def steps_key(self) -> ProgramKey:
-        """The key of the inner steps, which do not depend on the workers' trainers."""
+        """The `ProgramKey` of the inner steps, which do not depend on the workers' trainers."""
         pool, size = (0,) * (self.in_pool or len(self.workers)), self.plan.micro_batch_size
         return ProgramKey("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
 
 
 class Test(NamedTuple):
-    """The rows on which a group's gradient statistics are measured."""
+    """The rows on which the gradient statistics of a group of trainers are measured."""
 
     group: Group
     rows_RBL: Array
@@ -95,7 +95,10 @@ value of one trainer from its learning rates and its plan."""
 
 
 class Call(NamedTuple):
-    """Arguments of one call of the inner steps, without the workers; R counts workers that step."""
+    """The arguments of one call of the program `steps` (inner steps), without the workers.
+
+    R counts the workers that step in this call.
+    """
 
     tokens_TRBL: Array  # [T, R, B, L + 1]
     rate_TR: np.ndarray  # learning rates
@@ -106,7 +109,7 @@ class Call(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A round's plan, with its sequences on the devices."""
+    """The inputs of a round: the sizes that each trainer runs, and the sequences on the devices."""
 
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
@@ -119,7 +122,7 @@ class Batch(NamedTuple):
 
 
 def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
-    """Group trainers with equally many workers; each group gets separate devices if possible.
+    """Group trainers that have equally many workers; each group gets its own devices if possible.
 
     With several processes all trainers share all devices, because every process must take part in
     every program.
@@ -160,7 +163,7 @@ def _group(
 
 
 def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
-    """Divide the groups of `classes` into groups of trainers that have the same plan."""
+    """Group trainers that have equally many workers and the same plan (sizes) for the round."""
     groups = []
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
@@ -179,7 +182,7 @@ def whole_pool(control: Control, spec: Spec) -> Group:
 def round_keys(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec
 ) -> list[ProgramKey]:
-    """The programs of a round, in the order in which they are called."""
+    """The keys of the programs of a round, in the order in which the programs are called."""
     keys = []
     if measures_gradients(settings):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
@@ -202,10 +205,11 @@ def round_keys(
 
 
 def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
-    """The programs of the next round, and of the round after it for two cases of batch growth.
+    """The keys of the programs of the next round, and of the possible rounds after it.
 
-    The cases are unchanged batches and the fastest possible growth. A merge between the two rounds
-    is included, chosen as if all guard losses were equal.
+    Two cases of the later round are considered: unchanged batches, and the fastest possible growth.
+    A merge between the two rounds is included. Its members are chosen as if all trainers had equal
+    losses on the guard rows (held-out rows for decisions).
     """
     keys = round_keys(control, round_plans(control, settings), settings, spec)
     later = dataclasses.replace(control, round=control.round + 1)
@@ -221,7 +225,10 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
 
 
 def foreseen(control: Control, settings: Settings) -> Control:
-    """The control after the merge and spawns that are now due, if all guard losses are equal."""
+    """The host's data (`Control`) as they will be after the merge and the spawns that are now due.
+
+    The merging trainers are chosen as if all had equal losses on the guard rows.
+    """
     if members := _members(control, settings):
         control = after_merge(control, members)
     for position, num_workers in joining_workers(control, settings):
@@ -230,14 +237,17 @@ def foreseen(control: Control, settings: Settings) -> Control:
 
 
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:
-    """The trainers that merge after this round if all guard losses are equal."""
+    """The positions of the trainers that will merge after this round.
+
+    They are chosen as if all trainers had equal losses on the guard rows.
+    """
     if not merge_due(control, settings):
         return ()
     return choose_members(control, [0.0] * len(control.trainers), settings)
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """The data that determine the inputs of a round; equal data give equal inputs."""
+    """What determines the inputs of a round; rounds for which it is equal have equal inputs."""
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 
@@ -245,7 +255,7 @@ def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
 def make_batch(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec, rows: Rows
 ) -> Batch:
-    """Put the next sequences of every worker's stream on the devices."""
+    """Read the next sequences of every worker's stream, and send them to the devices."""
     groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
         group.plan.num_sequences * len(group.workers) for group in groups
@@ -307,10 +317,11 @@ def make_batch(
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-    """For each call of the inner steps: the group's workers that step, and the call's `turn`.
+    """For each turn: the positions of the workers that step, and the argument `turn` of the call.
 
-    `turn` is a position in the group's own stack, or in the pool; it is empty if all workers step
-    at once.
+    A turn runs one worker of each device; if all workers step at once, there is one turn. The
+    argument is the worker's position in the group's own stack, or in the pool of all workers. It is
+    empty if all workers step at once.
     """
     workers = np.arange(len(group.workers))
     if count == 1:
@@ -336,13 +347,13 @@ def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarra
 
 
 def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
-    """Each worker's trainer id, stream, and first sequence of a call; int32 [R of the group, 3]."""
+    """Each worker's trainer (its id), stream, and first sequence of a call; int32 [R, 3]."""
     reads_R3 = np.array([control.reads(w) for w in group.workers], np.int32)
     return reads_R3 + np.array([0, 0, offset], np.int32)
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
-    """The indices on an axis of which this process's devices hold a part."""
+    """The indices on an axis for which a device of this process holds data."""
     slices = sharding.addressable_devices_indices_map(shape).values()
     return {index for part in slices if part for index in range(shape[axis])[part[axis]]}
 

@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """A round that has been dispatched to the devices."""
+    """A round whose programs the devices have been given; its results are read later."""
 
     lines: list[dict]  # for each trainer, ledger fields of plan and cost
     groups: list[Group]
@@ -71,7 +71,7 @@ class UnderWay(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """The results of a completed round."""
+    """The results of a round that has ended."""
 
     lines: list[dict]  # for each trainer, ledger fields of plan, cost and skipped updates
     outcomes: list[Outcome]  # one for each trainer
@@ -80,7 +80,7 @@ class Metrics(NamedTuple):
 
 
 class LocalEngine:
-    """Runs rounds on the devices that JAX sees; see `adloco.Engine`."""
+    """Runs the rounds of all trainers on the devices that JAX sees; see `adloco.Engine`."""
 
     def __init__(
         self, settings: Settings, spec: Spec, programs: Programs, rows: Rows, heldout: HeldOut
@@ -92,7 +92,7 @@ class LocalEngine:
           spec: The data that all programs share.
           programs: The programs; each is compiled before its first call.
           rows: The rows to train on.
-          heldout: Held-out rows; merges are decided on its guard rows.
+          heldout: Held-out rows; merges are decided by losses on the guard rows among these.
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.rows, self.heldout = rows, heldout
@@ -107,7 +107,7 @@ class LocalEngine:
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """Positions of all trainers, because all of them run each round."""
+        """The positions of all trainers, because here all trainers run each round together."""
         self.underway = state.control  # set before sequences are read, which may fail
         self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
         return list(range(len(state.control.trainers)))
@@ -122,7 +122,7 @@ class LocalEngine:
         return make_batch(state.control, plans, self.settings, self.spec, self.rows)
 
     def look_ahead(self, control: Control) -> None:
-        """Prepare the next round's rows, and compile programs of the next rounds."""
+        """Prepare the rows of the next round, and compile programs of the next two rounds."""
         after_merge = foreseen(control, self.settings)
         self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
         plans = round_plans(control, self.settings)
@@ -135,7 +135,7 @@ class LocalEngine:
         self._ahead = reads(control, plans), batch
 
     def gradient_stats(self, state: State, batch: Batch) -> Stats:
-        """Dispatch the gradient statistics of the round's first sequences."""
+        """Start to measure the gradient statistics of the round on its first sequences."""
         stats = []
         for group, rows_RBL, count_R in batch.tests:
             params_M = state.ensemble.params_M
@@ -146,7 +146,7 @@ class LocalEngine:
         return stats
 
     def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
-        """Dispatch a round; `finish` waits for it."""
+        """Give the devices the programs of a round, without waiting; `finish` waits for them."""
         ensemble, *dispatched = self._dispatch(state, batch)
         self._flushed.clear()
         control, spent = count_round(
@@ -173,7 +173,7 @@ class LocalEngine:
         return state, metrics, changes
 
     def complete(self, state: State) -> Ensemble:
-        """Return the state's ensemble; the local engine always holds all of it."""
+        """Return the ensemble of the state, because the local engine always holds all of it."""
         return state.ensemble
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
@@ -204,7 +204,7 @@ class LocalEngine:
         work: list[tuple[Group, list[Call]]],
         extra_M: dict[str, np.ndarray],
     ) -> tuple[Ensemble, list, list]:
-        """Dispatch a round of one stack's trainers (AdLoCo algorithm 1, lines 6 to 16)."""
+        """Dispatch a round of trainers that share one stack (AdLoCo algorithm 1, lines 6 to 16)."""
         spec = self.spec
         accumulates = any(group.steps_key().accumulates for group, _ in work)
         workers = Workers(sub.params_R, sub.inner_state_R)
@@ -245,11 +245,11 @@ class LocalEngine:
         return sub.replace(inner_state_R=inner_state_R), measured, norms
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on the guard rows, nats/token."""
+        """Each trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The loss that the merged trainer would have on the guard rows, nats/token."""
+        """The merged trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -259,7 +259,7 @@ class LocalEngine:
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """Merge the members (`core.merge`), then move workers to the owners (`core.reassign`)."""
+        """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`)."""
         crash_point("merge.decided")
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, ensemble, weights_n, tuple(members), tuple(owners))
@@ -270,7 +270,7 @@ class LocalEngine:
         return replace(spawned, ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Flush the unsynchronised worker updates of trainers.
+        """Synchronise the worker updates of some trainers that have not been sent yet.
 
         Only Streaming DiLoCo has such updates. Without it, the end of a round synchronises all
         parameters.
@@ -290,13 +290,13 @@ class LocalEngine:
         return State(ensemble, control), [line]
 
     def _take(self, ensemble: Ensemble, group: Group) -> Ensemble:
-        """A group's part of the ensemble; the ensemble itself if the group has all workers."""
+        """The ensemble of a group's trainers; the whole ensemble if the group has all workers."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return ensemble
         return taken(ensemble, group.trainers)
 
     def _put(self, ensemble: Ensemble, group: Group, sub: Ensemble) -> Ensemble:
-        """Replace a group's part of the ensemble by `sub`."""
+        """Write the trainers and workers of a group back into the ensemble."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
         at = placement(self.spec, ProgramKey("outer", group.owners))  # on all devices
@@ -306,18 +306,19 @@ class LocalEngine:
 def count_skips(
     control: Control, outcomes: Sequence[Outcome], trainers: Sequence[int] | None = None
 ) -> tuple[Control, list[int]]:
-    """Count the skipped updates of a round.
+    """Count the updates that workers have skipped in a round, and find broken trainers.
 
     A trainer is broken if every one of its workers has skipped its last
     `SKIPS_BEFORE_QUARANTINE` updates.
 
     Args:
-      control: The control after the round, with the round's trainers and workers.
-      outcomes: The outcomes of the round, in stack order.
+      control: The host's data about the run after the round, with the trainers and workers that ran
+        it.
+      outcomes: Losses and skipped updates of each trainer in the round, in stack order.
       trainers: Positions of the trainers of `outcomes`. None: all trainers.
 
     Returns:
-      A changed copy of the control, and the positions of the broken trainers.
+      A changed copy of `control`, and the positions of the broken trainers.
     """
     control = copy.deepcopy(control)
     broken = []
@@ -337,7 +338,7 @@ def count_skips(
 
 
 def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dict]]:
-    """Remove broken trainers from the state; also return a ledger line for each of them.
+    """Remove broken trainers from the state; also return a line for the ledger about each of them.
 
     The returned ensemble is meaningless if no trainer is left.
     """
@@ -355,7 +356,10 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
 
 def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
-    """Remove trainers and their workers from the control; also return the remaining positions."""
+    """Remove trainers and their workers from the host's data (`Control`).
+
+    Also return the positions of the remaining trainers before the removal.
+    """
     control = copy.deepcopy(control)
     survivors = [m for m in range(len(control.trainers)) if m not in broken]
     workers = [w for w, owner in enumerate(control.owners) if owner not in broken]
@@ -372,7 +376,7 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
 
 
 def _outcomes(underway: UnderWay) -> list[Outcome]:
-    """Collect the losses and skipped updates of each trainer; waits for the round."""
+    """Wait for a round, and collect the losses and skipped updates of each trainer."""
     outcomes, norm_of = {}, {}
     for stack, norms in zip(underway.stacks, underway.norms, strict=True):
         # The norm over all fragments as one vector; with one fragment float64 keeps it exactly.
@@ -393,7 +397,10 @@ def _outcomes(underway: UnderWay) -> list[Outcome]:
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the arrays of a group's calls to [T, R]: all calls of one turn, then of the next."""
+    """Join the results of a group's calls of the program `steps` to one array [T, R].
+
+    The calls of one turn (one worker of each device) come first, then those of the next turn.
+    """
     num_turns = len(group.workers) // parts[0].shape[1]
     calls = len(parts) // num_turns
     turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]

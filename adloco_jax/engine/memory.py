@@ -1,8 +1,9 @@
-"""Device memory: the needs of programs, the micro-batch and sharding that fit, and new stacks.
+"""Device memory: what programs need, what fits on a device, and how to replace large states.
 
-Merges, and workers that join or leave, replace a stack. The old and the new one may not fit a
-device together, because the workers' inner states fill most of its memory. So some leaves of the
-inner states are replaced at a time, and the old leaves are deleted before the next ones are made.
+A merge, or a worker that joins or leaves, replaces the whole stack of inner states. The old and the
+new stack may not fit on a device together, because these states fill most of its memory. So some
+leaves of the states are replaced at a time, and the old leaves are deleted before the next ones are
+made.
 """
 
 import dataclasses
@@ -51,12 +52,12 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of the program and of the rest of the state."""
+        """Bytes of the program and of the rest of the state together."""
         return self.program + self.beside
 
 
 def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
-    """Bytes that a device holds while a program runs: of the program and of the other state."""
+    """Bytes of a device's memory that are in use while the program of a key runs."""
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
     )
@@ -72,7 +73,7 @@ def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
 
 
 def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
-    """The number of devices over which a worker's parameters must be sharded to fit in memory.
+    """The smallest number of devices that must share one worker's parameters to fit them in memory.
 
     Args:
       spec: The data that all programs share; `model_shards` is ignored.
@@ -92,7 +93,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
 
 
 def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
-    """Lower bound of a device's memory in bytes: the ensemble, its workers and one gradient.
+    """Lower bound of the bytes that a run needs on a device: all states and one gradient.
 
     The bound is computed without compilation; activations are not counted. Sums of gradients are
     counted if workers accumulate gradients.
@@ -102,7 +103,7 @@ def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = Fals
 
 
 def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> int:
-    """Bytes of a device for the ensemble, and for the workers' parameters and gradient sums."""
+    """Bytes on a device of the ensemble, and of the workers' parameters and gradient sums."""
     key = ProgramKey("steps", owners, accumulates=accumulates)
     at = placement(spec, key)
     workers = workers_spec(spec, key, at).replace(inner_state_R=None)
@@ -112,7 +113,10 @@ def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> i
 
 
 def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
-    """Bytes of the ensemble on a device; with `own_params` also of the workers' parameters."""
+    """Bytes on a device of the ensemble between two programs of a round.
+
+    With `own_params` the workers' parameters are included.
+    """
     key = ProgramKey("steps", owners)
     at = placement(spec, key)
     ensemble = ensemble_spec(spec, owners, at)
@@ -123,19 +127,19 @@ def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = Tru
 def merge_bytes(
     spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
 ) -> Peak:
-    """Largest number of bytes on a device while trainers merge and workers are reassigned."""
+    """Largest number of bytes on a device while trainers merge and workers change trainers."""
     weights_n = np.ones(len(members), np.float32)
     return _replaced_bytes(spec, owners, merged, weights_n, members, after)
 
 
 def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
-    """Largest number of bytes on a device while the pool's last worker joins its trainer."""
+    """Largest number of bytes on a device while the last worker of the pool joins its trainer."""
     count = owners.count(owners[-1])
     return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
 
 
 def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
-    """Largest number of bytes on a device while `replace` changes an ensemble."""
+    """Largest number of bytes on a device while the function `replace` changes an ensemble."""
     at = placement(spec, ProgramKey("stats", owners))
     ensemble = ensemble_spec(spec, owners, at)
     leaves = jax.tree.leaves(ensemble.inner_state_R)
@@ -159,7 +163,7 @@ def _bytes_here(shapes: PyTree) -> int:
 
 
 def measured_peaks(devices: Sequence[jax.Device]) -> dict[str, int | list[int | None]]:
-    """Peak memory of this process so far, in bytes, on the host and on each of these devices.
+    """Peak memory of this process so far, in bytes: of the host, and of each of these devices.
 
     A device's peak is None if its backend does not count memory, as on a CPU.
     """
@@ -187,7 +191,7 @@ def find_max_batch(
       peak: Returns the bytes that a device needs for a size; it compiles the programs.
       sizes: The sizes to choose from, ascending; the first is the initial batch.
       budget: Bytes of a device that may be used.
-      resting: Bytes of the state, which every size needs.
+      resting: Bytes of the state (parameters and optimizer states), which every size needs.
       busy: Number of sequences that keep the device busy.
 
     Returns:
@@ -221,24 +225,24 @@ PART_BYTES = 2**30  # limit of the inner states that are replaced at a time; at 
 def merged(
     ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
 ) -> Ensemble:
-    """Merge the members (`core.merge`), then move workers to the owners (`core.reassign`)."""
+    """Merge trainers (`core.merge`), then move workers (`core.reassign`); compiled."""
     return reassign(merge(ensemble, members, weights=weights_n), owners)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Add workers to a trainer (`core.spawn`), compiled."""
+    """The function `core.spawn` (add workers to a trainer), compiled."""
     return spawn(ensemble, trainer, num_workers)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    """Take some trainers with their workers (`core.take`), compiled."""
+    """The function `core.take` (some trainers with their workers), compiled."""
     return take(ensemble, trainers)
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Divide leaves, in order, into parts of at most `PART_BYTES`, or of one leaf."""
+    """Divide a list of arrays, in order, into parts of at most `PART_BYTES`, or of one array."""
     part: list[Any] = []
     for leaf in leaves:
         if part and num_bytes([*part, leaf]) > PART_BYTES:
@@ -250,7 +254,10 @@ def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
-    """Call `change(ensemble, *arguments)` in parts; delete the old inner states part by part."""
+    """Compute `change(ensemble, *arguments)` for a part of the inner states at a time.
+
+    The old arrays of a part are deleted before the next part is computed, which saves memory.
+    """
     leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
     if len(parts) <= 1:

@@ -43,10 +43,13 @@ _MAX_IN_FLIGHT = 8
 
 
 class Programs:
-    """Compiles each program once, and keeps it; predicted programs compile in the background."""
+    """Compiles each program of a run once, and keeps it.
+
+    Programs that are expected to be needed can be compiled in the background (`prefetch`).
+    """
 
     def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
-        """Start without programs; `on_compile` is called after each compilation, on its thread."""
+        """Start without programs; `on_compile` is called after each compilation, in its thread."""
         self.spec = spec
         self.stall_s = 0.0  # seconds that callers have waited for compilation so far
         self._on_compile = on_compile
@@ -56,9 +59,10 @@ class Programs:
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
 
     def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
-        """Reshard the arguments and dispatch a program.
+        """Give a compiled program to the devices, after resharding its arguments.
 
-        Returns at once; blocks only on the call `_MAX_IN_FLIGHT` calls earlier.
+        Returns before the devices have the results. It waits only for the results of the call that
+        was `_MAX_IN_FLIGHT` calls earlier.
         """
         program = self[key]
         results = program(*reshard(arguments, program.input_shardings[0]))
@@ -71,7 +75,7 @@ class Programs:
         return results
 
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
-        """Return the program of a key; waits for its compilation, or compiles it now."""
+        """Return the compiled program of a key; compile it now, or wait for its compilation."""
         start_s = time.perf_counter()
         begun = self._programs.get(key)
         if begun is None or begun.cancel():  # cancelled while it was still in the queue
@@ -86,7 +90,7 @@ class Programs:
         return program
 
     def prefetch(self, keys: Iterable[ProgramKey]) -> None:
-        """Queue new programs for compilation in the background, in order."""
+        """Queue programs that are not compiled yet for compilation in the background, in order."""
         for key in keys:
             if key not in self._programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
@@ -119,7 +123,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """The mesh and the shardings of a program."""
+    """The devices of the program of a key as a mesh, with the sharding of each kind of array."""
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
@@ -149,14 +153,17 @@ def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
 
 
 def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
-    """Number of a device's workers that run one after another; 1: they run together."""
+    """Number of workers of a device that run one after another; 1 if they run at once."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = spec.in_turn and not spec.outer.own_params  # fragments need all workers
     return len(key.owners) // num_groups if in_turn else 1
 
 
 def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
-    """`start_round`; workers that run one after another on a device share one sum of gradients."""
+    """Start a round (`core.start_round`) with one sum of gradients for each worker that steps.
+
+    Workers that run one after another on a device share one sum.
+    """
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
     step = num_turns(spec, key, at)
@@ -166,7 +173,7 @@ def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Wo
 
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
-    """Trace and lower the program of a key; compiling the result takes most of the time."""
+    """Trace and lower the program of a key to XLA; compiling the result takes most of the time."""
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:
         if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded
@@ -332,10 +339,10 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 
 
 def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
-    """The tokens, and the key of each sequence [T, R, B], or None if the loss takes no key.
+    """The tokens, and the random key of each sequence [T, R, B]; None if the loss takes no key.
 
-    A key depends on the sequence's trainer, its stream and its position in the stream, not on the
-    micro-batch.
+    A key depends on the trainer that trains on the sequence, on the data stream, and on the
+    position in this stream. It does not depend on the micro-batch.
     """
     if spec.key_seed is None or stream_R3 is None:
         return tokens_TRBL, None
@@ -347,7 +354,11 @@ def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Arr
 
 
 def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
-    """`inner_steps` as a function of workers, tokens with keys, learning rates, update flags."""
+    """Bind a run's loss and optimizer to `inner_steps`; returns a function of the arrays.
+
+    Its arguments are the workers, the tokens with their keys, the learning rates and the update
+    flags.
+    """
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
     def advance(workers, keyed, rate_TR, update_T):
@@ -369,7 +380,10 @@ def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
 
 
 def _on_each_device(advance: Callable, at: Placement) -> Callable:
-    """Run `advance` separately on each device, or on each group of devices that share workers."""
+    """Make a function that runs `advance` separately on each device, for the workers of the device.
+
+    Devices that share a worker run it together.
+    """
     if at.mesh.shape["trainer"] * at.mesh.shape["worker"] == 1:
         return advance
     pool, pool_T = P(POOL), P(None, POOL)
@@ -392,7 +406,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """Inner steps of all workers; each device runs its workers one after another or at once."""
+    """Make a function that runs inner steps of all workers, on each device in turn or at once."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
     # At once on several devices: one batch of all workers, which XLA's partitioner divides.
@@ -407,7 +421,10 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
 
 
 def _turn(spec: Spec, at: Placement) -> Callable:
-    """Inner steps of one worker on each device; the last argument is its position there."""
+    """Make a function that runs inner steps of one worker on each device.
+
+    The last argument of the function is the position of this worker on the device.
+    """
     advance = _advance(spec, at, at_once=1)
 
     def turn(workers, keyed, rate_TR, update_T, position):
@@ -428,7 +445,11 @@ def _turn(spec: Spec, at: Placement) -> Callable:
 
 
 def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
-    """Shapes of tokens, learning rates, update flags (or None) and streams for keys (or None)."""
+    """Shapes of the arguments of inner steps, without the workers.
+
+    These are the tokens, the learning rates, the update flags (None unless gradients are
+    accumulated), and the streams for random keys (None unless the loss takes a key).
+    """
     steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
@@ -448,7 +469,10 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a device that a running program and its arguments need, as the compiler reports."""
+    """Bytes of a device that a compiled program and its arguments need while it runs.
+
+    The compiler reports them.
+    """
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -37,12 +37,12 @@ _SHARING = ("model", "data", "idle")
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh, and the sharding of each kind of array on the mesh."""
+    """A mesh of devices, and the sharding of each kind of array on the mesh."""
 
     mesh: Mesh
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
-        """The sharding with each dimension over the given mesh axes; None replicates it."""
+        """The sharding with each dimension divided over the given mesh axes; None: replicated."""
         return NamedSharding(self.mesh, P(*axes))
 
     @property
@@ -52,36 +52,42 @@ class Placement:
 
     @property
     def workers(self) -> NamedSharding:
-        """Sharding of arrays [R, ...]: each entry on its worker's devices."""
+        """Sharding of arrays [R, ...]: a worker's entry is on the devices that run the worker."""
         return self.named(POOL)
 
     @property
     def rates_TR(self) -> NamedSharding:
-        """Sharding of arrays [T, R]: each column on its worker's devices."""
+        """Sharding of arrays [T, R]: the column of a worker is on the devices that run it."""
         return self.named(None, POOL)
 
     def tokens_TRBL(self, batch_size: int) -> NamedSharding:
-        """Sharding of tokens [T, R, B, L + 1]: each worker's batch over the worker's devices."""
+        """Sharding of tokens [T, R, B, L + 1]: a worker's batch is on the devices that run it."""
         return self.named(None, POOL, self._batch_axes(batch_size))
 
     def tokens_BL(self, batch_size: int) -> NamedSharding:
-        """Sharding of one worker's tokens [B, L + 1]."""
+        """Sharding of one worker's tokens [B, L + 1]: the batch over the devices of the worker."""
         return self.named(self._batch_axes(batch_size))
 
     def params(self, shapes: PyTree) -> PyTree:
-        """Shardings of one model's parameters: over the axis `model`."""
+        """Shardings of one model's parameters: divided over the mesh axis `model`."""
         return jax.tree.map(lambda leaf: self._spread(leaf.shape, (), ("model",)), shapes)
 
     def by_worker(self, shapes_R: PyTree) -> PyTree:
-        """Shardings of leaves [R, ...]: entries on their worker's devices, over `model`."""
+        """Shardings of leaves [R, ...]: a worker's entry is on the devices that run the worker.
+
+        On these devices it is divided over the mesh axis `model`.
+        """
         return self._stacked(shapes_R, POOL, ("model",))
 
     def by_trainer(self, shapes_M: PyTree) -> PyTree:
-        """Shardings of leaves [M, ...]: over `model`, replicated over the trainer's workers."""
+        """Shardings of leaves [M, ...] that each worker reads whole.
+
+        They are divided over the mesh axis `model`, and replicated over the workers of the trainer.
+        """
         return self._stacked(shapes_M, "trainer", ("model",))
 
     def sharded(self, shapes_X: PyTree) -> PyTree:
-        """Shardings of leaves [M, ...] or [R, ...]: over all devices of the trainer."""
+        """Shardings of leaves [M, ...] or [R, ...], divided over all devices of the trainer."""
         return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
 
     def reduce_scatter(self, tree_R: PyTree) -> PyTree:
@@ -135,7 +141,7 @@ class Placement:
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
 
     def describe(self) -> str:
-        """Describe how workers, batches and parameters are divided over devices, and idle ones."""
+        """Describe how workers, batches and parameters are divided over devices; name idle ones."""
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         if self.mesh.size == 1:
@@ -150,7 +156,7 @@ class Placement:
         return "; ".join(parts)
 
     def draw(self, workers: Sequence[str]) -> list[str]:
-        """Describe, in a line for each group of devices, the workers that run on the group."""
+        """List the groups of devices, with the workers that each group of devices runs."""
         size = self.mesh.shape
         groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
         each = len(workers) // len(groups)
@@ -173,7 +179,10 @@ class Placement:
         return jax.tree.map(spread, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
-        """Shard the largest dimension that divides over all mesh axes in `over`, or over some."""
+        """The sharding that divides the largest possible dimension over the mesh axes `over`.
+
+        If no dimension divides over all these axes, the last axes are left out.
+        """
         if not shape:
             return self.replicated
         for count in range(len(over), 0, -1):
@@ -201,7 +210,7 @@ def arrange(
     devices: Sequence[jax.Device],
     model_shards: int = 1,
 ) -> Placement:
-    """Arrange devices as a mesh for some trainers and workers.
+    """Arrange devices as a mesh for the trainers and workers of a program.
 
     Args:
       owners: Position of each worker's trainer.
@@ -228,7 +237,7 @@ def arrange(
 
 
 def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Reshard arrays, in any number of processes.
+    """Move arrays to other shardings, in any number of processes.
 
     Args:
       tree: JAX arrays, which move between devices, and host arrays. Every process must hold the
@@ -250,7 +259,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _put(leaf: Any, to: NamedSharding | None) -> Any:
-    """The leaf with its new sharding; None if this needs a program of all processes."""
+    """The array with its new sharding; None if only a program of all processes can move it."""
     if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf
     if to.is_fully_addressable:

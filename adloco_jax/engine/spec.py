@@ -1,4 +1,4 @@
-"""The inputs of compilation: the data that all programs share, and the key of each program."""
+"""The inputs of compilation: the data that all programs of a run share, and a program's key."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,7 +21,7 @@ Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
 class ProgramKey(NamedTuple):
-    """Identifies a compiled program: its kind and the sizes it was compiled for."""
+    """Identifies a compiled program of a run: its kind, and the sizes it was compiled for."""
 
     kind: Kind
     owners: tuple[int, ...] = (0,)  # position of each worker's trainer; 0 if it does not matter
@@ -91,7 +91,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Spec:
-    """Data that every program of a run shares."""
+    """What all compiled programs of a run share: devices, loss, parameter shapes, optimizers."""
 
     machine: Machine
     loss_fn: LossFn
@@ -116,7 +116,11 @@ class Spec:
 
     @property
     def by_position(self) -> bool:
-        """Whether the workers of the whole pool run one by one, also if trainers' plans differ."""
+        """Whether each call of the inner steps runs one worker, chosen by its position in the pool.
+
+        This is so if workers run one after another and all devices share each worker. Trainers with
+        different plans then use the same program.
+        """
         is_one = len(self.machine.devices) == self.model_shards
         return self.in_turn and is_one and not self.outer.own_params
 
@@ -127,9 +131,10 @@ class Spec:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes of one trainer's outer gradient, or of the updates that are sent back.
+        """Bytes of one trainer's outer gradient as it is sent; the updates sent back are as large.
 
-        If parameters are synchronised in fragments, the bytes of one fragment with its padding.
+        If parameters are synchronised in fragments, these are the bytes of one fragment, with
+        padding.
         """
 
         def take(params):

@@ -1,4 +1,4 @@
-"""AdLoCo: the training loop (arXiv 2508.18182, algorithms 1 to 3) and the host's decisions in it.
+"""AdLoCo (arXiv 2508.18182, algorithms 1 to 3): the training loop and the host's decisions.
 
 `adloco` is the method, one line for each step of the paper. It runs on an `Engine`, which owns the
 devices. Observers are called after each round: they write, print, evaluate and save. `State` holds
@@ -29,14 +29,17 @@ from adloco_jax.settings import Settings
 
 
 class State(NamedTuple):
-    """The state of a run between two rounds: everything that determines how it continues."""
+    """All that determines how a run continues after a round: arrays, and the host's numbers."""
 
     ensemble: Ensemble
     control: Control
 
 
 class Boundary(NamedTuple):
-    """What happened in a round and at its end; observers receive it with the state."""
+    """The results of a round, and the changes at its end.
+
+    Observers receive it together with the state after the round.
+    """
 
     metrics: Any  # the metrics that the engine returned
     decisions: list[Decision]  # one for each trainer, in the stack order of the round
@@ -49,10 +52,10 @@ class Boundary(NamedTuple):
 
 
 class Diverged(Exception):
-    """No trainer is left with finite updates."""
+    """Error: every trainer of the run had updates that are not finite, so none is left."""
 
     def __init__(self, state: State, boundary: Boundary):
-        """Keep the state and the boundary that observers would have received."""
+        """Keep the state after the failed round, and its `Boundary`, which observers do not get."""
         super().__init__(f"round {state.control.round}")
         self.state, self.boundary = state, boundary
 
@@ -61,15 +64,16 @@ Observer = Callable[[State, Boundary], None]
 
 
 class Engine(Protocol):
-    """Runs the trainers on devices.
+    """The interface between the training loop and the devices on which trainers and workers run.
 
-    A method returns as soon as its work is dispatched, unless its docstring says that it waits.
-    The changes that a method returns are dicts of ledger fields, each with `event`.
+    A method returns before the devices have the results, unless its docstring says that it waits.
+    Some methods also return changes: one dict for each line to write to the run's ledger file, with
+    the key `event`.
     """
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes that a merge or a reallocation sends."""
+        """Bytes of the states that trainers send in a merge, and that moving workers receive."""
 
     def ready(self, state: State) -> list[int]:
         """Positions of the trainers whose round the loop runs next; waits until there is one.
@@ -78,32 +82,38 @@ class Engine(Protocol):
         """
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
-        """Read the next sequences of the planned trainers' workers, each from its own stream."""
+        """Read the next sequences for the workers of the trainers in `plans`.
+
+        Every worker reads from a separate data stream.
+        """
 
     def gradient_stats(self, state: State, batch: Any) -> Stats:
-        """Gradient statistics at each trainer's parameters, on the round's first sequences."""
+        """Measure gradient statistics at trainers' parameters, on the round's first sequences."""
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """Dispatch a round of the batch's trainers; `finish` waits for the round."""
+        """Start a round of the trainers whose sequences are in `batch`; `finish` waits for it."""
 
     def look_ahead(self, control: Control) -> None:
-        """Prepare the next round as `control` plans it; the loop may discard this round."""
+        """Prepare the round that follows from `control`; the loop may run another round instead."""
 
     def finish(self, state: State, underway: Any) -> tuple[State, Any, list[dict]]:
-        """Wait for a round; return the state, the metrics and the changes.
+        """Wait for a round; return the state, the metrics, and the changes (lines for the ledger).
 
-        Trainers that skip all updates are removed from the state. If no trainer is left, the
-        state's ensemble is meaningless.
+        Trainers whose workers all skip their updates are removed from the state. If no trainer is
+        left, the state's ensemble is meaningless.
         """
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Synchronise worker updates that Streaming DiLoCo has not sent; also return changes."""
+        """Synchronise worker updates that Streaming DiLoCo has not sent.
+
+        Also returns the changes (lines for the ledger).
+        """
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on held-out rows that only decisions use, nats/token; waits."""
+        """Each trainer's loss on the held-out rows for decisions, nats/token; waits."""
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The loss, as in `guard_losses`, that the merged trainer would have; waits."""
+        """The loss that a merged trainer would have on the held-out rows for decisions; waits."""
 
     def merge(
         self,
@@ -112,7 +122,7 @@ class Engine(Protocol):
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """Merge the members (`core.merge`), then move workers to the owners (`core.reassign`)."""
+        """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`)."""
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer (`core.spawn`)."""
@@ -124,14 +134,14 @@ def adloco(
     """Train for the configured number of rounds or tokens: algorithms 1 to 3 of AdLoCo.
 
     At the end of a round its results are known, and observers are called before the next round
-    begins. During a round the host prepares the next round. It waits only for the gradient
-    statistics, which are ready before the round's updates.
+    begins. While devices run a round, the host prepares the next one. Before the end of the round
+    it waits only for the gradient statistics, which are ready before the updates.
 
     Args:
       state: The state to start or continue from, for instance one that an observer received.
       settings: The run's settings.
       engine: Runs the trainers.
-      observers: Called in order after each round with the state and the boundary.
+      observers: Called in order after each round, with the state and the round's results.
 
     Returns:
       The state after the last round.
@@ -176,10 +186,12 @@ def adloco(
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
-    """The control before the first round; workers are divided as evenly as possible.
+    """The host's data (`Control`) before the first round.
 
-    With `whole_pool` the control includes the workers that join later, because devices need memory
-    for these too.
+    Workers are divided among the trainers as evenly as possible.
+
+    With `whole_pool` the workers that join later are included, because devices need memory for
+    these too.
     """
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
     initial = None if whole_pool else ensemble.initial_workers
@@ -195,7 +207,7 @@ def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) 
 
 
 def merge_due(control: Control, settings: Settings) -> bool:
-    """Whether trainers may merge at the end of this round."""
+    """Whether trainers may merge at the end of the round that has just been counted."""
     merge = settings.merge
     is_round = control.round % merge.every_rounds == 0 < control.round
     return merge.policy != "none" and is_round and len(control.trainers) > 1
@@ -204,7 +216,7 @@ def merge_due(control: Control, settings: Settings) -> bool:
 def choose_members(
     control: Control, guard_losses: Sequence[float], settings: Settings
 ) -> tuple[int, ...]:
-    """Choose the trainers to merge, the representative first; empty: no merge (CheckMerge)."""
+    """Choose the trainers to merge, the representative first (CheckMerge); empty: no merge."""
     candidates = [
         Candidate(trainer.demand, loss, trainer.rounds)
         for trainer, loss in zip(control.trainers, guard_losses, strict=True)
@@ -219,17 +231,18 @@ def merge_trainers(
     settings: Settings,
     engine: Engine,
 ) -> tuple[State, list[dict]]:
-    """Merge trainers unless the guard refuses, and reallocate the workers (DoMerge).
+    """Merge trainers, unless the loss would rise too much, and reassign the workers (DoMerge).
 
     Args:
       state: The state before the merge.
       members: Positions of the trainers to merge, the representative first.
-      losses: Guard losses of all trainers, from the engine.
+      losses: Losses of all trainers on the held-out rows for decisions, from the engine.
       settings: The run's settings.
       engine: Measures the loss of the merged trainer, and moves the parameters.
 
     Returns:
-      The new state, and the ledger fields of the merge and of the flushes before it.
+      The new state, and the lines for the ledger: those of flushes before the merge, then the line
+      of the merge.
     """
     rule, trainers = settings.merge, state.control.trainers
     state, changes = engine.flush(state, members)
@@ -275,7 +288,10 @@ def merge_trainers(
 def _join(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
-    """Merge the members into one trainer; also return the number of moving workers, and flushes."""
+    """Merge the members into one trainer.
+
+    Also return the number of workers that change trainers, and the ledger's lines of flushes.
+    """
     before = state.control
     changed = after_merge(before, members, refused=refused)
     owners = changed.owners
@@ -291,10 +307,10 @@ def _join(
 
 
 def after_merge(control: Control, members: Sequence[int], *, refused: bool = False) -> Control:
-    """The control after a merge, with the workers divided by demand.
+    """The host's data (`Control`) after a merge, with the workers divided by demand.
 
     Args:
-      control: The control before the merge.
+      control: The host's data before the merge.
       members: Positions of the merged trainers, the representative first.
       refused: Whether the merge was refused. The representative then stays as it is, and the other
         members leave.
@@ -315,7 +331,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
-    """The trainers that gain workers now: the position and the new number of workers of each."""
+    """For each trainer that gains workers now: its position and its new number of workers."""
     ensemble, num_trainers = settings.ensemble, len(control.trainers)
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
@@ -337,7 +353,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
 
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
-    """Add workers to a trainer in the control; the new workers read unused streams."""
+    """Add workers to a trainer in the host's data (`Control`); they read unused data streams."""
     joining = num_workers - control.owners.count(trainer)
     unused = (stream for stream in itertools.count() if stream not in control.streams)
     return dataclasses.replace(
@@ -368,7 +384,7 @@ def spawn_workers(
         communication is already counted, and the workers join in it.
 
     Returns:
-      The new state, and the fields of the ledger line, including `event`.
+      The new state, and the line for the ledger as a dict, including `event`.
     """
     before = state.control.owners.count(trainer)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)

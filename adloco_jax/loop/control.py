@@ -1,4 +1,4 @@
-"""The host's data about a run, and the costs of rounds, synchronisations and merges."""
+"""The numbers that the host keeps about a run, and the costs of communication."""
 
 import copy
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """The quantities that grow: workers of a trainer, length of its rounds, batch."""
+    """What can grow about a trainer: its number of workers, the length of its rounds, its batch."""
 
     num_workers: int
     round_length: int  # in multiples of inner.steps_per_round
@@ -16,13 +16,13 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The product of workers, round length (in base rounds) and batch."""
+        """The number of workers, times the round length (in base rounds), times the batch."""
         return self.num_workers * self.round_length * self.batch_size
 
 
 @dataclass
 class Trainer:
-    """The host's data about an active trainer; its parameters are in the ensemble's stack."""
+    """The host's data about an active trainer; the parameters are in the ensemble (`core.init`)."""
 
     id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
@@ -37,19 +37,21 @@ class Trainer:
 
     @property
     def demand(self) -> int:
-        """Requested sequences per worker: batch times round length."""
+        """Requested sequences per worker: the requested batch times the round length."""
         return self.requested_batch_size * self.round_length
 
     def grow_to(self, size: Size) -> None:
-        """Request a size for the next rounds."""
+        """Request workers, round length and batch for the next rounds."""
         self.requested_workers, self.round_length, self.requested_batch_size = size
 
 
 @dataclass
 class Control:
-    """The host's part of a run's state, which can be saved as JSON.
+    """The host's part of a run's state: sizes, counts and costs of all trainers and workers.
 
-    Trainers and workers are in the order of the ensemble's stack. Functions that change the control
+    It can be saved as JSON.
+
+    Trainers and workers are in the order of the ensemble's stack. Functions that change the data
     return a changed copy.
     """
 
@@ -69,30 +71,33 @@ class Control:
 
     @property
     def demands(self) -> tuple[float, ...]:
-        """Each trainer's demand, which is its weight in the average of all trainers."""
+        """The demand of each trainer: its weight in the average of all trainers."""
         return tuple(float(trainer.demand) for trainer in self.trainers)
 
     def rounds_of(self, position: int) -> int:
-        """Number of rounds that the trainer at a position has completed, at least `round`."""
+        """Number of rounds that the trainer at a position has completed.
+
+        It is at least `round`, which counts the rounds of the slowest trainer.
+        """
         return max(self.round, self.trainers[position].rounds)
 
     def workers_of(self, trainer: int) -> list[int]:
-        """Positions of the workers of the trainer at a position."""
+        """Positions of the workers that belong to the trainer at a position."""
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
 
     def reads(self, worker: int) -> tuple[int, int, int]:
-        """Where a worker reads next: its trainer's id, its stream, the position in the stream."""
+        """Where a worker reads next: trainer id, data stream, position in the stream."""
         trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
         return trainer.id, stream, trainer.cursors.get(str(stream), 0)
 
     def size(self, position: int) -> Size:
-        """The size of the trainer at a position."""
+        """The workers, round length and batch of the trainer at a position."""
         trainer = self.trainers[position]
         return Size(self.owners.count(position), trainer.round_length, trainer.requested_batch_size)
 
 
 class RoundPlan(NamedTuple):
-    """The sizes of a round, which are equal for all workers of a trainer."""
+    """The sizes of a trainer's next round, equal for all workers of the trainer."""
 
     micro_batch_size: int  # B
     num_accum_steps: int  # A
@@ -110,7 +115,7 @@ class RoundPlan(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes that trainers and workers send in a merge or a reallocation."""
+    """Bytes of the states that trainers and workers send in a merge, or when workers move."""
 
     params: int  # parameters of one trainer, in their own dtype
     outer_state: int  # outer state of one trainer that a merge averages: momentum
@@ -126,16 +131,20 @@ def count_round(
     num_syncs: int = 1,
     counted: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Control, list[dict[str, int]]]:
-    """Count a round as done; return the control and each trainer's costs, in stack order.
+    """Count a round that has ended; return the host's data and each trainer's costs.
+
+    The costs are in stack order, as dicts for the ledger.
 
     Args:
-      control: The control before the round.
-      plans: The plans that ran, by trainer position.
+      control: The host's data before the round.
+      plans: The sizes of the round of each trainer that ran; the key is the position of the
+        trainer.
       sequence_length: Tokens of a sequence.
       sync_bytes: Bytes of one worker's outer gradient as it is sent, see `sync_cost`.
       num_syncs: Synchronisations of a round, one for each fragment.
-      counted: Numbers of updates and of sequences by worker position, for the workers whose work
-        counts; at least one worker of each trainer. None: all workers, as planned.
+      counted: The numbers of updates and of sequences of each worker that took part in the outer
+        update; the key is the position of the worker. Each trainer has at least one. None: all
+        workers, with the planned numbers.
     """
     control = copy.deepcopy(control)
     spent = []
@@ -163,7 +172,7 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Count a synchronisation outside a round; return the control and the ledger fields."""
+    """Count a synchronisation outside a round; return the host's data and a line for the ledger."""
     costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     ids = [control.trainers[m].id for m in trainers]
@@ -172,7 +181,7 @@ def count_flush(
 
 
 def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
-    """Add a communication to the totals of a control."""
+    """Add the cost of a communication to the totals of a run."""
     return dataclasses.replace(
         control,
         syncs_total=control.syncs_total + cost["syncs"],
@@ -181,7 +190,9 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 
 
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
-    """Communications and bytes of a trainer's synchronisations, summed over its workers.
+    """Number of communications and bytes of a trainer's synchronisations in a round.
+
+    The bytes are summed over the workers of the trainer.
 
     A ring all-reduce among m workers moves 2 (m - 1) outer gradients. A trainer with one worker
     communicates nothing (docs/algorithm.md, accounting).
@@ -195,7 +206,9 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
 def merge_cost(
     state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
 ) -> dict[str, int]:
-    """Communications and bytes of a merge or a refused merge, with the reallocation of workers.
+    """Number of communications and bytes of a merge, or of a refused merge.
+
+    They include the move of workers to other trainers.
 
     The merge and the reallocation are one blocking communication. Each absorbed trainer sends its
     parameters and, unless the merge is refused, its outer momentum. Each worker that joins a

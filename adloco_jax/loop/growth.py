@@ -1,4 +1,4 @@
-"""Decide each trainer's next requested batch, by a batch-size test or a schedule."""
+"""Decide the next requested batch of each trainer, by a batch-size test or a schedule."""
 
 import copy
 import math
@@ -31,23 +31,24 @@ class Decision(NamedTuple):
 
 
 def measures_gradients(settings: Settings) -> bool:
-    """Whether the batch size depends on gradients, not on a schedule."""
+    """Whether the configured batch size depends on measured gradients, not on a schedule."""
     return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings, trainers: Iterable[int] | None = None
 ) -> tuple[Control, list[Decision]]:
-    """Set the trainers' requested batches for their next rounds; waits for the statistics.
+    """Set the sizes that trainers request for their next rounds; waits for the statistics.
 
     Args:
-      control: The control, with the round already counted.
-      stats: The engine's statistics, without trainers that were not tested.
+      control: The host's data about the run, with the round already counted.
+      stats: The gradient statistics that the engine measured; trainers that were not tested are
+        missing.
       settings: The run's settings.
       trainers: Positions of the trainers that have completed a round. None: all trainers.
 
     Returns:
-      A changed copy of the control, and one decision for each of these trainers, in stack order.
+      A changed copy of `control`, and one decision for each trainer in `trainers`, in stack order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
@@ -70,7 +71,7 @@ def with_batch_sizes(
 
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
-    """The control that follows if every trainer's test requests `growth` times its present size."""
+    """The host's data as if each trainer's test had requested `growth` times the present size."""
     control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)
@@ -82,7 +83,10 @@ def with_growth(control: Control, growth: float, settings: Settings) -> Control:
 
 
 def free_workers(control: Control, settings: Settings) -> int:
-    """Number of workers that have not started yet, without those of quarantined trainers."""
+    """Number of workers of the run that have not started yet.
+
+    Workers that belonged to quarantined trainers do not count, because they never start again.
+    """
     if settings.ensemble.initial_workers is None:
         return 0
     retired = sum(trainer["workers"] for trainer in control.quarantined)
@@ -90,16 +94,17 @@ def free_workers(control: Control, settings: Settings) -> int:
 
 
 def _workers_for_tests(control: Control, settings: Settings) -> int:
-    """Number of free workers that a batch-size test may add to a trainer."""
+    """Number of workers, not started yet, that a batch-size test may add to a trainer."""
     return 0 if settings.ensemble.spawn_frac is not None else free_workers(control, settings)
 
 
 def grown(
     now: Size, request: float, settings: Settings, *, limit: int, free_workers: int = 0
 ) -> Size:
-    """Grow a trainer's workers, rounds and batch for a request, in the order of `batching.growth`.
+    """Grow a trainer's workers, round length and batch until they meet a requested batch.
 
-    Each quantity grows up to its cap before the next one grows.
+    The quantities grow in the order of `batching.growth`. A quantity grows up to its cap before the
+    next one grows.
 
     Args:
       now: The trainer's present size.
@@ -146,7 +151,7 @@ def grown(
 
 
 def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
-    """Each tested trainer's statistics, pooled over its workers, on the host in float64."""
+    """The statistics of each tested trainer, pooled over the workers, in float64 on the host."""
     pooled = {}
     for trainers, owners, count_R, stats_R in stats:
         fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
@@ -159,7 +164,7 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
 
 
 def _request(control: Control, position: int, settings: Settings) -> Callable:
-    """The configured batch-size test of one trainer, as a function of its statistics only."""
+    """The configured batch-size test of a trainer, as a function of gradient statistics alone."""
     batching, trainer = settings.batching, control.trainers[position]
     num_workers = len(control.workers_of(position))
     available = {
@@ -179,7 +184,10 @@ def _tested(
     free_workers: int,
     settings: Settings,
 ) -> Decision:
-    """Run a trainer's test and apply the limits; updates the trainer's smoothed sums in place."""
+    """Decide a trainer's next sizes by the batch-size test and the limits of growth.
+
+    The trainer's smoothed sums are updated in place.
+    """
     batching = settings.batching
     if stats is None:
         return Decision(now, "skipped")

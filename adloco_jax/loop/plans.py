@@ -1,4 +1,4 @@
-"""A round's plan: number of updates, batch and learning rate of each trainer's workers."""
+"""Plan a round: the number of updates, the batch and the learning rate of each trainer."""
 
 import math
 from collections.abc import Iterable
@@ -17,20 +17,26 @@ AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # limits of the number of sequences of th
 
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """The fraction of the run that is done: the larger of rounds and tokens; 1 ends the run."""
+    """The fraction of the run that is done, from 0 to 1 at the end.
+
+    With a limit of rounds and one of tokens, the larger fraction counts.
+    """
     by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
     return max(rounds / settings.num_rounds, by_tokens)
 
 
 def is_over(control: Control, settings: Settings) -> bool:
-    """Whether no round is left."""
+    """Whether the run has reached its limit of rounds or of tokens."""
     return share_done(control.round, control.tokens_total, settings) >= 1
 
 
 def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
-    """Plan the next round of the trainers at these positions, or of all (AdLoCo section 4.4)."""
+    """The sizes of the next round of some trainers, by position (AdLoCo section 4.4).
+
+    Without `trainers` the result has all trainers.
+    """
     chosen = range(len(control.trainers)) if trainers is None else trainers
     return {
         m: RoundPlan(*_micro_batches(control, m, settings), _round_steps(control, m, settings))
@@ -39,11 +45,14 @@ def round_plans(
 
 
 def _round_steps(control: Control, position: int, settings: Settings) -> int:
-    """Number of updates in a trainer's next round: the rule's number times the tests' growth.
+    """Number of updates in a trainer's next round.
 
-    The number of the rule (`inner.round_length`) is rounded down to a multiple of
-    `steps_per_round`, at least one. If the run has a token limit, a round is no longer than the
-    rest of the run.
+    It is the number that the rule for round lengths gives, times the growth that batch-size tests
+    have requested.
+
+    The rule's number (`inner.round_length`) is rounded down to a multiple of `steps_per_round`. It
+    is at least one such multiple. If the run has a token limit, a round is no longer than the rest
+    of the run.
     """
     inner, trainer = settings.inner, control.trainers[position]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
@@ -75,7 +84,10 @@ def _micro_batches(control: Control, position: int, settings: Settings) -> tuple
 
 
 def _base_rounds_left(control: Control, settings: Settings) -> float:
-    """Number of rounds of the base length until the token limit; infinite without a limit."""
+    """Number of rounds of `steps_per_round` updates that the token limit still allows.
+
+    It is infinite without a token limit.
+    """
     if settings.num_tokens is None:
         return math.inf
     batches = [math.prod(_micro_batches(control, owner, settings)) for owner in control.owners]
@@ -86,7 +98,7 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
 def learning_rate(
     settings: Settings, *, updates: int | np.ndarray, tokens: float | np.ndarray
 ) -> np.ndarray:
-    """The learning rate of inner updates; array arguments broadcast.
+    """The learning rate of inner updates, for one update or for arrays of updates.
 
     The rate depends on the trainer's own count of updates, so neither a reset of the inner state
     nor a merge restarts a schedule. If the run has a token limit, a schedule depends on the tokens
@@ -128,12 +140,12 @@ def learning_rates(
 
 
 def update_flags(plan: RoundPlan) -> np.ndarray:
-    """Whether each micro-batch ends an update, bool [T]."""
+    """Whether a micro-batch is the last one of an update, for each micro-batch: bool [T]."""
     return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
 
 
 def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
-    """A round's length in base rounds, weighted by the learning rate.
+    """The length of a round in base rounds, weighted by the learning rate.
 
     The length is the sum of the learning rates of the round's updates, divided by the sum for
     `steps_per_round` updates at the full rate.
@@ -144,7 +156,7 @@ def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
 
 
 def least_test_sequences(settings: Settings) -> int:
-    """Smallest number of sequences per worker for the batch-size test."""
+    """The smallest number of sequences per worker that the batch-size test needs."""
     needs = BATCH_TESTS[settings.batching.test].needs
     return MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
 
@@ -162,7 +174,7 @@ def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
 
 
 def planned(control: Control, position: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:
-    """The fields of a trainer's ledger line that the plan determines."""
+    """The fields of a trainer's line in the ledger that are known before the round."""
     trainer = control.trainers[position]
     return {
         "round": control.rounds_of(position) + 1,

@@ -1,4 +1,4 @@
-"""Describe a run and its needs as text: the header of a run, and the output of `adloco plan`."""
+"""Describe a run in words: its sizes, printed at the start, and its needs (`adloco plan`)."""
 
 import inspect
 from collections.abc import Callable
@@ -50,12 +50,13 @@ def plan(
       config: A config that `train` accepts.
       workdir: The run's folder, which need not exist. None: no folder is checked.
       accept_config_change: Whether an existing run in that folder may resume with changed settings.
-      memory: Whether to compile the programs of the first rounds, and describe the largest
-        micro-batch and the device memory by the compiler's analysis.
+      memory: Whether to compile the programs of the first rounds. The text then gives the largest
+        micro-batch of the run (the configured one, or the largest that fits), and the bytes of a
+        device that each program needs.
 
     Returns:
-      Lines on parameters, states, bytes per round and tokens; the last lines name what was not
-      checked.
+      Lines on parameters, optimizer states, bytes per round and tokens. The last lines name what
+      was not checked.
 
     Raises:
       UserError: See `check_inputs`.
@@ -131,7 +132,10 @@ def require_memory(settings: Settings, machine: Machine) -> None:
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
-    """Describe a run in at most four lines: model, trainers, batches, and fragments if any."""
+    """Describe a run in at most four lines, which are printed when the run starts.
+
+    The lines name the model, the trainers, the batches and, for Streaming DiLoCo, the fragments.
+    """
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
     owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
@@ -192,7 +196,7 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe states, communications and tokens, which needs no compilation."""
+    """Describe optimizer states, communication and tokens of a run, which needs no compilation."""
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     first = batching.initial_batch_size
@@ -237,7 +241,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def round_bytes(settings: Settings, spec: Spec) -> int:
-    """Bytes that a round of the whole pool sends between devices of different workers."""
+    """Bytes that a round of all workers sends between devices of different workers."""
     control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
     moved, sent = 0, spec.sync_bytes * spec.outer.fragments
     for group in classes(control, range(len(control.trainers)), spec):
@@ -252,7 +256,7 @@ def configured_choice(
     machine: Machine,
     on_compile: Callable[[Compiled], None] = lambda compiled: None,
 ) -> Choice:
-    """`choose` for the configured model and micro-batch on these devices."""
+    """Choose how a device's workers run and the micro-batch (`choose`), by the settings."""
     return choose(
         settings,
         spec_of(settings, machine),
@@ -263,7 +267,10 @@ def configured_choice(
 
 
 def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the memory of the first rounds' programs, by the compiler's analysis."""
+    """Describe the device memory that the programs of the first rounds need.
+
+    The bytes are those that the compiler reports.
+    """
     batching = settings.batching
     choice = configured_choice(settings, spec.machine)
     programs, max_batch = choice.programs, choice.max_batch_size
@@ -285,7 +292,10 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[ProgramKey]:
-    """The programs of rounds in which all trainers have the same plan, and of evaluation."""
+    """The keys of the programs that a run compiles if all trainers have the same plan.
+
+    They include the program of evaluations.
+    """
     batching, max_batch, keys = settings.batching, control.max_batch_size, []
     for size in (size for size in batching.buckets if size <= max_batch):
         sums = size == max_batch and accumulates(settings, size)
@@ -297,7 +307,10 @@ def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[Pro
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the bytes of merges and joining workers, if trainers may merge or workers join."""
+    """Describe the bytes that a merge sends, and the bytes that a joining worker receives.
+
+    There are no lines if trainers never merge and workers never join.
+    """
     ensemble, lines = settings.ensemble, []
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:

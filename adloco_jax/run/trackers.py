@@ -1,4 +1,4 @@
-"""The ledger, and the trackers that it feeds: TensorBoard and Weights & Biases, off by default.
+"""Send the lines of a run's ledger to TensorBoard and Weights & Biases (off by default).
 
 A tracker is third-party code that uses disks and networks. Trackers are called directly, between
 two rounds. A tracker that raises an error is dropped, and a `fault` line records this.
@@ -33,9 +33,12 @@ _AS_TEXT = ("merge", "refusal", "spawn", "fault")
 
 
 def scalars(event: dict) -> dict[str, float]:
-    """The numbers of a ledger line by name, without numbers that are null (not finite).
+    """Map the names of the numbers in one line of the run's ledger file to their values.
 
-    Names are `field/trainer_0` or `field/consensus`, or `field/event` for a line without a trainer.
+    Only numbers that trackers show are selected. Numbers that were not finite are null in the
+    ledger; they are left out. A name is `<field>/trainer_<id>`, or `<field>/consensus` for the
+    consensus model. It is `<field>/<event>` for a line without a trainer. The peak memory of a
+    device is `device_peak_bytes/<device number>`.
     """
     kind, trainer = event["event"], event.get("trainer")
     is_consensus = trainer == "consensus"
@@ -53,11 +56,14 @@ def scalars(event: dict) -> dict[str, float]:
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Write to `tensorboard/` in the run's folder; older files there are replaced.
+    """Open a tracker that writes TensorBoard files to `tensorboard/` in the run's folder.
+
+    Older files in this folder are replaced.
 
     Args:
       workdir: The run's folder.
-      history: The ledger so far; its last line is the `start` of this process.
+      history: The lines of the ledger so far. The last one is the `start` line that this process
+        has written.
     """
     from tensorboardX import SummaryWriter
 
@@ -76,7 +82,9 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
 @contextlib.contextmanager
 def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Send to Weights & Biases, or with `WANDB_MODE=offline` to `wandb/` in the run's folder.
+    """Open a tracker that sends a run to Weights & Biases.
+
+    With `WANDB_MODE=offline` it writes to `wandb/` in the run's folder instead.
 
     A run's id is a hash of the first `start` line in its ledger, so that a resumed run continues
     the same W&B run. Steps that W&B already has are not sent again, because they cannot be
@@ -84,7 +92,8 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
     Args:
       workdir: The run's folder.
-      history: The ledger so far; its last line is the `start` of this process.
+      history: The lines of the ledger so far. The last one is the `start` line that this process
+        has written.
     """
     import wandb
 
@@ -132,7 +141,7 @@ def check_installed(log: Log) -> None:
 
 
 class Trackers:
-    """Passes ledger lines on to the trackers that a config names."""
+    """Sends each line of a run's ledger to the trackers that the config names."""
 
     def __init__(
         self,
@@ -141,12 +150,13 @@ class Trackers:
         history: Sequence[dict],
         on_fault: Callable[[str, int, str], None],
     ):
-        """Store the arguments; each tracker is opened at the `start` line.
+        """Store the arguments; a tracker is opened when the ledger has its `start` line.
 
         Args:
           log: The config's group that names the trackers.
           workdir: The run's folder.
-          history: The ledger of a resumed run, which is sent again to each tracker.
+          history: The earlier lines of a resumed run's ledger, which are sent again to each
+            tracker.
           on_fault: Called when a tracker is dropped, with its name, the round and the cause.
         """
         self._names = [name for name in _TRACKERS if getattr(log, name)]
@@ -154,7 +164,7 @@ class Trackers:
         self._opened: dict[str, tuple[contextlib.ExitStack, Send]] = {}
 
     def __call__(self, event: dict) -> None:
-        """Send a line to every tracker."""
+        """Send a line of the ledger to every tracker."""
         is_start = event["event"] == "start"
         for name in self._names if is_start else [*self._opened]:
             with self._dropped_if_it_raises(name, event.get("round", 0)):
@@ -194,7 +204,7 @@ class Trackers:
 def open_ledger(
     run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
 ) -> Ledger:
-    """Open a run's ledger, truncated to the restored state, and its trackers.
+    """Open a run's ledger, truncated to the time of the restored checkpoint, and its trackers.
 
     Args:
       run: The run; process 0 writes its config to the folder again.
