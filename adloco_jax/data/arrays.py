@@ -1,4 +1,4 @@
-"""Rows for `fit` from an array of token ids in the caller's memory."""
+"""Rows for `fit`, from an array of token ids in the memory of the caller."""
 
 import copy
 import hashlib
@@ -18,7 +18,7 @@ _EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a seq
 
 
 class ArrayRows:
-    """Token ids as training rows and held-out rows for `fit`.
+    """Rows to train on and rows to hold out, for `fit`, from token ids in memory.
 
     The rows are sampled like those of text (`data.sampling`): each trainer draws a subset of
     `data.subset_frac`, its worker streams divide the subset among themselves, and the settings'
@@ -80,7 +80,7 @@ class ArrayRows:
         self._order: RowOrder | None = None
 
     def ordered(self, settings: Settings, *, num_classes: int | None = None) -> Self:
-        """Return a copy of this object that gives the rows in the order of a run; called by `fit`.
+        """Return a copy whose rows have the order of a run; `fit` calls this method.
 
         Args:
           settings: The run's settings; `seed`, `ensemble.num_workers`, `data.subset_frac` and
@@ -104,7 +104,7 @@ class ArrayRows:
         return ordered
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count - 1` of a worker stream as int32 [count, L + 1].
+        """Rows `start` to `start + count - 1` of one worker's stream, as int32 [count, L + 1].
 
         Args:
           trainer: Permanent id of the trainer.
@@ -122,7 +122,7 @@ class ArrayRows:
 
 
 def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
-    """Rows [N, L + 1] of the argument called `name`; raises ConfigError if it is not rows."""
+    """Check that the argument called `name` is rows, and return them as [N, L + 1]."""
     try:
         array = np.asarray(given)
     except ValueError as error:  # lists of unequal length

@@ -1,4 +1,4 @@
-"""Make a corpus from the settings: prepared rows, and a pure function from cursors to batches.
+"""Make the corpus of a run from its settings: prepared rows, and the batches of each worker.
 
 A row of L+1 tokens gives the model L inputs and L targets: the first token is only an input, and
 the last is only a target.
@@ -35,7 +35,7 @@ Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Rows on disk, and the order in which each worker stream sees them.
+    """Rows of tokens on disk, and the order in which the stream of each worker reads them.
 
     Attributes:
       rows: Token ids [num_sequences, L+1], integers of any width. A row of a labelled text [2 + L]
@@ -43,7 +43,7 @@ class Corpus:
       heldout_rows: Rows of held-out documents, none of which is in `rows`.
       tokenizer: The tokenizer that made the ids.
       manifest: The description of the rows and of the files they were made from.
-      order: The order of rows in worker streams; it does not affect the split.
+      order: The order of rows in the workers' streams. It does not affect which rows are held out.
       tokens_per_byte: Held-out tokens divided by held-out UTF-8 bytes. Nats per token times this
         number are nats per byte. None for labelled texts, whose loss is not per token.
     """
@@ -68,11 +68,11 @@ class Corpus:
 
     @property
     def shards(self) -> Sequence[dict]:
-        """Records of the files that were read, see `Manifest.files`."""
+        """A record of each file that was read, see `Manifest.files`."""
         return self.manifest.files
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count - 1` of a worker stream as int32[count, L+1].
+        """Rows `start` to `start + count - 1` of one worker's stream, as int32 [count, L+1].
 
         The result depends only on the arguments, the corpus and the seed.
 
@@ -86,7 +86,7 @@ class Corpus:
         return self.rows[index].astype(np.int32)
 
     def describe(self) -> str:
-        """Describe the data of a run in words, with an excerpt of a training row."""
+        """Describe the rows of a run in words, with an excerpt of a training row."""
         manifest, row, of_class = self.manifest, self.batch(0, 0, 0, 1)[0], ""
         sides, num_tokens = [str(len(self.rows)), str(len(self.heldout_rows))], len(row) - 1
         if self.tokens_per_byte is None:
@@ -108,7 +108,7 @@ class Corpus:
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
-    """Decode a row into one printable line of at most `max_chars`; it marks ends of documents."""
+    """Decode a row of tokens to one line of at most `max_chars`, with marks between documents."""
     pieces = np.split(row, np.flatnonzero(row == tokenizer.eot_id))
     text = "<end of text>".join(
         tokenizer.decode(piece[piece != tokenizer.eot_id]) for piece in pieces
@@ -128,9 +128,10 @@ def load_corpus(
 
     Without `data.heldout_path` or `data.heldout_split`, a share of whole documents is held out,
     evenly along the reading order. The seed does not affect the choice, so runs that differ by seed
-    have the same held-out text. A single text file is cut in two instead. A document is not trained
-    on if a held-out document has the same tokens. With `data.num_sequences`, reading stops soon
-    after there is enough text. Labelled texts are all read, and rows are drawn at random.
+    have the same held-out text. If the text is a single file, the end of the file is held out
+    instead. A document is not trained on if a held-out document has the same tokens. With
+    `data.num_sequences`, reading stops soon after there is enough text. Labelled texts are all
+    read, and rows are drawn at random.
 
     The rows are saved in the user's cache, under a hash of all settings that determine them. With
     `data.source=tokens`, the prepared folder itself is used.
@@ -167,7 +168,7 @@ def load_corpus(
 
 
 def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, Any]) -> Opened:
-    """Open the rows in the user's cache, and make them first if the cache does not have them."""
+    """Open the rows in the user's cache; make them first if they are not there."""
     try:
         job = make_job(data, tokenizer, **options)
     except hub.Unreachable:
@@ -224,13 +225,13 @@ def _open_prepared(data: Data, tokenizer: Tokenizer) -> Opened:
 
 
 def check_corpus(settings: Settings) -> list[str]:
-    """Check the settings of the data without reading text.
+    """Check the settings of the group `data` without reading text.
 
     Args:
       settings: The run's settings.
 
     Returns:
-      A line for each property of the data that only `load_corpus` can check.
+      A line for each property of the data that cannot be checked before `load_corpus` reads them.
 
     Raises:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
@@ -267,17 +268,17 @@ def is_on_hub(data: Data) -> bool:
 
 
 def where_of(data: Data, *, heldout: bool = False) -> str:
-    """Return "key=value" of the setting that names the source of text, for messages."""
+    """Name the setting of the text's source as "key=value", for messages."""
     if heldout and data.heldout_path:
         return f"data.heldout_path={data.heldout_path}"
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
 def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Find the training files and, if `heldout_path` is set, the held-out files, by name.
+    """Find the files with training text, and the files with held-out text if there are any.
 
     Args:
-      data: The config's group `data`; a source that needs no path has no files.
+      data: The config's group `data`. There are no files if the source needs no path.
 
     Raises:
       ConfigError: If a file is both training text and held-out text.
@@ -313,7 +314,7 @@ def make_job(
     num_heldout_rows: int | None = None,
     commit: str = "",
 ) -> Job:
-    """Describe the preparation of rows, with all settings that determine them.
+    """Describe how rows are to be prepared, with all settings that determine them.
 
     Args:
       data: The config's group `data`.

@@ -27,7 +27,7 @@ def cache_folder(name: str) -> Path:
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """Describe, in one line for each file, how the files of two reads differ.
+    """Describe how the files of two reads of the data differ, one line for each file.
 
     Args:
       before: Records of the earlier read, see `Manifest.files`.
@@ -44,7 +44,7 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
 
 
 def local_path(name: str, *, key: str) -> Path:
-    """The path that a config value names, with `~` expanded; it need not exist.
+    """The path that a value of the config names, with `~` expanded; it need not exist.
 
     Args:
       name: The value.
@@ -66,7 +66,7 @@ def local_path(name: str, *, key: str) -> Path:
 
 
 def find_files(path: str, *, key: str) -> dict[str, Path]:
-    """Find the files that a config value names, in the order of their paths.
+    """Find the files of a path, folder or glob in the config, in the order of their paths.
 
     Links are followed. A file or folder is read once, however many links lead to it. Names that
     begin with a dot are left out unless the glob contains the dot.

@@ -1,8 +1,8 @@
-"""A folder of rows: `train.npy` and `heldout.npy`, described by `prepared.json`.
+"""A folder of prepared rows: `train.npy` and `heldout.npy`, described by `prepared.json`.
 
 The description is written last and holds the SHA-256 of both arrays. Training checks only the sizes
-of the arrays, not their hashes, so that it starts quickly. `Kept` holds the tokens that an
-unfinished preparation has saved, so that the preparation can continue after a kill.
+of the arrays, not their hashes, so that it starts quickly. An unfinished preparation keeps its
+tokens on disk (`Kept`), so that it can continue after a kill.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ FORMAT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of `prepared.json`.
+    """The content of `prepared.json`, which describes a folder of prepared rows.
 
     Attributes:
-      format: Version of this layout.
+      format: Version of the layout of the folder.
       request: All settings that determine the rows, as plain JSON; see `corpus.make_job`.
       tokenizer: The tokenizer's name in the config.
       fingerprint: The tokenizer's fingerprint, see `Tokenizer`.
@@ -62,12 +62,12 @@ class Manifest:
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
-    """The dtype of stored rows: the smallest for the ids, or int32 for labelled texts."""
+    """The dtype of rows on disk: the smallest that holds the ids, int32 for labelled texts."""
     return np.dtype(np.int32) if labelled else np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder contains a `prepared.json`."""
+    """Whether a folder contains a `prepared.json`, and so prepared rows."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError):  # not a valid path: opening it raises a clear error
@@ -75,7 +75,7 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def read_prepared(folder: Path) -> Manifest:
-    """Read a folder's `prepared.json`.
+    """Read `prepared.json`, the description of a folder of prepared rows.
 
     Raises:
       DataError: If the file is missing, damaged or of another format.
@@ -98,11 +98,13 @@ def read_prepared(folder: Path) -> Manifest:
 
 
 def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the training and the held-out rows; their content is not checked.
+    """Memory-map the training rows and the held-out rows of a folder.
+
+    The content of the rows is not checked.
 
     Raises:
-      DataError: If an array is missing, is a link to another folder, or differs from its
-        description.
+      DataError: If an array is missing, is a link to another folder, or differs from the
+        description in `prepared.json`.
     """
     dtype = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []
@@ -135,10 +137,10 @@ the end of text, class, and side (1: separate held-out text, 0: other text)."""
 
 
 class Kept:
-    """The tokens and documents that a preparation has read so far, saved in pieces on disk.
+    """The tokens and documents that an unfinished preparation has saved on disk, in pieces.
 
     Attributes:
-      part: Index of the file to read next.
+      part: Index of the text file to read next.
       documents: Number of documents of that file that are already saved.
       files: Records of the files that were read to their end.
       num_tokens: Number of tokens of all saved documents.
@@ -161,7 +163,7 @@ class Kept:
 
     @property
     def about(self) -> np.ndarray:
-        """All documents so far, `DOCUMENT` [N]."""
+        """The description (`DOCUMENT`) of each saved document, [N]."""
         self._about = [np.concatenate(self._about)]
         return self._about[0]
 
@@ -176,7 +178,7 @@ class Kept:
         self._note(about, files, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield the tokens of each piece, with the piece's slice of all documents."""
+        """Yield the tokens of each saved piece, with the slice of all documents that it holds."""
         first = 0
         for number, count in enumerate(self._counts):
             with self._opened(self._path(number)) as content:
@@ -203,7 +205,7 @@ class Kept:
 
 
 def require_same(folder: Path, there: dict, wanted: dict) -> None:
-    """Raise ConfigError if a folder was made, or begun, for other settings."""
+    """Raise ConfigError if rows in a folder were made, or begun, with other settings."""
     keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
     if keys:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""From text to rows: tokenise, hold out, pack, and write the rows to disk.
+"""Make rows from text: tokenise documents, hold some out, pack the others, write to disk.
 
 Documents are concatenated, and the end-of-text token closes each of them. The stream is cut every
-L+1 tokens, without padding or overlap. Each labelled text is one row, `[label, n, tokens...]`. A
-document is not trained on if a copy of it is held out. Copies have equal ids; texts that differ in
-one character are not copies.
+L+1 tokens, without padding or overlap. A labelled text becomes one row `[label, number of tokens,
+tokens...]`. A document is not trained on if a copy of it is held out. Copies have equal ids; texts
+that differ in one character are not copies.
 
 The folder `<folder>.partial` holds unfinished work. Tokens are saved there in pieces of a million
 characters, so that a preparation that was killed continues at the next document. When all documents
@@ -47,7 +47,7 @@ _OURS = re.compile(r"request\.json|whole|\.lock|\d+\.npz|\..+\.partial")  # name
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The description of a preparation of rows.
+    """How rows are to be prepared: the text, the tokenizer and the settings.
 
     Attributes:
       data: The config's group `data`.
@@ -55,10 +55,11 @@ class Job:
       num_classes: Number of classes of labelled texts; None packs text.
       request: All settings that determine the rows, as plain JSON.
       parts: Returns the parts to read: first those with separate held-out text, then the others.
-      where: For messages: "key=value" of the training text, and of the held-out text.
+      where: The settings of the training text and of the held-out text as "key=value", for
+        messages.
       heldout_limit: Number of rows after which reading of separate held-out text stops; None reads
         all of it.
-      cuts: Whether there is a single text, of which the end is held out.
+      cuts: Whether there is a single text, whose end is held out.
     """
 
     data: Data
@@ -77,7 +78,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Hash of `request`, which names the folder in the cache."""
+        """Hash of all settings that determine the rows; it names the folder in the cache."""
         content = json.dumps(self.request, sort_keys=True).encode()
         return hashlib.sha256(content).hexdigest()[:32]
 
@@ -129,7 +130,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
 
 
 def _finished(folder: Path, request: dict) -> Manifest | None:
-    """The description of a folder made for the same settings; None if it is missing or empty."""
+    """The description of a folder that is finished; None if the folder is missing or empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not prepared.is_prepared(folder):
@@ -143,7 +144,7 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 
 
 def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
-    """Read and tokenise the documents that are not saved yet; separate held-out text is first."""
+    """Read and tokenise all documents that are not saved yet, separate held-out text first."""
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
     if kept.num_tokens:
@@ -160,7 +161,10 @@ def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
 
 
 def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm) -> None:
-    """Read training or held-out parts until there is enough text; skip saved documents."""
+    """Read and tokenise training text, or held-out text, until there is enough of it.
+
+    Documents that are saved already are skipped.
+    """
     pending: list[Document] = []
     files: list[dict] = []
 
@@ -199,7 +203,7 @@ def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm
 
 
 def _is_enough(job: Job, kept: Kept, side: int) -> bool:
-    """Whether the saved training (or held-out) documents fill the wanted number of rows."""
+    """Whether the saved documents fill the wanted number of training (or held-out) rows."""
     limit = job.heldout_limit if side else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
@@ -219,7 +223,7 @@ def _is_enough(job: Job, kept: Kept, side: int) -> bool:
 def _encode(
     documents: Sequence[Document], encoder: Tokenizer, side: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise documents: all tokens in the smallest dtype, and `DOCUMENT` [N]."""
+    """Tokenise documents; return all tokens in one array, and a `DOCUMENT` entry for each."""
     texts = [document.text for document in documents]
     ids = encoder.encode_batch(texts)
     end_of_text = np.array([encoder.eot_id], np.int32)
@@ -251,7 +255,7 @@ def _file_record(part: Part, num_documents: int) -> dict:
 
 
 def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Whether documents are held out; the choice of one does not depend on later documents.
+    """Whether each of some documents is held out; later documents do not change the choice.
 
     Args:
       first: Index of the first document, in reading order.
@@ -266,7 +270,7 @@ def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
 
 
 def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Masks bool[N] of the documents to train on and to hold out.
+    """Masks bool [N]: the documents to train on, and the documents to hold out.
 
     If there is separate held-out text, it is held out. Otherwise a rounded share of the documents
     (of each class) is held out, evenly along the reading order. Training documents that are copies
@@ -288,7 +292,7 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
-    """Write rows and their description, after all text has been read.
+    """After all text has been read, write the rows and their description to the folder.
 
     Raises:
       DataError: If there is too little text.
@@ -339,7 +343,7 @@ Masks = tuple[np.ndarray, np.ndarray]
 
 
 def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write training and held-out documents end to end, cut into rows; return the shapes."""
+    """Write documents one after another, cut into rows, for text; return the arrays' shapes."""
     lengths, ends, shapes = kept.about["length"], [], []
     dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
     for file, mask, limit in zip(
@@ -362,7 +366,7 @@ def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks)
 
 
 def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write a row [class, n, tokens...] for each text; return the shapes.
+    """Write one row [class, n, tokens...] for each labelled text; return the arrays' shapes.
 
     A text becomes `[first] tokens [last]`. `first` and `last` are the tokenizer's classification
     and separator tokens; a tokenizer without these uses its end-of-text token for both. The width
@@ -399,7 +403,7 @@ def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Mask
 
 
 def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
-    """Choose at most `limit` rows at random, because files are often sorted by class."""
+    """Choose at most `limit` rows of a mask at random, because files are often sorted by class."""
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]

@@ -1,4 +1,4 @@
-"""The order of rows: pseudo-random permutations that are computed on demand and never stored.
+"""The order in which workers read rows: permutations that are computed and never stored.
 
 The permutations use integer arithmetic only, so the order is the same on every platform and NumPy
 version. Golden values in tests/data_sampling_test.py check the order.
@@ -22,7 +22,7 @@ _SUBSET, _EPOCH = 1, 2  # purposes of a key, so that no two uses have the same k
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """The settings that determine the order in which worker streams see the rows of a corpus.
+    """The numbers that determine in which order the stream of each worker reads the rows.
 
     Attributes:
       seed: The run's seed, any integer.
@@ -43,7 +43,7 @@ class RowOrder:
 
 
 def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
-    """Make the order in which a run sees rows.
+    """Make the `RowOrder` of a run from its settings and the number of rows.
 
     Args:
       settings: The run's settings; `seed`, `ensemble.num_workers` and `data.subset_frac` are read.
@@ -68,7 +68,7 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 def stream_rows(
     order: RowOrder, *, trainer: int, stream: int, start: int, count: int
 ) -> np.ndarray:
-    """Row numbers `start` to `start + count - 1` of one worker stream, which never ends.
+    """Numbers of the rows at `start` to `start + count - 1` of one worker's endless stream.
 
     A trainer permutes all rows, and the first `subset_size` positions are its random subset. Stream
     w always owns the positions congruent to w modulo `num_streams`. Each epoch of a stream visits
@@ -104,7 +104,7 @@ def stream_rows(
 
 
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
-    """Apply a pseudo-random permutation of range(num_items) to the numbers in `index`.
+    """Permute range(num_items) pseudo-randomly; return where the numbers in `index` go.
 
     A Feistel network permutes the smallest power of two that holds the range. An image outside the
     range goes through the network again until it is inside (cycle walking), less than twice on

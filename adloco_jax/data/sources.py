@@ -1,4 +1,4 @@
-"""Sources of documents: Python's standard library, text, JSON lines, tables, and the hub.
+"""Sources of text: Python's standard library, text files, JSON lines, tables, and the hub.
 
 A source is a function that yields the documents of one file. For a row with columns the function
 yields a `Record`; `documents_of` takes from a record the text and, for a classifier, the class.
@@ -30,24 +30,24 @@ _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 class Record(NamedTuple):
-    """A row with columns; `where` names the row in messages."""
+    """A row of a table as a dict of columns; `where` names the row in messages."""
 
     where: str
     columns: Mapping[str, Any]
 
 
 class Document(NamedTuple):
-    """A text, and its class if texts are labelled."""
+    """A text to train on, with a class if texts are labelled."""
 
     text: str
     label: int = 0
 
 
 class Part(NamedTuple):
-    """A file, or a part of a data set.
+    """A file of a source, or a part of a data set on the hub, that is read in one go.
 
     Attributes:
-      name: The name in records and messages.
+      name: Name of the part, in records of files and in messages.
       path: The file, if it is on this machine.
       read: Yields the texts or records of the part, from the beginning.
     """
@@ -59,14 +59,14 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DataSource:
-    """How the text of a run is read: an entry of the table `DATA_SOURCES`.
+    """A way to read the text of a run: an entry of the table `DATA_SOURCES`.
 
     Attributes:
       documents: `documents(file, data)` yields the content of one file in a fixed order: texts, or
         `Record`s whose column `data.text_column` is the text. `data` is the config's group `data`.
         If `needs` lacks `path`, the function is called once, with None for the file.
-      needs: Which of the keys `path` and `text_column` must not be empty. A source that does not
-        need `path` reads no files.
+      needs: Which of the config's keys `data.path` and `data.text_column` must not be empty. A
+        source that does not need `path` reads no files.
       refuses: Keys of the group `data` that must keep their default, each with the reason.
       cuts_single_file: Whether a file is one document. If there is only one file, it is then cut in
         two, and its end is held out.
@@ -143,7 +143,7 @@ def _label(row: Record, text: str, data: Data, num_classes: int) -> int:
 
 
 def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Raise DataError if a column is missing."""
+    """Raise DataError if a table lacks a column that the config names."""
     for column in wanted:
         if column not in columns:
             raise DataError(
@@ -174,7 +174,7 @@ def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
 
 
 def text_documents(file: Path, data: Data) -> Iterator[str]:
-    """Yield the whole file as one document, unless it is empty."""
+    """Yield the whole text of a file as one document, unless the file is empty."""
     if text := read_text(file):
         yield text
 
@@ -208,7 +208,7 @@ def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def table_documents(file: Path, data: Data) -> Iterator[Record]:
-    """Yield a record for each row of a file; the file's ending selects the reader."""
+    """Yield a record for each row of a table file; the ending of the name selects the reader."""
     suffix = Path(file.name.removesuffix(".gz")).suffix
     if (read := _BY_ENDING.get(suffix)) is None:
         raise DataError(
@@ -289,7 +289,7 @@ def _arrow_faults(file: Path) -> Iterator[None]:
 
 
 def _used(data: Data) -> list[str]:
-    """The columns to read. `label_column` is empty for unlabelled text."""
+    """The names of the columns to read; `label_column` is empty for unlabelled text."""
     return [column for column in (data.text_column, data.label_column) if column]
 
 
@@ -311,10 +311,10 @@ def read_text(file: Path) -> str:
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
-    """Split a single document at the blank line nearest to 1 - heldout_frac of its length.
+    """Cut a single document in two: the beginning for training, the end to hold out.
 
-    If that blank line is further away than half of the held-out part, the text is split at the
-    nearest newline.
+    The cut is at the blank line nearest to the fraction 1 - heldout_frac of the text. If that line
+    is further away than half of the held-out part, the cut is at the nearest newline.
 
     Args:
       text: The document.
@@ -363,7 +363,7 @@ def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
-    """The files of a split of a data set on the hub, which are read while they are downloaded.
+    """The files of a split of a data set on the hub, which are downloaded while they are read.
 
     Raises:
       ConfigError: If there is no such configuration or split.

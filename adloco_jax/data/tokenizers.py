@@ -94,7 +94,7 @@ def _load(name: str) -> Tokenizer:
 
 
 def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer and check that the model has an embedding for each of its ids.
+    """Load a tokenizer, and check that the model has an embedding for each token id.
 
     Args:
       name: The value of `data.tokenizer`, see `load_tokenizer`.
@@ -186,7 +186,7 @@ def _transformers() -> Any:
 
 
 def _hugging_face_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer by `transformers` from a folder, a tokenizer.json or a .model file."""
+    """Load a tokenizer with the library `transformers`, from a folder or a single file."""
     tokenizer: Any
     files = [*path.iterdir()] if path.is_dir() else [path]
     needs_sentencepiece = any(file.suffix == ".model" for file in files)
@@ -243,7 +243,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Set the end-of-text token of a tokenizer.json, which does not say which token it is."""
+    """Tell a tokenizer from a tokenizer.json which of its tokens ends a text."""
     vocab = tokenizer.get_vocab()
     specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]

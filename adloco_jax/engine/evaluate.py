@@ -32,7 +32,7 @@ class HeldOut:
     batch_size: int  # rows per call of the evaluation program
 
     def describe(self, num_classes: int | None = None) -> str:
-        """State how many rows measure the reported losses, and how many serve decisions.
+        """Describe how many rows measure the reported losses, and how many serve decisions.
 
         For labelled rows the text also gives the number of rows of each class.
         """

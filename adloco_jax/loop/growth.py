@@ -21,7 +21,7 @@ examples that each worker tested; the statistics, arrays [R] that may not be com
 
 
 class Decision(NamedTuple):
-    """The outcome of one trainer's batch-size test."""
+    """The outcome of a trainer's batch-size test: new sizes, the reason, measured values."""
 
     size: Size  # size of the trainer in the next rounds
     reason: str

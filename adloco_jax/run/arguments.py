@@ -106,7 +106,7 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
 
 
 def _unsaved(name: str, tree: PyTree) -> list[str]:
-    """A line for each leaf that a checkpoint cannot hold."""
+    """Describe, one line for each, the arrays of an argument that a checkpoint cannot hold."""
     faults = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         where = f"{name}{jax.tree_util.keystr(path)}"
@@ -118,7 +118,7 @@ def _unsaved(name: str, tree: PyTree) -> list[str]:
 
 
 def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> list[str]:
-    """A line for each reason why a round cannot run a transformation, or save its state."""
+    """Describe, one line for each, why an optimizer cannot be used in a round or saved."""
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1.0)"]
     try:

@@ -1,4 +1,4 @@
-"""Build functions from settings: the model, its loss, the optimizers, the inputs of programs."""
+"""Build the parts of a run from its settings: model, loss, optimizers, inputs of compilation."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ InitFn = Callable[[Array], PyTree]
 
 
 def load_data(settings: Settings, commit: str = "") -> Corpus:
-    """Load the configured text or tokens, or labelled texts if the model is a classifier.
+    """Load the text or the tokens of a run; a classifier gets labelled texts.
 
     Args:
       settings: The run's settings.
@@ -51,21 +51,22 @@ def load_data(settings: Settings, commit: str = "") -> Corpus:
 
 
 def class_count(settings: Settings) -> int | None:
-    """Number of classes if rows are labelled, else None."""
+    """Number of classes of the labelled rows; None if rows have no labels."""
     model = settings.model
     return model.num_classes if ARCHITECTURES[model.arch].data == "labelled" else None
 
 
 def row_length(settings: Settings) -> int:
-    """Number of integers in the longest row: L + 1, or L + 2 for labelled texts."""
+    """Number of integers in the longest row: L + 1 for text, L + 2 for labelled texts."""
     fields = 1 if class_count(settings) is None else NUM_FIELDS
     return settings.data.sequence_length + fields
 
 
 def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
-    """The attention kernel of the configured model: "cudnn" if its conditions hold, else "xla".
+    """Choose the attention kernel of the configured model: "cudnn" if possible, else "xla".
 
-    The conditions are those of `jax.nn.dot_product_attention`, for the most limited GPU.
+    The conditions for "cudnn" are those of `jax.nn.dot_product_attention` on the GPU with the
+    strictest limits. Tests with inner products need "xla".
     """
     model, device = settings.model, machine.devices[0]
     head_size = model.width // model.num_heads
@@ -92,9 +93,10 @@ def build_network(
     Args:
       settings: The run's settings.
       machine: The machine to compile for. None: the module is used for shapes or comparisons.
-      mode: How a device's workers run. None: one after another, with rematerialisation if
-        `model.remat` is set. If workers run at once, layers are not scanned, because XLA would hold
-        the state of scanned layers twice.
+      mode: Whether a device's workers run at once or one after another, and whether layers are
+        rematerialised. None: one after another, with rematerialisation if `model.remat` is set. If
+        workers run at once, layers are not scanned, because XLA would hold the state of scanned
+        layers twice.
     """
     mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
     how: dict[str, Any] = {}
@@ -108,7 +110,10 @@ def build_network(
 def build_model(
     settings: Settings, machine: Machine | None = None, mode: Mode | None = None
 ) -> tuple[InitFn, LossFn]:
-    """Build the configured model as two functions; the arguments are those of `build_network`."""
+    """Make the functions that initialise the configured model and compute its loss.
+
+    The arguments are those of `build_network`.
+    """
     network = build_network(settings, machine, mode)
 
     def init_fn(key):
@@ -145,7 +150,7 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
 
 
 def require_same_network(settings: Settings, found: hf.Description) -> None:
-    """Compare the model of `model.init_from` with the configured model.
+    """Check that the checkpoint of `model.init_from` holds the configured model.
 
     Raises:
       ConfigError: If the models differ. The message names all sizes that differ.
@@ -168,14 +173,16 @@ def require_same_network(settings: Settings, found: hf.Description) -> None:
 
 
 def measures_inner_products(settings: Settings) -> bool:
-    """Whether the batch-size test needs inner products of gradients."""
+    """Whether the configured batch-size test needs inner products of gradients."""
     return BATCH_TESTS[settings.batching.test].needs == "inner_products"
 
 
 def inner_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """The workers' optimizer at learning rate 1, because the rate is an input of each update.
+    """Make the workers' optimizer, with learning rate 1.
+
+    The learning rate is an argument of every update instead.
 
     Args:
       settings: The run's settings.
@@ -191,7 +198,10 @@ def inner_transform(
 
 
 def _labels(settings: Settings) -> dict[str, Any]:
-    """The argument `label_params` for rules that treat parameters differently by label."""
+    """The keyword `label_params`, for functions that treat parameters by their label.
+
+    The dict is empty if the architecture has no labels.
+    """
     label_params = ARCHITECTURES[settings.model.arch].label_params
     return {} if label_params is None else {"label_params": label_params}
 
@@ -199,7 +209,7 @@ def _labels(settings: Settings) -> dict[str, Any]:
 def outer_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> tuple[optax.GradientTransformation, tuple[str, ...]]:
-    """The trainers' optimizer at the configured learning rate.
+    """Make the trainers' optimizer, with the configured learning rate.
 
     Args:
       settings: The run's settings.
@@ -241,7 +251,7 @@ def program_spec(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
-    """Collect the data that all programs share, from the settings and the model's functions."""
+    """Collect the data that all compiled programs of a run share (`Spec`)."""
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
@@ -281,7 +291,10 @@ def program_spec(
 
 
 def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> Spec:
-    """`program_spec` of the configured model; the mode as in `build_network`."""
+    """Collect the data that all compiled programs of the configured model share (`Spec`).
+
+    `mode` is as in `build_network`.
+    """
     functions, classes = build_model(settings, machine, mode), class_count(settings)
     spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
     how = {} if mode is None else mode._asdict()
@@ -290,7 +303,10 @@ def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> S
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Data that all attempts of a run share."""
+    """Data that stay the same over all attempts of a run.
+
+    After a failure, another attempt continues from the newest checkpoint.
+    """
 
     settings: Settings
     spec: Spec

@@ -41,24 +41,24 @@ T = TypeVar("T")
 
 
 class Damaged(Exception):
-    """Error: a checkpoint's files have changed since they were written. The message names one."""
+    """Error: a file of a checkpoint has changed since it was written; the message names it."""
 
 
 _FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError
 
 
 class Saver:
-    """Writes the checkpoints of one run, in the background, one at a time."""
+    """Writes the checkpoints of a run in the background, one after another."""
 
     def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[dict], None]):
-        """Prepare for saving; delete an incomplete checkpoint of a killed process.
+        """Prepare for saving; delete the incomplete checkpoint that a killed process has left.
 
         Args:
           folder: The folder of the checkpoints; created by the first save.
           keep: Number of newest checkpoints to keep, beside the one with the lowest held-out loss.
-          on_saved: Called on the writing thread after a save is verified, with fields for the
-            ledger: `round`, `bytes`, `blocked_s` (seconds that the run waited) and `save_s`
-            (seconds in all).
+          on_saved: Called on the writing thread after a checkpoint is verified, with the fields of
+            a line for the ledger: `round`, `bytes`, `blocked_s` (seconds that the run waited) and
+            `save_s` (seconds in all).
         """
         self.folder, self._keep, self._on_saved = folder, keep, on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -73,7 +73,8 @@ class Saver:
         Args:
           round_index: Number of completed rounds, which becomes the name of the folder.
           arrays: A dataclass of pytrees of JAX arrays.
-          host: The host's part of the state, as plain JSON.
+          host: The part of the state that is not in arrays, such as counts and sizes, as plain
+            JSON.
           loss: Held-out loss of the consensus model after this round; None if not evaluated.
 
         Raises:
@@ -103,7 +104,7 @@ class Saver:
         self._pending = self._thread.submit(finish)
 
     def wait(self, *, only_if_ended: bool = False) -> None:
-        """Wait until the last save is verified.
+        """Wait until the last checkpoint is written and verified.
 
         Args:
           only_if_ended: Whether to return at once if the save has not ended yet.
@@ -124,7 +125,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _write_errors(self, round_index: int, *, has_begun: bool = True) -> Iterator[None]:
-        """Turn errors of writing into user errors that name the checkpoint to resume from."""
+        """Turn errors of writing into a `UserError` that names the checkpoint to resume from."""
         try:
             yield
         except _FAULTS as error:
@@ -147,7 +148,10 @@ class Saver:
             staging.mkdir(parents=True)
 
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
-        """Complete the checkpoint in process 0, and return its size in bytes."""
+        """Complete a checkpoint whose arrays are written; return its size in bytes.
+
+        Only process 0 does this; the others return 0.
+        """
         if not processes.is_first():
             return 0
         staging, target = self.folder / _STAGING, self.folder / str(round_index)
@@ -173,7 +177,7 @@ class Saver:
         return sum(file["size"] for file in files.values())
 
     def _delete_old(self) -> None:
-        """Delete old checkpoints, except the best one; damaged checkpoints are not deleted."""
+        """Delete old checkpoints, except the one with the lowest loss; keep damaged ones."""
         losses = {}
         for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):
@@ -190,7 +194,7 @@ class Saver:
 
 
 def list_rounds(folder: Path) -> list[int]:
-    """The rounds of the checkpoints in a folder, newest first; other files are ignored."""
+    """The numbers of the checkpoints (rounds) in a folder, newest first; ignore other files."""
     if not folder.is_dir():
         return []
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
@@ -198,13 +202,13 @@ def list_rounds(folder: Path) -> list[int]:
 
 
 def last(folder: Path) -> str:
-    """Name the newest checkpoint in a folder, in words."""
+    """Name the newest checkpoint in a folder, in words for a message."""
     saved = list_rounds(folder)[:1]
     return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
 
 
 def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
-    """Compare every file of a checkpoint with its manifest; return the manifest.
+    """Compare the files of a checkpoint with the hashes in its manifest; return the manifest.
 
     Args:
       checkpoint: The checkpoint's folder.
@@ -227,7 +231,9 @@ def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
 
 
 def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
-    """Read a checkpoint's manifest (format, round, loss, files) without checking the files.
+    """Read the manifest of a checkpoint: format, round, loss, and the hashes of the files.
+
+    The files themselves are not checked.
 
     Args:
       checkpoint: The checkpoint's folder.
@@ -259,11 +265,12 @@ def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dic
 
 
 def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-    """Read the newest complete checkpoint; newer damaged checkpoints are renamed.
+    """Read the newest checkpoint that is not damaged; rename the damaged newer ones.
 
     Args:
       folder: The folder of the checkpoints.
-      read: Reads a verified checkpoint. If it raises `Damaged`, the next older one is tried.
+      read: Reads a checkpoint whose hashes are right. If it raises `Damaged`, the next older
+        checkpoint is tried.
 
     Returns:
       The result of `read`, and a line for each damaged checkpoint; None if there is no checkpoint.
@@ -299,12 +306,12 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
 
 
 def read_host(checkpoint: Path) -> dict:
-    """Read the host's part of a verified checkpoint."""
+    """Read the part of a verified checkpoint that is not in arrays (`host.json`)."""
     return read_json(checkpoint / _HOST, Damaged)
 
 
 def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
-    """Read the arrays of a verified checkpoint, with the template's shardings.
+    """Read the arrays of a verified checkpoint, with the shardings of a template.
 
     Args:
       checkpoint: The checkpoint's folder.
@@ -331,7 +338,7 @@ def read_params(checkpoint: Path, template: PyTree) -> PyTree:
 
 
 def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Read all fields of the saved dataclass, or only the parameters."""
+    """Read the arrays of a checkpoint by field: all fields, or only the parameters."""
     arrays, partial = checkpoint.absolute() / _ARRAYS, [*expected] == ["params_M"]
     # Each process reads separately: if one cannot read, the others must not wait inside Orbax.
     me = jax.process_index()
@@ -367,7 +374,7 @@ def shapes(tree: PyTree) -> dict[str, str]:
 
 
 def _fields(state: PyTree) -> dict[str, PyTree]:
-    """A state's pytree fields by name, without fields that are None, as in older versions."""
+    """The fields of a state that hold arrays, by name; fields that are None are left out."""
     fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
     named = {name: getattr(state, name) for name in fields}
     return {name: value for name, value in named.items() if value is not None}
@@ -389,7 +396,7 @@ def _describe_files(folder: Path) -> dict[str, dict]:
 
 
 def _seal(manifest: dict) -> bytes:
-    """The bytes of a manifest's file: the content with its hash."""
+    """The content of a manifest file in bytes, with the hash of the content."""
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return _encode(manifest | {"sha256": digest})
 
@@ -399,5 +406,8 @@ def _encode(content: dict) -> bytes:
 
 
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:
-    """Run a part of a save or restore in every process; an error in one is `Damaged` in others."""
+    """Run a part of a save or a restore in every process (`processes.run_on_all`).
+
+    An error in one process is raised as `Damaged` in the others.
+    """
     return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

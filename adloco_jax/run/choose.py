@@ -1,5 +1,6 @@
-"""Choose how a device's workers run (the mode) and the largest micro-batch, by compiling.
+"""Choose how the workers of a device run, and the largest micro-batch, by compiling programs.
 
+How workers run is called the mode: at once or one after another, with or without recomputed layers.
 docs/guides/devices.md has the table of modes.
 """
 
@@ -30,7 +31,7 @@ STEP_TOKENS = 16_384  # number of tokens that keeps a device busy
 
 
 class Mode(NamedTuple):
-    """How a device's workers run, and whether layers are recomputed."""
+    """How the workers of a device run, and whether layers are recomputed in the backward pass."""
 
     in_turn: bool  # one worker after another, not all at once
     remat: bool  # layers are recomputed in the backward pass
@@ -44,7 +45,7 @@ MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, Tr
 
 
 class Tried(NamedTuple):
-    """A mode with its largest micro-batch, or with the peaks that show why nothing fits."""
+    """A mode that was tried: its largest micro-batch, or the memory that shows why none fits."""
 
     mode: Mode
     max_batch_size: int | None  # None: none fits
@@ -53,7 +54,7 @@ class Tried(NamedTuple):
 
 
 class NothingFits(ResourceError):
-    """Error: no mode fits in the device's memory."""
+    """Error: the run does not fit in the device's memory, in any mode."""
 
     def __init__(self, tried: list[Tried]):
         super().__init__(tried[-1].fault)
@@ -61,7 +62,7 @@ class NothingFits(ResourceError):
 
 
 class Choice(NamedTuple):
-    """The chosen programs of a run, and the record of the choice."""
+    """The chosen programs of a run, the micro-batch, and the modes that were tried."""
 
     programs: Programs
     max_batch_size: int
@@ -69,7 +70,7 @@ class Choice(NamedTuple):
 
 
 def modes(settings: Settings, platform: str) -> list[Mode]:
-    """The modes that a run may choose from, in order."""
+    """The modes (how workers run) that a run may choose from, in order of preference."""
     remat = settings.model.remat
     return [
         mode
@@ -87,13 +88,14 @@ def choose(
     allowed: Sequence[Mode] | None = None,
     on_compile: Callable[[Compiled], None] = lambda compiled: None,
 ) -> Choice:
-    """Choose the first mode whose step keeps a device busy, and its micro-batch.
+    """Choose how workers run (the mode), and the largest micro-batch of a run.
 
-    A mode's micro-batch is the configured one, or else the largest bucket with which all programs
-    of the run fit in memory. The first mode is chosen whose step has `STEP_TOKENS` tokens, or whose
-    micro-batch is the configured one or the largest bucket. If there is no such mode, the mode with
-    the most tokens is chosen. On a CPU the first mode that fits is chosen; with a configured
-    micro-batch this is the first mode, without compilation.
+    The micro-batch of a mode is the configured one. If none is configured, it is the largest of the
+    sizes in `batching.buckets` with which all programs of the run fit in memory. Modes are tried in
+    order. The first mode is chosen whose step has `STEP_TOKENS` tokens, which keeps a device busy,
+    or whose micro-batch cannot be larger. If there is no such mode, the mode with the most tokens
+    per step is chosen. On a CPU the first mode that fits is chosen; with a configured micro-batch
+    this is the first mode, without compilation.
 
     Args:
       settings: The run's settings.
@@ -148,7 +150,10 @@ def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """Find the largest micro-batch of a mode that fits; compiles at most three sizes."""
+    """Find the largest micro-batch that fits in memory if workers run in this mode.
+
+    At most three sizes are compiled.
+    """
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
@@ -184,7 +189,7 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
 def program_peaks(
     settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
 ) -> dict[str, Peak]:
-    """Bytes of a device while a program runs: for each kind of program its largest case."""
+    """For each kind of program of a run, the largest memory that it needs on a device."""
     spec, control = programs.spec, start(settings, size, whole_pool=True)
     owners, trainers = tuple(control.owners), range(len(control.trainers))
     keys = first_keys(control, settings, spec, size, accumulates=accumulates(settings, size))
@@ -198,7 +203,10 @@ def program_peaks(
 
 
 def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
-    """Peaks of the first merge and of the last spawn, which do not depend on the micro-batch."""
+    """Memory that the first merge and the last join of a worker need on a device.
+
+    It does not depend on the micro-batch.
+    """
     control, peaks = start(settings, 1, whole_pool=True), {}
     owners, num_trainers = tuple(control.owners), len(control.trainers)
     shape = f"M={num_trainers} R={len(owners)}"
@@ -212,7 +220,7 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
 
 
 def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, Peak]:
-    """Peaks of a round in which the last trainer has another plan than the others."""
+    """Memory of a round in which the last trainer has other sizes than the other trainers."""
     spec, size = programs.spec, control.max_batch_size
     plans = dict.fromkeys(
         range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
@@ -233,7 +241,7 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
 def first_keys(
     control: Control, settings: Settings, spec: Spec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
-    """The programs of a round in which all trainers of a pool run this micro-batch."""
+    """The keys of the programs of a round in which all trainers run this micro-batch."""
     keys = []
     for count in (1, 2) if accumulates else (1,):
         plan = RoundPlan(size, count, settings.inner.steps_per_round)
@@ -243,7 +251,7 @@ def first_keys(
 
 
 def accumulates(settings: Settings, size: int) -> bool:
-    """Whether a trainer may accumulate gradients at some time, with micro-batches of this size."""
+    """Whether a trainer may later need gradient accumulation, with micro-batches of this size."""
     batching = settings.batching
     grows = batching.test != "constant" and size < batching.batch_cap
     return grows and settings.switch.mode != "clip"

@@ -61,7 +61,7 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
 
 
 def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
-    """Describe the chosen mode and micro-batch, as lines and as data."""
+    """Describe the chosen micro-batch and how workers run, as lines and as data for JSON."""
     spec, size = choice.programs.spec, choice.max_batch_size
     mode = Mode(spec.in_turn, spec.remat)
     reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
@@ -76,7 +76,7 @@ def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
 
 
 def _pools(settings: Settings, max_batch: int) -> list[Control]:
-    """The pools of a run if trainers grow equally: first growth, then merges."""
+    """Predict the trainers and workers of a run, if all trainers grow equally and then merge."""
     whole = start(settings, max_batch, whole_pool=True)
     pools = [start(settings, max_batch)]
     while len(pools[-1].owners) < len(whole.owners):
@@ -94,7 +94,10 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
 def _smallest_change(
     settings: Settings, device: str, machine: Machine, on_compile: OnCompile
 ) -> str:
-    """Find the first change that fits; a smaller pool, which changes the run, is the last."""
+    """Find the first change with which the run fits in memory.
+
+    The last change that is tried is a smaller pool of workers, which changes the run itself.
+    """
     for name, changed, devices in _changes(settings, device, machine):
         with contextlib.suppress(NothingFits):
             largest = configured_choice(changed, devices, on_compile).max_batch_size
@@ -105,7 +108,7 @@ def _smallest_change(
 def _changes(
     settings: Settings, device: str, machine: Machine
 ) -> Iterator[tuple[str, Settings, Machine]]:
-    """List changes of the settings or of the devices by name; {} stands for the micro-batch."""
+    """List changes of settings or devices by name; {} stands for the micro-batch that then fits."""
     ensemble, count = settings.ensemble, len(machine.devices)
 
     def changed(group: str, **values: object) -> Settings:
@@ -137,7 +140,7 @@ def _record(tried: Tried) -> dict:
 
 
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
-    """Make a table of the programs of the chosen mode, or of the last mode that was tried."""
+    """Make a table of the memory of the programs in the chosen mode, or in the last one tried."""
     named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
     rows = [
         f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"
@@ -163,7 +166,7 @@ def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
 
 @contextlib.contextmanager
 def _progress(device: str) -> Iterator[OnCompile]:
-    """Show the number of compilations on the terminal, if there is one."""
+    """Show how many programs have been compiled, if the output is a terminal."""
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(compiled: Compiled) -> None:

@@ -1,4 +1,4 @@
-"""Write the consensus model of a run, and read a model from a run's folder."""
+"""Write the consensus model of a run to a folder, and read a model from the folder of a run."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The log of a run, `ledger.jsonl`: one JSON object per line for each event of the run.
+"""The ledger: the log of a run in the file `ledger.jsonl`, one JSON object per line and event.
 
 Tables, figures and comparisons of runs read only this file. A killed process can leave an
 incomplete last line. Readers drop this line, and a `Ledger` that opens the file removes it.
@@ -102,14 +102,14 @@ START = _position(b"")  # the position in an empty ledger, see `cut`
 
 
 class Ledger(contextlib.AbstractContextManager):
-    """Appends events to a JSONL file; when `write` returns, the kernel has the line."""
+    """Appends lines to the ledger file; a written line survives the end of the process."""
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         on_write: Callable[[dict], None] = lambda line: None,
     ):
-        """Open `path` for appending; create the file if it does not exist.
+        """Open the ledger file at `path` for appending; create it if it does not exist.
 
         Args:
           path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder must exist.
@@ -130,7 +130,7 @@ class Ledger(contextlib.AbstractContextManager):
         self._hash, self._num_bytes = hashlib.sha256(content), len(content)
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one line: `event` first, then the fields in the given order.
+        """Append one line to the ledger file: `event` first, then the fields in the given order.
 
         Scalars and arrays of NumPy and JAX become plain numbers and lists. Numbers that are not
         finite become null. The call waits for JAX arrays that are still being computed.
@@ -157,7 +157,7 @@ class Ledger(contextlib.AbstractContextManager):
         self._on_write(line)
 
     def position(self) -> dict:
-        """Sync the file to disk; return its size and hash, with which `cut` can truncate it."""
+        """Sync the file to disk; return its present size and hash, which `cut` needs."""
         with self._lock, write_errors(self._path):
             os.fsync(self._file.fileno())
             return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
@@ -171,7 +171,7 @@ class Ledger(contextlib.AbstractContextManager):
 
 
 def read(path: str | os.PathLike[str]) -> list[dict]:
-    """Read a ledger; another process may still write to it.
+    """Read the lines of a ledger file; another process may still write to the file.
 
     Args:
       path: The ledger's file.
@@ -206,7 +206,10 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 
 
 def _fault(event: dict, rounds: int) -> str:
-    """Describe what is wrong with an event that follows `rounds` rounds; empty if it is right."""
+    """Describe what is wrong with a ledger's line; empty if nothing is wrong.
+
+    `rounds` is the number of rounds in the lines before it.
+    """
     name = event["event"]
     if fault := files.fault(event, EVENTS.get(name, {}), name):
         return fault
@@ -219,20 +222,24 @@ def _fault(event: dict, rounds: int) -> str:
 
 
 def finish(events: Iterable[dict]) -> dict | None:
-    """The `end` line of a finished run; None if the run is not finished or was started again."""
+    """The `end` line of a ledger if the run is finished, else None.
+
+    It is also None if the run was started again after this line.
+    """
     marks = [event for event in events if event["event"] in ("start", "end")]
     return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
 
 
 def cut(path: str | os.PathLike[str], position: dict) -> None:
-    """Truncate a ledger to its content at the time when a checkpoint was written.
+    """Truncate a ledger file to its content at the time when a checkpoint was written.
 
     Later rounds are run again and recorded again. Lines of events that are not repeated (starts,
     compile events, checkpoints, ends) stay in the file. The file is replaced atomically.
 
     Args:
       path: The ledger's file.
-      position: From `Ledger.position`; `START` for a run without a checkpoint.
+      position: The result of `Ledger.position` at that time; `START` for a run without a
+        checkpoint.
 
     Raises:
       CheckpointError: If the beginning of the ledger has changed since the checkpoint.
@@ -275,7 +282,9 @@ def _content(path: Path) -> bytes:
 
 
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:
-    """The lines that are equal in two runs with the same seed, to compare the runs with `==`.
+    """The lines of a ledger that are equal in two runs with the same seed.
+
+    Two runs can then be compared with `==`.
 
     Args:
       events: Ledger lines, from `read`.
@@ -292,7 +301,7 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
 
 
 def _parse(line: bytes) -> dict | None:
-    """The event on a line; None if the line is not an event."""
+    """The event on a line of the file, as a dict; None if the line is not an event."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
@@ -301,7 +310,7 @@ def _parse(line: bytes) -> dict | None:
 
 
 def _plain(value: object) -> Any:
-    """Convert a value to plain JSON."""
+    """Convert a value to plain JSON data."""
 
     def from_array(value: object) -> object:
         if isinstance(value, np.generic | np.ndarray | jax.Array):

@@ -1,4 +1,4 @@
-"""The machine for which a run is compiled: this machine, or devices described by name.
+"""The devices for which a run is compiled: those of this machine, or described by name.
 
 XLA compiles for a described device as for a real one. Programs for a described device cannot be
 run.
@@ -34,7 +34,7 @@ TAKEN, _PLANNED = 0.95, 0.8
 
 
 def here() -> Machine:
-    """The devices of this run, in all its processes."""
+    """The devices of this run, in all processes of the run."""
     local = jax.local_devices()
     limit = (local[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:  # a CPU, whose emulated devices share the RAM
@@ -85,7 +85,7 @@ _TPUS = {
 
 
 def kinds() -> list[str]:
-    """A line for each kind of device that can be described: memory, and numbers of chips."""
+    """List the kinds of devices that can be described, with memory and numbers of chips."""
     return [
         f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, _counts(kind)))}"
         for kind, (memory, *_) in (_GPUS | _TPUS).items()
@@ -93,26 +93,29 @@ def kinds() -> list[str]:
 
 
 def more_chips(name: str) -> list[str]:
-    """Names of more chips of the same kind, the fewest first."""
+    """Names of devices of the same kind with more chips than the named one, the fewest first."""
     kind, count = _parts(name)
     return [f"{kind}x{n}" for n in _counts(kind) if n > count]
 
 
 def _parts(name: str) -> tuple[str, int]:
-    """The kind and number of chips that a name stands for."""
+    """The kind and the number of chips in a device name such as `h100x8`."""
     found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
 def _counts(kind: str) -> Collection[int]:
-    """Numbers of chips that a kind comes in; of an unknown kind none."""
+    """The numbers of chips with which a kind of device can be described.
+
+    There are none for an unknown kind.
+    """
     return _GPU_COUNTS if kind in _GPUS else _TPUS.get(kind, (0, {}))[1]
 
 
 def described(name: str) -> Machine:
-    """Describe devices to compile for, such as `h100x8` or `v5px4`.
+    """Make devices to compile for, from a name such as `h100x8` or `v5px4`.
 
-    A name without a number means one chip.
+    Compiled programs cannot be run on such devices. A name without a number means one chip.
 
     JAX must have been imported with JAX_PLATFORMS=cpu.
 

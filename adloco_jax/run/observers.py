@@ -1,7 +1,7 @@
-"""Observers of a run: ledger, evaluation, terminal, checkpoints and compilation ahead of time.
+"""Observers of a run: functions that write, evaluate, print and save after every round.
 
-Observers are called after every round, in the order that `training` declares. Each observer
-receives the state after that round, and must not change it.
+Observers are called in the order that `training` declares. Each observer receives the state after
+that round, and must not change it.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from adloco_jax.settings import Settings
 
 
 class RunEngine(Engine, Protocol):
-    """An engine with the attributes that observers need to evaluate and save states."""
+    """An `Engine` with the attributes that observers need to evaluate and to save."""
 
     programs: Programs
     heldout: evaluate.HeldOut
     underway: Control  # the control before the current round
 
     def complete(self, state: State) -> Ensemble:
-        """The state's ensemble, including the parts that learners hold; waits for them."""
+        """The ensemble of a state, with the inner states that learners hold; waits for these."""
 
 
 @dataclass
 class Recorder:
-    """Writes the results of a round to the ledger and to the terminal.
+    """Writes the results of a round to the ledger file and to the terminal.
 
     The other observers also write through the recorder.
     """
@@ -63,7 +63,7 @@ class Recorder:
     seconds: float = 0.0  # seconds of these rounds, without compilation
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Write a line for each trainer, then a line for each change."""
+        """Write a line to the ledger for each trainer of the round, then one for each change."""
         metrics = boundary.metrics
         self.tokens += sum(line["tokens"] for line in metrics.lines)
         self.seconds += metrics.step_s - metrics.stall_s
@@ -85,7 +85,7 @@ class Recorder:
                 self.progress.note(note)
 
     def show(self, state: State, boundary: Boundary) -> None:
-        """Show the round on the terminal, with the newest held-out loss."""
+        """Write a line about the round to the terminal, with the newest held-out loss."""
         metrics, control = boundary.metrics, state.control
         losses = [outcome.mean_loss for outcome in metrics.outcomes]
         how = {"heldout": self.loss, "pool": self.settings.ensemble.num_workers}
@@ -94,7 +94,7 @@ class Recorder:
         self.progress.round(control.round, done, text)
 
     def record(self) -> dict:
-        """The recorder's fields of a checkpoint."""
+        """What a checkpoint has to store of this object: loss, seconds, position in the ledger."""
         return {
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
@@ -102,16 +102,16 @@ class Recorder:
         }
 
     def wall_s(self) -> float:
-        """Seconds of the run so far, including earlier processes."""
+        """Seconds of the run so far, including the time of earlier processes."""
         return round(time.perf_counter() - self.start_s, 3)
 
     def write_memory(self, control: Control) -> None:
-        """Write the peak memory of the process so far to the ledger."""
+        """Write the peak memory of this process so far to the ledger."""
         peaks = measured_peaks(self.engine.programs.spec.machine.local_devices)
         self.ledger.write("memory", round=control.round, **peaks)
 
     def write_end(self, control: Control, reason: str) -> None:
-        """Write the end of the run, or of this process's part of the run, to the ledger."""
+        """Write the `end` line to the ledger: the run, or this process's part of it, has ended."""
         self.write_memory(control)
         fields: dict[str, Any] = {"rounds": control.round, **_totals(control)}
         if self.seconds:
@@ -120,9 +120,10 @@ class Recorder:
 
 
 def _decided(decision: Decision, settings: Settings) -> dict:
-    """The ledger fields of a decision.
+    """The fields of a ledger line that a trainer's batch-size decision determines.
 
-    If a rule determines the length of a round at its start, the next length is not known: None.
+    If a rule determines the length of a round when the round starts, the next length is not known
+    yet and is None.
     """
     fields, inner = decision._asdict(), settings.inner
     size, is_known = fields.pop("size"), inner.round_length == "fixed"
@@ -148,7 +149,7 @@ class Evaluator:
     params: PyTree | None = None  # parameters of the last consensus model
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Evaluate the state if an evaluation is due, and show the round on the terminal."""
+        """Evaluate all models if an evaluation is due, and write the round to the terminal."""
         if not boundary.advanced:
             return
         recorder, control = self.recorder, state.control
@@ -163,7 +164,7 @@ class Evaluator:
         recorder.show(state, boundary)
 
     def consensus(self, state: State, *, record: bool = False) -> None:
-        """Choose the consensus model, measure its loss, and store both."""
+        """Choose the consensus model and measure its loss; store the parameters and the loss."""
         engine = self.recorder.engine
         self.params, source = evaluate.consensus(
             state.ensemble, engine.programs, engine.heldout, state.control.demands
@@ -176,7 +177,7 @@ class Evaluator:
         self.recorder.loss = loss
 
     def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
-        """The arguments of functions in `evaluate` to report on a model."""
+        """The arguments with which functions of `evaluate` measure a model on the reported rows."""
         engine = self.recorder.engine
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
@@ -195,7 +196,7 @@ class Evaluator:
 
 @dataclass
 class Checkpoints:
-    """Saves the state after a round if a save is due; after a signal it saves and stops the run."""
+    """Saves the state of a run after a round, if it is time; after a signal it ends the run."""
 
     recorder: Recorder
     saver: Saver
@@ -204,7 +205,7 @@ class Checkpoints:
     _last_save_s: float = field(default_factory=time.perf_counter)
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Save if a save is due, and end the run after a signal.
+        """Save the state if it is time to, and end the run after a signal.
 
         Raises:
           Preempted: After a signal, once everything is saved.
@@ -231,7 +232,7 @@ class Checkpoints:
             )
 
     def _is_time(self) -> bool:
-        """Whether a checkpoint is due by the clock; raises the error of a failed earlier save."""
+        """Whether a checkpoint is due by the clock; raises the error of an earlier save."""
         self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
@@ -246,7 +247,7 @@ class Checkpoints:
 
 
 def compile_fields(compiled: Compiled) -> dict:
-    """The fields of a `compile` line of the ledger."""
+    """The fields of a `compile` line of the ledger, which describes one compilation."""
     return {
         "key": str(compiled.key),
         "seconds": round(compiled.seconds, 3),
@@ -259,7 +260,7 @@ def compile_fields(compiled: Compiled) -> dict:
 def write_start(
     run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
 ) -> None:
-    """Write the `start` line of an attempt to the ledger, and the faults that led to it."""
+    """Write the `start` line to the ledger, then a `fault` line for each earlier failure."""
     settings, spec = run.settings, run.spec
     ledger.write(
         "start",

@@ -103,7 +103,7 @@ def _check_port(coordinator: str) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Whether this is process 0, the one that prints and writes."""
     return jax.process_index() == 0
 
 
@@ -116,7 +116,7 @@ def only_first_prints() -> Iterator[None]:
 
 
 def _send(name: str, value: object) -> int:
-    """Send a value to all processes; return its number among the exchanges of this name."""
+    """Send a value to all processes under the name of an exchange; return the exchange's number."""
     _num_sent[name] += 1
     number = _num_sent[name]
     _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
@@ -124,7 +124,7 @@ def _send(name: str, value: object) -> int:
 
 
 def _receive(name: str, number: int) -> list:
-    """Wait for the values that all processes send under a name and number."""
+    """Wait for the values that all processes send for an exchange, by its name and number."""
     client = _client()
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
@@ -134,19 +134,22 @@ def _receive(name: str, number: int) -> list:
 
 
 def gather(value: T, name: str = "gather") -> list[T]:
-    """All-gather one value of each process, in the order of the processes.
+    """Collect one value from each process in every process, in the order of the processes.
 
     All processes must call this function.
 
     Args:
-      value: This process's value, plain JSON data.
+      value: The value of this process, plain JSON data.
       name: Name of the exchange. Threads must use different names.
     """
     return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
 
 
 def broadcast(value: T) -> T:
-    """Broadcast process 0's value, plain JSON data; all processes must call this function."""
+    """Send the value of process 0 to all processes, and return it.
+
+    The value is plain JSON data. All processes must call this function.
+    """
     return gather(value)[0]
 
 
@@ -166,9 +169,9 @@ def run_on_all(
     faults: type[Exception] | tuple[type[Exception], ...] = UserError,
     elsewhere: type[Exception] | None = None,
 ) -> T:
-    """Run a function in every process, and broadcast an error of one process to all.
+    """Run a function in every process; an error in one process is raised in all of them.
 
-    Without the broadcast, the others would wait for the process that failed.
+    Otherwise the other processes would wait for the process that failed.
 
     Args:
       act: The function. It must not exchange anything with other processes.
@@ -234,10 +237,11 @@ def ending_together() -> Iterator[None]:
 
 
 def all_end() -> bool:
-    """Whether all other processes end now too. If not, JAX's shutdown must not wait for them.
+    """Whether all other processes of the run end now too.
 
-    At exit JAX waits five minutes for the other processes, which may be waiting for this one. Then
-    JAX aborts all processes, and their exit codes are lost.
+    If not, the shutdown of JAX must be skipped. At exit JAX waits five minutes for the other
+    processes, which may be waiting for this one. Then JAX aborts all processes, and their exit
+    codes are lost.
     """
     if jax._src.distributed.global_state.client is None:
         return True

@@ -1,4 +1,4 @@
-"""A run's folder: its lock, its recorded config, and the state to resume from.
+"""The folder of a run: its lock, its recorded config, and the state to resume from.
 
 `config.json` in the run's folder holds the resolved config. When a run is resumed, some keys may
 change freely, others only with `--accept-config-change`, and the rest may not change.
@@ -81,7 +81,9 @@ def check_workdir(workdir: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(workdir: Path) -> Iterator[None]:
-    """Make a run's folder and lock it; the lock of a dead process does not count.
+    """Create the folder of a run and lock it until the run ends.
+
+    The lock of a process that has ended does not count.
 
     Process 0 locks the folder for all processes of a run, which must all see the folder.
 
@@ -120,7 +122,7 @@ def finished(
     *,
     accept_config_change: bool = False,
 ) -> list[str] | None:
-    """Check whether a folder contains a finished run.
+    """Whether a folder contains a finished run, and whether its newest checkpoint is damaged.
 
     Args:
       workdir: The run's folder; it need not exist.
@@ -190,7 +192,10 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 
 
 def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
-    """A line for each key whose value differs from the value recorded in a run's folder."""
+    """Describe the settings that differ from those recorded in the folder of a run.
+
+    The lines are grouped by whether a resumed run may change the setting (`Knob.resume`).
+    """
     before, now = _read(workdir / "config.json"), flat_settings(settings)
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
@@ -289,7 +294,7 @@ def _class(key: str, settings: Settings) -> Change:
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:
-    """Every setting by its key, as it is read from JSON: tuples are lists."""
+    """Every setting of a run by its full key, such as `inner.tx`; tuples become lists."""
     return _flat(json.loads(json.dumps(dataclasses.asdict(settings))))
 
 
@@ -335,14 +340,14 @@ _HOST: dict[str, Any] = {
 
 
 class Restored(NamedTuple):
-    """The content of a checkpoint."""
+    """The content of a checkpoint: the state of the run, and the data of `host.json`."""
 
     state: State
     host: dict
 
 
 def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
-    """Read the run's state from a verified checkpoint.
+    """Read the state of a run from a checkpoint whose hashes are right.
 
     Raises:
       Damaged: If the content is not a state of this run.
@@ -357,7 +362,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
 
 
 def read_control(path: Path, data: Any, settings: Settings) -> Control:
-    """Convert a checkpoint's JSON to a control, and check that it fits the run.
+    """Make the host's data about a run (`Control`) from JSON, and check that they fit the run.
 
     Args:
       path: The checkpoint's folder.
@@ -365,7 +370,7 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
       settings: The run's settings.
 
     Raises:
-      Damaged: If the data are not a control of this run.
+      Damaged: If the data do not fit this run.
     """
     if fault := files.fault(data, Control, "host.control"):
         raise Damaged(f"{path}: {fault}")
@@ -379,7 +384,7 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
 
 
 def control_from_json(data: dict) -> Control:
-    """The inverse of `dataclasses.asdict` for a control; unknown fields are ignored."""
+    """Make a `Control` from the dict that `dataclasses.asdict` made; ignore unknown fields."""
     fields = {each.name: data[each.name] for each in dataclasses.fields(Control)}
     names = [each.name for each in dataclasses.fields(Trainer)]
     trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
@@ -392,12 +397,12 @@ def begin_control(
     max_batch: int | None,
     on_compile: Callable[[Compiled], None],
 ) -> tuple[Control, Programs]:
-    """Choose the largest micro-batch and how workers run; return the control and the programs.
+    """Choose the largest micro-batch and how workers run, at the start of an attempt.
 
     Args:
-      run: The run.
+      run: The data that all attempts of the run share.
       restored: The checkpoint to resume from; None: the run starts.
-      max_batch: After memory ran out, the value that replaces the control's `max_batch_size`.
+      max_batch: A smaller micro-batch to use, after memory ran out; else None.
       on_compile: Called after each compilation.
     """
     settings = run.settings
@@ -423,7 +428,7 @@ def begin_control(
 
 
 def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
-    """Restore the newest undamaged checkpoint.
+    """Restore the state of the newest checkpoint that is not damaged.
 
     Returns:
       The checkpoint's content, or None; a line for each damaged newer checkpoint; the ledger's
@@ -451,7 +456,10 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
 
 
 def host(run: Run, recorded: dict, state: State) -> dict:
-    """The host's part of a checkpoint; `recorded` are the recorder's fields."""
+    """The part of a checkpoint that is not in arrays, as a dict for `host.json`.
+
+    `recorded` is the result of `Recorder.record`.
+    """
     return {
         "control": dataclasses.asdict(state.control),
         "max_batch_size_given": run.settings.batching.max_batch_size,
@@ -467,7 +475,7 @@ def host(run: Run, recorded: dict, state: State) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Versions, by name, of all software that may change the numbers of a run."""
+    """The versions of all software that may change the numbers of a run, by package name."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
     installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
     return {"adloco_jax": __version__, "python": platform.python_version(), **installed}

@@ -82,7 +82,7 @@ class Progress:
             print(line, file=self._file, flush=True)
 
     def round(self, index: int, share_done: float, text: str) -> None:
-        """Write the line of a finished round, if one is due, and move the bar.
+        """Write the line of a finished round if it is time for a line, and move the bar.
 
         Args:
           index: The round's number, from 1.
@@ -122,7 +122,7 @@ def describe_round(
     """Describe a finished round in words.
 
     Args:
-      lines: The ledger's line of each trainer.
+      lines: For each trainer, the fields of its line in the ledger.
       losses: Mean training loss of each trainer; the mean over finite losses is shown.
       heldout: Newest held-out loss of the consensus model; NaN if there is none yet.
       pool: Number of workers of the whole pool.
@@ -144,10 +144,10 @@ def describe_round(
 
 
 def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[str]:
-    """Describe a trainer's growth with its reason, and its skipped updates, one line each.
+    """Describe how a trainer grows and why, and its skipped updates, one line each.
 
     Args:
-      line: The trainer's ledger line, with the fields of the decision.
+      line: The fields of the trainer's line in the ledger, including those of the decision.
       decision: The decision on the trainer's next round.
       settings: The run's settings.
     """
@@ -177,7 +177,7 @@ def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[
 
 
 def describe_change(change: dict) -> str:
-    """Describe a change at the end of a round; empty if the terminal does not show it."""
+    """Describe a change at the end of a round, such as a merge; empty if it is not shown."""
     reason = change.get("action", change.get("reason", ""))
     words = {"why": change.get("why", _WHY.get(reason, ""))}
     words["listed"] = ", ".join(map(str, change.get("members", ())))
@@ -187,6 +187,6 @@ def describe_change(change: dict) -> str:
 
 
 def in_bytes(value: float) -> str:
-    """Format a number of bytes with the largest binary unit that is not larger than it."""
+    """Format a number of bytes with a binary unit, such as 1.5 GiB."""
     power = min(4, max(0, int(value).bit_length() - 1) // 10)
     return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
