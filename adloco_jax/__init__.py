@@ -70,7 +70,7 @@ __version__ = "0.2.0"
 
 @functools.cache
 def _homes() -> dict[str, str]:
-    """For each name in `__all__` the module that defines it, from the imports above."""
+    """Map each public name in `__all__` to the module that defines it, from the imports above."""
     source = ast.parse(inspect.getsource(sys.modules[__name__]))
     (block,) = (node for node in source.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Read a run's config from a file and the command line, and check it; report all faults at once.
+"""Read the config of a run from a file and the command line; check it, and report all faults.
 
 A config file starts from `default_config()`, a locked ConfigDict, and overrides some knobs.
 `validate` turns the ConfigDict into frozen dataclasses, which the other modules read. The knobs are
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 def default_config() -> ConfigDict:
-    """Return the locked config that every config file starts from: each knob at its default."""
+    """Return a locked config with every knob at its default; every config file starts from it."""
     config: dict[str, Any] = {group: {} for group in GROUPS}
     for key, knob in KNOBS.items():
         group, _, name = key.rpartition(".")
@@ -128,7 +128,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
 
 
 def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
-    """Keys of the model's sizes that are read from the checkpoint of `model.init_from`."""
+    """The keys of model sizes that are unset, and so read from the checkpoint `model.init_from`."""
     if not values.get("model.init_from") or "model.arch" not in values:
         return set()
     names = KNOBS["model.arch"].entries()[values["model.arch"]].weight_map
@@ -136,7 +136,7 @@ def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """A line for each broken rule, among the rules whose values are allowed on their own."""
+    """Describe the contradictions between knobs, one line for each broken rule of `RULES`."""
     rules = [(keys.split(), holds, need) for need, (keys, holds) in RULES.items()]
     if arch := values.get("model.arch"):
         for names, holds, need in KNOBS["model.arch"].entries()[arch].rules:
@@ -153,11 +153,12 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
 
 
 def allowed(key: str, names: tuple[str, ...] = ()) -> str:
-    """Describe the allowed values of a known key, and its default.
+    """Describe the allowed values of a key of the config, and its default.
 
     Args:
       key: The key.
-      names: Names of the entries of the key's table. Empty: the entries that the library ships.
+      names: If the value is the name of an entry in a table, the names to list. Empty: the entries
+        that the library ships.
     """
     knob = KNOBS[key]
     names = names or knob.table[1:]
@@ -167,7 +168,7 @@ def allowed(key: str, names: tuple[str, ...] = ()) -> str:
 
 
 def value_fault(key: str, value: object) -> str:
-    """Return the error line for a value that a known key does not allow."""
+    """Describe the fault of a value that a key of the config does not allow, on one line."""
     if instead := REMOVED.get(f"{key}={value}"):
         return f"{key} = {_shown(value)}: removed in 0.3: {instead}"
     names = tuple(KNOBS[key].entries()) if KNOBS[key].table else ()
@@ -175,7 +176,7 @@ def value_fault(key: str, value: object) -> str:
 
 
 def unknown_key_fault(key: str) -> str:
-    """Return the error line for an unknown key; it names the nearest known key."""
+    """Describe the fault of an unknown key on one line, with the nearest known key."""
     if key in REMOVED:
         return f"{key}: removed in 0.3: {REMOVED[key]}"
     name = key.rpartition(".")[2]
@@ -185,7 +186,7 @@ def unknown_key_fault(key: str) -> str:
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
-    """The values of known keys, and a line for each key that is unknown, missing or misplaced."""
+    """Collect the values of known keys; describe keys that are unknown, missing or misplaced."""
     if not isinstance(config, ConfigDict | Mapping):
         return {}, [f"config = {_shown(config)}: must be a config; start from default_config()"]
     given: dict[str, Any] = {}
@@ -210,7 +211,7 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read(knob: Knob, value: Any) -> Any:
-    """Convert a value to its form in `Settings`; raise ValueError if the knob does not allow it."""
+    """Convert the value of a knob to its form in `Settings`; ValueError if it is not allowed."""
     if knob.is_optional and type(value) is type(knob.default) and value == knob.default:
         return None
     if not _fits(value, knob.kind) or knob.table and value not in knob.entries():
@@ -219,13 +220,13 @@ def _read(knob: Knob, value: Any) -> Any:
 
 
 def _base(annotation: Any) -> Any:
-    """The plain type of an annotation, without interval and type of items."""
+    """The plain type in the annotation of a knob, without its range and the type of its items."""
     origin = get_origin(annotation)
     return get_args(annotation)[0] if origin is Annotated else origin or annotation
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value has the type; a bool is not an int, a list not a tuple; an int is a float."""
+    """Whether a value has a type. A bool is not an int, a list not a tuple; an int is a float."""
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return type(value) is str and value in members
@@ -258,13 +259,13 @@ def _in_words(annotation: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value on one line of at most 200 characters."""
+    """A value as text, on one line of at most 200 characters."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
-    """The micro-batch sizes, ascending: `buckets`, or powers of two and their midpoints."""
+    """The sizes of micro-batches, ascending: those configured, or powers of two and midpoints."""
     powers = [2**n for n in range(largest.bit_length())]
     sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
     return tuple(sorted({size for size in sizes if size <= largest}))
@@ -358,7 +359,7 @@ def find_config(name: str | None) -> Path:
 
 
 def load_config(path: Path, function: str, kind: type[T]) -> T:
-    """Run a config file, call one of its functions, and return the result.
+    """Run the Python file of a config, call one of its functions, and return the result.
 
     Raises:
       ConfigError: If the file fails, lacks the function, or the result is not of type `kind`.
@@ -374,13 +375,13 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
 
 
 def add_entries(name: str | None) -> None:
-    """Run a config file, if one is named, so that its entries are added to the tables."""
+    """Run a config file, if there is one, only for the table entries that it adds."""
     if name is not None:
         _run(find_config(name), "get_config", "get_comparison")
 
 
 def _run(path: Path, *functions: str) -> object:
-    """Run a file and call the first of these functions that the file has; return its result."""
+    """Run a Python file, and call the first of the named functions that the file defines."""
     root = str(path.resolve().parent.parent)  # so that a config can import files beside it
     sys.path.insert(0, root)
     try:

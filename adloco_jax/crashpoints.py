@@ -16,7 +16,7 @@ _lock = threading.Lock()  # checkpoints are written on another thread
 
 
 def crash_point(name: str) -> None:
-    """Kill the process, or raise an error, if the environment names this point."""
+    """Kill the process, or raise an error, if an environment variable names this point."""
     crash, fail = os.environ.get("ADLOCO_CRASH_AT"), os.environ.get("ADLOCO_FAIL_AT")
     if crash is None and fail is None:
         return

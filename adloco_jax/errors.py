@@ -19,7 +19,7 @@ def without_secrets(text: str) -> str:
 
 
 def reason(error: BaseException, limit: int = 300) -> str:
-    """The message of a library's error in one line without secrets, or else its class name."""
+    """The message of an error from a library, on one line without secrets; or the error's class."""
     return without_secrets(" ".join(str(error).split()))[:limit] or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Files that the package reads and writes: checked JSON, hashes, atomic replacement.
+"""Files that the package reads and writes: checks of JSON, hashes, atomic replacement.
 
 A folder may be damaged, or come from somebody else. So `fault` checks the types of JSON values when
 they are read, before the rest of the package uses them.
@@ -31,13 +31,13 @@ _WORDS = {
 
 
 class Maybe(NamedTuple):
-    """Marks a field that may be missing; `kind` is its type."""
+    """In a description of JSON data: a field that may be missing; `kind` is its type."""
 
     kind: Any
 
 
 class FileRecord(typing.TypedDict):
-    """The fields that are read from a source file's record."""
+    """The record of a text file that was read, with the one field that must be there."""
 
     name: str
 
@@ -70,7 +70,7 @@ def read_json(
 
 
 def fault(value: Any, kind: Any, name: str) -> str:
-    """Describe the first field whose type or range is wrong; empty if all fields are right.
+    """Describe the first field of a JSON value whose type or range is wrong; empty if none is.
 
     Args:
       value: A value from JSON.
@@ -127,7 +127,7 @@ def file_sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

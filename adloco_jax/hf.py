@@ -1,4 +1,4 @@
-"""Read and write the Hugging Face layout: `config.json`, safetensors, tokenizer files.
+"""Read and write models in Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
 The files that are read are JSON and safetensors. The only pickle that is read is a
 `pytorch_model.bin` in a folder without safetensors, by PyTorch's reader that loads only tensors.
@@ -49,7 +49,7 @@ _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
 
 class Loaded(NamedTuple):
-    """A model with its weights.
+    """A model that was read from a checkpoint, with its weights.
 
     Attributes:
       network: The model, which computes in float32; `network.clone(dtype=...)` changes the dtype.
@@ -65,7 +65,7 @@ class Loaded(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A description of a checkpoint, without the weights.
+    """What a checkpoint contains, as far as it is known without reading the weights.
 
     Attributes:
       network: The model, which computes in float32.
@@ -79,12 +79,12 @@ class Description(NamedTuple):
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
-    """Hugging Face names of a model; None if its architecture has none."""
+    """The Hugging Face names of a model's parameters; None if the architecture has none."""
     return next((known for known in _weight_maps() if type(network) is known.model), None)
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and its position in this package's parameter tree.
+    """A tensor of a checkpoint, and where it belongs in this package's parameter tree.
 
     Attributes:
       name: Name of the tensor in the checkpoint.
@@ -99,12 +99,12 @@ class Tensor(NamedTuple):
     transposed: bool
 
     def of(self, leaf: np.ndarray) -> np.ndarray:
-        """The tensor as a view of the leaf at `path`."""
+        """The tensor as a view of `leaf`, the array in the parameter tree at `path`."""
         return leaf[self.layer].T if self.transposed else leaf[self.layer]
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
-    """List all tensors of a model's checkpoint."""
+    """List all tensors of a model's checkpoint in Hugging Face layout."""
     found = []
     for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
@@ -235,7 +235,7 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """The local folder with this name; None if the name may be a hub name."""
+    """The local folder of this name; None if the name may be that of a repository on the hub."""
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -258,7 +258,10 @@ def _of_hub(name: str, one_of: Sequence[str], *, key: str) -> Path:
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    """Read config.json: the model, its weight map and the content; a DataError lists all faults."""
+    """Read config.json; return the model, the names of its weights, and the content.
+
+    A DataError lists all faults.
+    """
     path, faults = folder / "config.json", []
 
     def fault(key: str, have: object, need: object) -> None:
@@ -301,7 +304,7 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
 
 
 class _Stored(NamedTuple):
-    """A stored tensor: file, name in the file, shape, type, and a function that reads it."""
+    """A tensor in a file: its name, shape and type, and a function that reads its values."""
 
     file: Path
     name: str
@@ -311,7 +314,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """Find all tensors that are stored in a folder, by name."""
+    """Find all tensors that are stored in the files of a folder; the key is the name."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _open(_inside(folder, whole.name, whole))
@@ -340,7 +343,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """Return the path of a file in the folder; a link may only point into the hub's cache."""
+    """The path of a file in a folder; a link is followed only into the cache of the hub."""
     if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(
             f"{index}: {name[:200]!r} is not the name of a .safetensors file beside it"
@@ -413,7 +416,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Make a mapping from pairs; raise DataError if two tensors have the same name."""
+    """Make one mapping from pairs (name, tensor); raise DataError if a name occurs twice."""
     found: dict[str, _Stored] = {}
     for name, where in pairs:
         if (other := found.setdefault(name, where)) is not where:
@@ -425,7 +428,9 @@ def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
 def _checked(
     folder: Path, *, needs_head: bool
 ) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...]]:
-    """Read a model, its stored tensors, and the names of tensors that are left out.
+    """Check the names, shapes and dtypes of the tensors that a checkpoint stores.
+
+    Returns the model, its stored tensors, and the names of tensors that are left out.
 
     Raises:
       DataError: If a name, shape or dtype is wrong. The message names all faults.

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: find commits, download files, and turn errors into clear messages."""
+"""The Hugging Face hub: find commits, download files, and turn its errors into clear messages."""
 
 import contextlib
 import fnmatch
@@ -23,7 +23,7 @@ _LOGGERS = ("huggingface_hub", "datasets")  # loggers whose lines are replaced b
 
 
 class Unreachable(ResourceError):
-    """The hub does not answer."""
+    """Error: the Hugging Face hub does not answer."""
 
 
 def commit_of(name: str, revision: str, *, where: str) -> str:
@@ -106,7 +106,7 @@ def download(
 
 
 def _check_content(file: Path, where: str) -> None:
-    """Compare a file of the hub's cache with the hash in its name."""
+    """Compare a file in the cache of the hub with the hash in the file's name."""
     blob = file.resolve()
     if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return
@@ -127,7 +127,7 @@ def _check_content(file: Path, where: str) -> None:
 
 
 class _Patience(logging.Handler):
-    """Prints a line each time a library waits for the hub, and gives up after 60 s."""
+    """Prints a line each time that a library waits for the hub; gives up after 60 s."""
 
     def __init__(self, where: str):
         super().__init__(logging.WARNING)
@@ -135,11 +135,11 @@ class _Patience(logging.Handler):
         self._since: float | None = None  # time of the first failure after the last answer
 
     def answered(self) -> None:
-        """Record that data have arrived."""
+        """Record that the hub has sent data, so that the 60 s start anew."""
         self._since = None
 
     def wait(self, seconds: float) -> float:
-        """Announce a pause and return its length.
+        """Print a line about a pause before the next try, and return its length in seconds.
 
         Raises:
           Unreachable: If the pause would end more than 60 s after the first failure.
@@ -160,7 +160,10 @@ class _Patience(logging.Handler):
         return seconds
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Read the seconds from a library's line; the line itself may contain an address."""
+        """Read the seconds of a pause from a line that a library logs, and print another line.
+
+        The line itself is not printed, because it may contain an address.
+        """
         if match := re.search(r"(?:Retrying in|Waiting) ([\d.]+) ?s", record.getMessage()):
             self.wait(float(match[1]))
 

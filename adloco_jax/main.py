@@ -70,7 +70,7 @@ _MIN_ADDRESS_BYTES = 4 * 2**30
 
 
 def command() -> NoReturn:
-    """Run `main` as the main program of a process, and exit with its code."""
+    """Run `main` as the main program of a process, and exit with the code that it returns."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # a closed stream is None
         # A character that the output's encoding lacks must not end the command.
@@ -95,7 +95,7 @@ def command() -> NoReturn:
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Hide the error of a failed checkpoint's closed event loop; the failure is reported itself."""
+    """Hide an error of Orbax after a failed checkpoint; the failure itself is reported."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Print the overview or the version, or run the named command."""
+    """Run the command that the words name, or print the overview or the version."""
     first, *words = argv or ["--help"]
     if first in ("-h", "--help"):
         print(_overview())
@@ -217,7 +217,7 @@ def _overview() -> str:
 
 
 def _train(argv: Sequence[str], *, is_plan: bool) -> int:
-    """Train, resume, or print the plan or the options."""
+    """Run the command `train` or `plan`, or print its options."""
     if is_plan and argv and argv[-1] == "--device":
         from adloco_jax.run.machines import kinds
 
@@ -244,7 +244,10 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Parse options, with values of config keys as text; also return words that are not options."""
+    """Parse the options of `train` or `plan`; config values stay text.
+
+    Also return the words that are not options.
+    """
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # options may stand between other words
     for define, name, default, text, *limits in _FLAGS:
@@ -294,7 +297,7 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
 
 
 def _unknown(word: str, options: flags.FlagValues) -> str:
-    """Return the error line for an unknown word of the command line."""
+    """Describe an unknown word of the command line, on one line for the error message."""
     if key := re.match(r"--?(?:no)?config\.([^=]*)", word):
         if key[1] in KNOBS:
             return f"{key[1]}: no value given; must be {config.allowed(key[1])}"
@@ -309,7 +312,7 @@ def _unknown(word: str, options: flags.FlagValues) -> str:
 def _execute(
     options: flags.FlagValues, path: Path, made: ConfigDict, command_line: str, *, is_plan: bool
 ) -> None:
-    """Train, resume, or print the plan."""
+    """Train a run, resume it, or print its plan."""
     from adloco_jax.run import processes  # here, so that a config error is reported at once
     from adloco_jax.run.plan import plan
     from adloco_jax.run.resume import changes, finished
@@ -348,7 +351,7 @@ def _execute(
 
 
 def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
-    """Print, and optionally save, the plan of a run for devices that are not here."""
+    """Print the plan of a run for described devices, and save it if that is asked for."""
     from adloco_jax.run.device_plan import device_plan
 
     lines, record = device_plan(made, device)

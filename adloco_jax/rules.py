@@ -18,7 +18,7 @@ def _entry(key: str, name: str) -> Any:
 
 
 def _needs(source: str) -> Any:
-    """The keys of the config that a data source needs."""
+    """The keys of the config that a data source needs, from the table `DATA_SOURCES`."""
     return _entry("data.source", source).needs
 
 

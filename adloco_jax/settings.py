@@ -31,16 +31,19 @@ Name: TypeAlias = Annotated[str, "not empty"]
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A knob's declaration.
+    """The declaration of a knob, which is one setting of a run.
 
     Attributes:
-      default: The knob's value in `default_config()`. For an optional knob, the way to write unset.
+      default: The value of the knob in `default_config()`. For an optional knob it is the way to
+        write that the knob is unset.
       doc: The meaning of the knob, with unit and source.
       table: Empty, or the name of a public table, such as "BATCH_TESTS", followed by the table's
         shipped entries. The value of the knob is then the name of an entry.
       resume: Whether the knob may change when a run is resumed: "harmless" (yes), "accepted" (with
-        the flag --accept-config-change) or "refused". Empty in a declaration: the group's rule.
-      size: Only for a size of the model: the value if neither config nor checkpoint sets the size.
+        the flag --accept-config-change) or "refused". If it is empty in a declaration, the rule of
+        the knob's group applies.
+      size: For a knob that is a size of the model: the value if neither the config nor a checkpoint
+        sets it.
       type: The annotation of the knob.
     """
 
@@ -58,7 +61,7 @@ class Knob:
 
     @property
     def kind(self) -> Any:
-        """The annotation of the knob's value if it is set."""
+        """The type of the knob's value if the knob is set."""
         return get_args(self.type)[0] if NoneType in get_args(self.type) else self.type
 
     def entries(self) -> Mapping[str, Any]:
@@ -77,12 +80,12 @@ _fixed = functools.partial(_knob, resume="refused")
 
 
 def _size(value: float, doc: str) -> Any:
-    """A knob for a size of the model, read from the checkpoint of `model.init_from` if unset."""
+    """Declare a knob for a size of the model; if unset, the size comes from `model.init_from`."""
     return _knob(None, f"{doc} Unset: read from the checkpoint, else {value}.", size=value)
 
 
 def _group(resume: Change) -> Any:
-    """A group of knobs, with the resume rule of the knobs that declare no rule."""
+    """Turn a class of knobs into a group; knobs without a resume rule get that of the group."""
     return dataclasses.field(metadata={"resume": resume})
 
 
@@ -171,7 +174,7 @@ class Ensemble:
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    """What a worker does between two synchronisations."""
+    """What a worker does between two synchronisations: optimizer, learning rate, round length."""
 
     steps_per_round: Count = _knob(200, "S, updates between synchronisations (AdLoCo table A.2).")
     max_steps_per_round: Count | None = _knob(
@@ -217,7 +220,7 @@ class Inner:
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """What a trainer does with its workers' pseudo-gradient."""
+    """How a trainer is updated with the differences of its workers, and how these are sent."""
 
     tx: str = _fixed(
         "nesterov",
@@ -443,7 +446,7 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The checked settings of a run, as plain Python values; a knob that is unset is None."""
+    """All checked settings of a run as plain Python values; a knob that is unset is None."""
 
     model: Model = _group("refused")
     data: Data = _group("refused")
@@ -469,7 +472,7 @@ class Settings:
 
 
 def _declared(group: Any, prefix: str = "", resume: str = "") -> dict[str, Knob]:
-    """The knobs of a group and of its subgroups, by full key."""
+    """The knobs of a group and of the groups in it, by full key such as `inner.tx`."""
     knobs = {}
     for field in dataclasses.fields(group):
         if knob := field.metadata.get("knob"):

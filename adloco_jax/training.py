@@ -1,4 +1,4 @@
-"""Run an experiment from its config to its report: build the parts of a run, then call `adloco`.
+"""Run an experiment from its config to its report: build its parts, then call the loop `adloco`.
 
 `train` runs what a config describes; `fit` does the same for the caller's own model and data.
 """
@@ -73,7 +73,7 @@ class Result:
 
     @property
     def controller(self) -> Control:
-        """The host's part of the final state."""
+        """The host's numbers in the final state, such as sizes and totals (`Control`)."""
         return self.state.control
 
 
@@ -266,7 +266,7 @@ def fit(
 
 
 def _until_done(run: Run) -> Result:
-    """Run the remaining rounds; after a failure continue from the newest checkpoint."""
+    """Run all remaining rounds; after a failure try again from the newest checkpoint."""
     failures = Failures()
     with exclusive(run.workdir), processes.stop_requests() as stop, processes.ending_together():
         while True:
@@ -283,7 +283,7 @@ def _until_done(run: Run) -> Result:
 
 @dataclass(frozen=True)
 class Failures:
-    """The failures of earlier attempts, and changes for the next attempt."""
+    """The failures of earlier attempts to finish a run, and what the next attempt changes."""
 
     faults: tuple[dict, ...] = ()  # fields of `fault` lines of the ledger
     max_batch_size: int | None = None  # a smaller limit, after memory ran out
@@ -292,7 +292,7 @@ class Failures:
 
 @dataclass
 class Attempt:
-    """A run that is ready to train."""
+    """A run that is restored or started, with its observers, and ready for its next round."""
 
     state: State
     ended: bool  # whether the ledger says that the run is finished
@@ -304,11 +304,11 @@ class Attempt:
 def begin(
     run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
 ) -> Attempt:
-    """Restore the newest checkpoint, or start from the beginning if there is none.
+    """Begin an attempt: restore the newest checkpoint, or start the run if there is none.
 
     Args:
-      run: The run.
-      stack: Receives everything that is opened, to close it after the attempt.
+      run: The data that all attempts of the run share.
+      stack: Receives all files and programs that are opened, to close them after the attempt.
       stop: Is set when the process receives a signal.
       failures: The failures of earlier attempts.
 
@@ -368,7 +368,7 @@ def begin(
 
 
 def execute(run: Run, attempt: Attempt) -> State:
-    """Run all remaining rounds; `attempt` then has the consensus model and its loss.
+    """Run all remaining rounds of an attempt; then choose the consensus model and measure it.
 
     Raises:
       DivergedError: If every trainer's loss is not finite.
@@ -409,7 +409,7 @@ def execute(run: Run, attempt: Attempt) -> State:
 def after_failure(
     run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
 ) -> Failures:
-    """Decide whether to try again after a failure, and with which changes.
+    """Decide whether to try again after a failure, and what the next attempt changes.
 
     Raises:
       ResourceError: If memory is exhausted at a micro-batch of one sequence, or if the run has
@@ -453,7 +453,7 @@ def after_failure(
 def _engine(
     run: Run, stack: contextlib.ExitStack, programs: Programs, heldout: evaluate.HeldOut
 ) -> observers.RunEngine:
-    """Make the engine that the settings name."""
+    """Make the engine that the setting `engine.kind` names."""
     if run.settings.engine.kind == "local":
         return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout)
     engine = RayEngine(run, programs, heldout)

@@ -1,4 +1,4 @@
-"""Small commands on configs, runs and models; each imports its modules when it is called."""
+"""Small commands on configs, runs and models; a command imports its modules when it is called."""
 
 import argparse
 import ast
@@ -13,7 +13,7 @@ from adloco_jax.errors import ConfigError
 
 
 def configs(options: argparse.Namespace, command: str) -> None:
-    """List the configs of the package, with the first line of each config's docstring."""
+    """List the configs of the package, each with the first line of its docstring."""
     cards = {
         path.stem: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
         for path in sorted(SHIPPED.glob("[!_]*.py"))
@@ -27,7 +27,7 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Write the report's page and print its path; with --watch repeat this until the runs end."""
+    """Write the report on some runs and print its path; with --watch repeat until the runs end."""
     from adloco_jax.study.report import watch, write
 
     if options.out is None and len(options.run) > 1:
@@ -60,7 +60,7 @@ def export(options: argparse.Namespace, command: str) -> None:
 
 
 def gradients(options: argparse.Namespace, command: str) -> None:
-    """Measure the gradients at a checkpoint of a run, and print the numbers."""
+    """Measure the gradients at a checkpoint of a run, and print noise, signal and scatter."""
     from adloco_jax.run.machines import here
     from adloco_jax.study.gradients import analyse_run
     from adloco_jax.study.gradients_figure import describe
@@ -74,7 +74,7 @@ def gradients(options: argparse.Namespace, command: str) -> None:
 
 
 def generate(options: argparse.Namespace, command: str) -> None:
-    """Write text with a Llama in Hugging Face layout, such as a run's export."""
+    """Write text with a Llama from a folder in Hugging Face layout, such as a run's export."""
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Run variants with several seeds, and report the cost of each loss."""
+"""The command `compare`: run variants with several seeds, and report the cost of each loss."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ from adloco_jax.training import train
 
 
 def compare(options: argparse.Namespace, command: str) -> int:
-    """Make the runs that are not finished, then the tables and figures."""
+    """Make the runs of a comparison that are not finished; then write its tables and figures."""
     path = find_config(options.config)
     comparison = load_config(path, "get_comparison", comparisons.Comparison)
     folder = options.workdir or Path("runs") / path.stem
@@ -74,16 +74,17 @@ def execute(
     command: str = "",
     results_file: Path | None = None,
 ) -> bool:
-    """Make the runs that are not finished, one after another.
+    """Make the runs of a comparison that are not finished, one after another.
 
     Runs that another process is making are skipped, so several processes may share a comparison.
-    The output of a run goes to `output.txt` in its folder. Equal programs of several runs are
+    The output of a run goes to `output.txt` in its folder. A program that several runs need is
     compiled once, because the compilation cache is enabled.
 
     Args:
       comparison: The comparison, with its variants and seeds.
       folder: The folder of all runs; unfinished runs in it are resumed.
-      on_end: Called for each run with the run, and whether it was made now (or finished before).
+      on_end: Called for each run with the run, and with True if it was made now, False if it had
+        finished before.
       command: The command line, which is recorded in the ledgers.
       results_file: A file to which a line is added for each finished run; the run's folder is then
         deleted. A run that already has a line is not made again.
@@ -100,7 +101,7 @@ def execute(
         return results_file is not None and results.key(run) in results.read(results_file)
 
     def keep(run: Trial) -> None:
-        """Write the line of a finished run, and delete its folder.
+        """Write the line of a finished run to the results file, and delete the run's folder.
 
         If the process is killed between the two steps, another process completes them.
         """

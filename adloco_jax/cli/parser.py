@@ -32,7 +32,7 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command; an invalid command line gives a one-line error."""
+    """The options of one command; an invalid command line gives an error of one line."""
 
     def __init__(self, command: str, words: Sequence[str]):
         super().__init__(
@@ -48,14 +48,14 @@ class Parser(argparse.ArgumentParser):
         self.example, self.usage, self.description = example, f"{self.prog} {example}", card
 
     def about(self, subject: str, *names: str, text: str, nargs: str = "?") -> None:
-        """Add the command's main argument, such as RUN; the options in `names` set it too."""
+        """Add the main argument of the command, such as RUN; options in `names` can also set it."""
         self.subject = subject.lower()
         self.add_argument(self.subject, nargs=nargs, metavar=subject, help=text)
         for name in names:
             self.add_argument(name, dest="same", metavar=subject, help=f"same as {subject}")
 
     def option(self, name: str, default: str | float, text: str) -> None:
-        """Add an option; its default determines its type, and is shown at the end of its help."""
+        """Add an option; its default value determines its type, and is shown in its help."""
         help_text = f"{text}; default: {default!r}"
         self.add_argument(name, type=type(default), default=default, help=help_text)
 
@@ -68,12 +68,15 @@ class Parser(argparse.ArgumentParser):
         self.entries()
 
     def entries(self) -> None:
-        """Add --config for entries that a user has added, because code in folders is never run."""
+        """Add --config: a config file that is run to add a user's own entries to tables.
+
+        The option is needed because no code in the folder of a run is ever executed.
+        """
         text = "the run's config file, if it adds an entry of a table that the run uses"
         self.add_argument("--config", metavar="FILE", help=text)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Combine the different ways to give the main argument, and check that folders exist."""
+        """Find the main argument among the ways to give it; check that the named folders exist."""
         if self.subject:
             value, same = getattr(options, self.subject), options.__dict__.pop("same", None)
             given = (value if isinstance(value, list) else [value] * (value is not None)) + (
@@ -91,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"--out {out}: exists already and is not empty; name another folder")
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError that shows the command to write, with known values filled in."""
+        """Raise a ConfigError that shows the command line to write, with known values filled in."""
         named = [word for word in self.words if not word.startswith("-")]
         folders = [word.partition("=")[2] or word for word in self.words]
         found = {
@@ -116,7 +119,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def recorded_command(run: str | Path) -> str:
-    """The command that started a run, from its ledger."""
+    """The command line that started a run, from the run's ledger file."""
     with open(Path(run) / "ledger.jsonl", encoding="utf-8", errors="replace") as ledger:
         try:
             return str(json.loads(ledger.readline(2**16))["command"])
@@ -125,7 +128,7 @@ def recorded_command(run: str | Path) -> str:
 
 
 def newest_run() -> list[str]:
-    """A list with the newest run in `runs/`; empty if there is none."""
+    """A list with the newest run folder in `runs/`; empty if there is none."""
     found = [path for path in Path("runs").glob("*") if is_run(path)]
     return [str(max(found, key=lambda run: run.stat().st_mtime))] if found else []
 

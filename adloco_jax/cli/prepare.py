@@ -1,4 +1,4 @@
-"""Tokenise and pack text into a folder of rows, which runs read by `data.source=tokens`."""
+"""The command `prepare`: tokenise text into a folder of rows, which runs read quickly."""
 
 import argparse
 import shlex
@@ -25,7 +25,9 @@ _REFUSED = frozenset(
 
 
 def guess_source(path: str) -> str:
-    """Guess the source of a path from the endings of its files; a hub name is the source `hf`.
+    """Guess the value of `data.source` for a path from the endings of the file names.
+
+    The name of a data set on the hub gives the source `hf`.
 
     Raises:
       ConfigError: If the files are of several kinds, or of a kind that is not plain text.
@@ -60,7 +62,7 @@ def _ending(name: str) -> str:
 
 
 def prepare(options: argparse.Namespace, command: str) -> None:
-    """Make a folder of rows; print its content, and the command to train on it."""
+    """Make a folder of rows; print what it contains, and the command to train on it."""
     data = dict(vars(options))
     path, output, source = (data.pop(key) for key in ("source", "output", "kind"))
     if source is None:

@@ -122,7 +122,7 @@ class ArrayRows:
 
 
 def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
-    """Check that the argument called `name` is rows, and return them as [N, L + 1]."""
+    """Convert the argument called `name` (rows, or one sequence) to rows [N, L + 1]."""
     try:
         array = np.asarray(given)
     except ValueError as error:  # lists of unequal length

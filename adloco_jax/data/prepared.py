@@ -170,7 +170,7 @@ class Kept:
     def add(
         self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
     ) -> None:
-        """Save a piece: documents, records of the files that end in it, and the next position."""
+        """Save another piece: documents, records of files that end in it, and where to read on."""
         progress = np.array(json.dumps({"files": files} | position))
         arrays = {"tokens": tokens, "about": about, "progress": progress}
         with replaced_file(self._path(len(self._counts))) as file:

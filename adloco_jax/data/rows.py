@@ -144,7 +144,7 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 
 
 def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
-    """Read and tokenise all documents that are not saved yet, separate held-out text first."""
+    """Read and tokenise the documents that are not saved yet, separate held-out text first."""
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
     if kept.num_tokens:
@@ -403,7 +403,7 @@ def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Mask
 
 
 def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
-    """Choose at most `limit` rows of a mask at random, because files are often sorted by class."""
+    """Choose at most `limit` of these rows at random, because files are often sorted by class."""
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]

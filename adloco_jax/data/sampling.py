@@ -38,7 +38,7 @@ class RowOrder:
 
     @property
     def subset_size(self) -> int:
-        """Rows in each trainer's random subset: the share rounded down, at least one."""
+        """Number of rows in a trainer's random subset: the share rounded down, at least one."""
         return max(1, int(self.subset_frac * self.num_rows))
 
 
@@ -172,7 +172,7 @@ def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _fold(*parts: int | np.ndarray) -> np.ndarray:
-    """Hash integers, in order, into a uint64 key [1]; if one is an array, into an array of keys."""
+    """Hash integers, in order, to one uint64 key [1], or to a key per entry of an array."""
     key = np.zeros(1, np.uint64)  # always an array: it wraps silently, a scalar would warn
     for part in parts:
         word = np.uint64(part & _UINT64_MASK) if isinstance(part, int) else part.astype(np.uint64)

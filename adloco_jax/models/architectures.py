@@ -1,4 +1,4 @@
-"""The table of model architectures, and their interface."""
+"""The table of model architectures (`ARCHITECTURES`), and what an entry of it consists of."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,8 @@ class Architecture:
         measure gradients by taps.
       data: "text": rows are L + 1 tokens, the loss is in nats per token. "labelled": rows are
         [label, number of tokens n, L tokens], the loss is in nats per example.
-      rules: Conditions on the group `model`, checked with the config.
+      rules: Conditions on the settings of the group `model`, which are checked together with the
+        config.
       weight_map: Hugging Face names of the parameters. Without this map there is no Hugging Face
         export and no `model.init_from`.
       label_params: Returns a tree of labels with the parameters' structure, for rules that depend
@@ -45,7 +46,7 @@ class Architecture:
 
 
 def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
-    """Select the config keys whose names are attributes of the module."""
+    """The settings of the config's group `model` that are attributes of the Flax module."""
     names = {field.name for field in dataclasses.fields(module)}
     return {name: value for name, value in vars(model).items() if name in names}
 

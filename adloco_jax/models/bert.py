@@ -160,7 +160,10 @@ class Bert(nn.Module):
         lengths_B: Int[Array, " B"] | None = None,
         tap_B: Tap = None,
     ) -> Float[Array, "B C"]:
-        """Logits of the classes, float32, from each sequence's first `lengths_B` tokens, or all."""
+        """Logits of the classes, float32, from the first `lengths_B` tokens of each sequence.
+
+        If `lengths_B` is None, all tokens are read.
+        """
         batch, length = tokens_BL.shape
         check_length(length, self.max_length)
         lengths_B = jnp.full(batch, length) if lengths_B is None else lengths_B

@@ -64,14 +64,14 @@ def attend(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _attend_block(q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int) -> Array:
-    """Attention of the last q positions; queries of `num_shared` heads are concatenated."""
+    """Attention outputs of the last q positions, for `num_shared` query heads per key head."""
     return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, num_shared)[0]
 
 
 def _attend_block_and_sums(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int
 ) -> tuple[Array, Array]:
-    """The outputs, and the logarithm of each query's sum of exponentials, [B, G, q, 1]."""
+    """Attention outputs, and the logarithm of each query's sum of exponentials [B, G, q, 1]."""
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, num_shared), scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
@@ -106,7 +106,7 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
 
 
 def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
-    """Mask [q, s] of the keys that each query sees: the keys up to the query's own position."""
+    """Mask [q, s] of the keys that a query may see: those up to the position of the query."""
     num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
     return np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
 

@@ -139,7 +139,7 @@ def _use(
     weight: Array,
     tap_B: Tap,
 ) -> Array:
-    """`layer(x_B, weight)`, with a tap if one is given."""
+    """Call `layer(x_B, weight)`, with a gradient tap if `tap_B` is given."""
     # This constraint has an effect only under `nn.logical_axis_rules`: a sharded weight is
     # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
     # XLA moves the activations, which are larger for a batch of long sequences.
@@ -174,13 +174,19 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Squared norms of all examples' gradients at once; these gradients need little memory."""
+    """Squared norms of the gradients of all examples, computed at once.
+
+    This is for weights whose gradients need little memory.
+    """
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Squared norms of a table's gradient; a row's gradient is a sum over its token's positions."""
+    """Squared norm of each example's gradient of an embedding table.
+
+    The gradient of a table row is the sum over the positions of its token.
+    """
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
@@ -194,7 +200,10 @@ def _tapped(
     weight: Array,
     tap_B: Array,
 ) -> Array:
-    """`layer(x_B, weight)`, whose backward pass measures norms by `norms_fn`, or one by one."""
+    """Call `layer(x_B, weight)` with a backward pass that also measures norms of gradients.
+
+    The norms come from `norms_fn`, or from the gradient of each example in turn.
+    """
     return layer(x_B, weight)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face names of the parameters and sizes of this package's models; reads no files."""
+"""Hugging Face names of the parameters and sizes of the models here; this module reads no files."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Fault = Callable[[str, object, object], None]
 
 @dataclasses.dataclass(frozen=True)
 class WeightMap:
-    """Hugging Face names of a model's parameters and sizes.
+    """How a model's parameters and sizes are named in a checkpoint in Hugging Face layout.
 
     Attributes:
       model: The Flax module's class.
