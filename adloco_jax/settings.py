@@ -65,7 +65,7 @@ class Knob:
         return get_args(self.type)[0] if NoneType in get_args(self.type) else self.type
 
     def entries(self) -> Mapping[str, Any]:
-        """The table's present entries, including those that a config file has added."""
+        """The present entries of the knob's table, including those that a config file has added."""
         return getattr(importlib.import_module("adloco_jax"), self.table[0])
 
 
@@ -85,7 +85,7 @@ def _size(value: float, doc: str) -> Any:
 
 
 def _group(resume: Change) -> Any:
-    """Turn a class of knobs into a group; knobs without a resume rule get that of the group."""
+    """Declare a group of knobs; a knob without a resume rule has the resume rule of the group."""
     return dataclasses.field(metadata={"resume": resume})
 
 

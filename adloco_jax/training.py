@@ -368,7 +368,7 @@ def begin(
 
 
 def execute(run: Run, attempt: Attempt) -> State:
-    """Run all remaining rounds of an attempt; then choose the consensus model and measure it.
+    """Run all remaining rounds; `attempt.evaluator` then has the consensus model and its loss.
 
     Raises:
       DivergedError: If every trainer's loss is not finite.

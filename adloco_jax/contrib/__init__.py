@@ -1,11 +1,12 @@
-"""Methods of other papers, one file each: a function, and its entry in a table of `core`.
+"""Methods of other papers, one file each, as entries of the tables of functions in `core`.
 
-Streaming DiLoCo has no entry, because it changes the steps of a round; `outer.fragments` enables
-it.
+Streaming DiLoCo is in no table, because it changes the steps of a round. The knob `outer.fragments`
+enables it.
 
-Each file is a template for your own method: write a function with the table's signature, add it to
-the table under a name, and import the file below. `adloco_jax.AGGREGATORS` and the other tables are
-imported from here, so they have the entries of all files.
+A file here is a template for your own method. Write a function with the signature of the table's
+entries, add the function to the table under a name, and import the file below.
+`adloco_jax.AGGREGATORS` and the other tables are imported from here, so they have the entries of
+all files.
 """
 
 from adloco_jax.contrib import isotropic as isotropic

@@ -20,7 +20,7 @@ def label_by_shape(params: PyTree) -> PyTree:
 def muon(
     inner: Any, *, label_params: Callable[[PyTree], PyTree] = label_by_shape
 ) -> optax.GradientTransformation:
-    """Muon for each matrix of the hidden layers, and AdamW for all other parameters.
+    """Make the inner optimizer Muon for matrices of hidden layers, with AdamW for the rest.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
     and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled. Weight decay and learning

@@ -13,7 +13,9 @@ def quadratic(
     warmup_updates: int,
     alpha: float = ALPHA,
 ) -> float:
-    """Length of a round: (alpha / learning rate)^2 steps; during warm-up the base length.
+    """Length of a round: (alpha / learning rate)^2 inner steps, at least the base length.
+
+    During warm-up a round has the base length.
 
     Args:
       steps_per_round: H_base, the shortest round.

@@ -46,7 +46,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
     Args:
       tree_X: Leaves [X, ...], such as trainers' or workers' parameters.
       fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1; with 1 the fragment is the whole.
+      num_fragments: F >= 1; if F is 1, the fragment is the whole tree.
 
     Returns:
       Leaves [X, ...] with ceil(n / F) entries on the divided axis, padded with zeros. A leaf that
@@ -69,7 +69,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
 def put_fragment(
     tree_X: PyTree, part_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int
 ) -> PyTree:
-    """Write a fragment back: the inverse of `take_fragment`.
+    """Write the entries of one fragment back into a tree: the inverse of `take_fragment`.
 
     Args:
       tree_X: Leaves [X, ...].
@@ -111,9 +111,9 @@ def outer_update_fragment(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Synchronise one fragment: `outer_update` on the fragment's entries of the trainers.
 
-    Other entries of the parameters and the outer state do not change. The workers do not change
-    either (see `receive_fragment`). This function does not depend on the workers' updates between
-    sending and arrival, so a compiler can run both at once.
+    Entries of other fragments, in parameters and outer state, do not change. The workers do not
+    change either (see `receive_fragment`). This function does not depend on the workers' updates
+    between sending and arrival, so a compiler can run both at once.
 
     Args:
       ensemble: The ensemble in which this fragment was last synchronised.
@@ -194,11 +194,11 @@ def receive_fragment(
       ensemble: The result of `outer_update_fragment`.
       fragment: Index of the fragment, from 0 to F - 1.
       num_fragments: F >= 1.
-      mixing: Share of the worker's own entries in the mixture, from 0 to 1. If a worker's entries
-        are not finite, it takes the trainer's entries alone.
+      mixing: Share of the worker's own entries in the mixture, from 0 to 1. A worker whose entries
+        are not finite takes only the entries of the trainer.
 
     Returns:
-      The workers; their other entries and inner states do not change.
+      The workers. Entries of other fragments, and inner states, do not change.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
@@ -316,7 +316,7 @@ def _axis(leaf_X: Array, num_fragments: int) -> int | None:
 
 
 def _split(leaf_X: Array, axis: int, num_fragments: int) -> Array:
-    """[X, ..., n, ...] -> [X, ..., ceil(n / F), F, ...]; entry i is at (i // F, i % F)."""
+    """Reshape the divided axis of length n to (ceil(n / F), F); entry i goes to (i // F, i % F)."""
     rows = -(-leaf_X.shape[axis] // num_fragments)
     missing = rows * num_fragments - leaf_X.shape[axis]
     if missing:

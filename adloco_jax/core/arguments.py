@@ -46,12 +46,12 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """Pass the same key in every call of a `loss_fn` that takes a `key`, so that losses compare."""
+    """Make a loss that takes a `key` use the same key in every call, so that losses compare."""
     return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
 
 
 def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
-    """Bind the knobs whose names are parameters of `function`; ignore the others."""
+    """Bind the settings whose names are parameters of `function`; leave out all others."""
     named = {name: knobs[name] for name in knobs if takes(function, name)}
     return functools.partial(function, **named) if named else function
 
@@ -110,9 +110,9 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
 def checked_update(
     name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`tx.update`, after a check that the state of `tx` holds no parameters.
+    """Return the `update` of an optimizer, after a check that its state holds no parameters.
 
-    Extra arguments are passed by name to transformations that accept them.
+    Extra arguments go to optimizers that accept them.
     """
 
     def keeps_params(node):

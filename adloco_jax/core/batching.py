@@ -155,7 +155,7 @@ def _require_positive(**thresholds: float) -> None:
 
 
 def constant(*, batch_size: int) -> int:
-    """The fixed batch of DiLoCo and LocalSGD, in sequences per worker."""
+    """The rule for a constant batch, as in DiLoCo and LocalSGD, in sequences per worker."""
     return batch_size
 
 
@@ -179,7 +179,7 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
 
 
 class BatchTest(NamedTuple):
-    """An entry of `BATCH_TESTS`: a trainer's request for its next batch."""
+    """An entry of `BATCH_TESTS`: a function that computes a trainer's request for a batch."""
 
     request: Callable[..., Scalar]
     """`request(stats, *, ...) -> sequences per worker`, before rounding and caps. The function
@@ -318,7 +318,7 @@ def _maximum(a, b):
 
 
 def fixed(*, steps_per_round: int) -> int:
-    """Give every round the base length, `steps_per_round`."""
+    """The rule for rounds of constant length: every round has `steps_per_round` inner steps."""
     return steps_per_round
 
 

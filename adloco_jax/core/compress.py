@@ -30,7 +30,7 @@ class Packed(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """How a leaf, without its leading axis, is divided into blocks."""
+    """How a leaf, without its leading axis, is divided into blocks with one scale each."""
 
     axis: int  # the axis that is divided into rows
     length: int  # length of the axis
@@ -153,7 +153,7 @@ def _unpack_leaf(packed: Packed, shape: tuple[int, ...]) -> Array:
 
 
 def _to_blocks(leaf_X: Array) -> Array:
-    """[X, ...] -> [X, rows, blocks of a row, entries of a block]; padding is zero."""
+    """Reshape [X, ...] to [X, rows, blocks of a row, entries of a block]; padding is zero."""
     num, dims = leaf_X.shape[0], leaf_X.shape[1:] or (1,)
     blocks = _blocks_of(dims)
     values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)

@@ -151,7 +151,9 @@ def gradient_stats_of_means(
 def _of_means(
     mean: PyTree, norms_X: Array, count: Array, batch_size: int
 ) -> tuple[GradientStats, Array, Array]:
-    """Statistics from gradients that are means of `batch_size` examples; also rms norm, |mean|^2.
+    """Statistics from gradients that are themselves means of `batch_size` examples.
+
+    Also returns the rms norm and |mean|^2.
 
     This is an analysis of variance. For single examples it gives S and G2 of the module docstring.
     The first `count` entries of `norms_X` are used; the others are zero.
@@ -178,7 +180,10 @@ def _of_means(
 def _with_products(
     stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
-    """Add the inner-product fields; products and |mean gradient|^2 are in units of the scale."""
+    """Add the fields for inner-product tests to statistics.
+
+    Products and |mean gradient|^2 are given in units of the scale.
+    """
     p_B, first_B, second_B = products_3B
     t, index_B = examples.count, jnp.arange(examples.size)
     last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)
@@ -226,7 +231,7 @@ def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> L
 
 
 class _Examples(NamedTuple):
-    """A batch, divided into parts whose gradients are summed separately: thirds, or one part."""
+    """A batch that is processed in passes, with sums of gradients for thirds or for all of it."""
 
     batch_B: PyTree  # leaves [B, 1, ...]
     group: int  # examples of one pass
@@ -235,11 +240,11 @@ class _Examples(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of examples, padding included."""
+        """Number of examples in the batch, including padding."""
         return jax.tree.leaves(self.batch_B)[0].shape[0]
 
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
-        """Call `carry = body(i, index_C, valid_C, batch_C, carry)` for each pass of the parts."""
+        """Call `carry = body(i, index_C, valid_C, batch_C, carry)` for each pass over a part."""
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
         passes_I = -(-(ends_I - starts_I) // self.group)
@@ -262,7 +267,7 @@ class _Examples(NamedTuple):
 def _sum_gradients(
     loss_of: LossFn, params: PyTree, examples: _Examples, estimator: str
 ) -> tuple[PyTree, Array]:
-    """Each part's sum of gradients, leaves [P, ...], and each example's norm, float32 [B]."""
+    """The sum of gradients of each part [P, ...], and the norm of each example's gradient [B]."""
     measure, _ = _ESTIMATORS[estimator]
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
@@ -285,10 +290,12 @@ def _multiply(
     sums_3: PyTree,
     rms: Array,
 ) -> Array:
-    """Inner products of each gradient with three means, float32 [3, B], in units of `rms**2`.
+    """Inner products of the examples' gradients with three means: float32 [3, B].
 
-    The three are the mean of all gradients and the means of the first two thirds. Only gradients of
-    the last third are multiplied by the last two.
+    The unit is `rms**2`.
+
+    The three means are those of all gradients, of the first third and of the second third. Only
+    gradients of the last third are multiplied by the last two.
     """
     thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
     shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / examples.count, *thirds_23]) / rms
@@ -345,7 +352,7 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
 def _examples(
     batch: PyTree, chunk_size: int | None, num_examples: Array | int | None, inner_products: bool
 ) -> _Examples:
-    """Divide a batch into passes and parts."""
+    """Divide a batch into parts (thirds, or one) and these into passes."""
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(

@@ -171,7 +171,10 @@ def _update(
     is_finite: Array,
     learning_rate: Array | None,
 ) -> tuple[PyTree, PyTree, Array]:
-    """Parameters and inner state after an update, and whether it was skipped."""
+    """Apply an update of the inner optimizer, unless loss or gradient are not finite.
+
+    Returns parameters, inner state, and whether the update was skipped.
+    """
     params, state = before
     is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
 
@@ -210,7 +213,7 @@ def _in_passes(
 
 
 def _at_once(count: int, limit: int | None, name: str) -> int:
-    """The largest divisor of `count` within the limit."""
+    """The largest divisor of `count` that is not above the limit."""
     if limit is None:
         return count
     if limit < 1:

@@ -24,7 +24,7 @@ from adloco_jax.core.types import (
 
 
 class Candidate(NamedTuple):
-    """The data of a trainer that a merge policy receives."""
+    """What a merge policy knows about a trainer: requested batch, loss, age."""
 
     requested_batch_size: int  # sequences per worker
     guard_loss: float = math.nan  # nats/token on held-out rows that only decisions use

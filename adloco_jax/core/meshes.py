@@ -76,7 +76,10 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
 
 def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
-    """Shardings for `on_any_mesh` of a function that returns an ensemble: the argument's."""
+    """The `shardings` argument of `on_any_mesh` for a function that returns an ensemble.
+
+    The result is sharded like the ensemble in the argument.
+    """
     return jax.tree.map(lambda _: whole, result).replace(
         params_M=ensemble.params_M,
         outer_state_M=ensemble.outer_state_M,

@@ -76,7 +76,7 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
 
 
 def labels_of(label_params: Callable[[PyTree], PyTree] | None, difference_W: PyTree) -> PyTree:
-    """The label of each parameter, for rules that depend on labels; "" without `label_params`."""
+    """The label of each parameter, for functions that treat parameters by label; "" if none."""
     if label_params is None:
         return jax.tree.map(lambda _: "", difference_W)
     return label_params(jax.tree.map(lambda leaf_W: leaf_W[0], difference_W))
@@ -94,7 +94,7 @@ def by_trainers(
     usable_R: Array,
     aggregate: Aggregator,
 ) -> tuple[PyTree, Array]:
-    """Aggregate each trainer's differences; leaves [R, ...] -> [M, ...].
+    """Aggregate the differences of each trainer's workers: leaves [R, ...] -> [M, ...].
 
     Only workers with a positive finite weight count. If a trainer has no such worker, its usable
     workers count equally. The second result, bool [M], says which trainers have a usable worker.
@@ -360,7 +360,7 @@ def outer_update(
 
 
 class Differences(NamedTuple):
-    """Workers' differences from their trainers, as they are sent; a pytree node."""
+    """The differences of workers from their trainers in the form that is sent; a pytree node."""
 
     packed_R: PyTree  # [R, ...] from `core.compress.pack`
     exact_W: PyTree  # [W, ...] float32: of W single-worker trainers; None if nothing is quantised
@@ -503,12 +503,12 @@ def apply_differences(
 
 
 def _are_single(ensemble: Ensemble) -> np.ndarray:
-    """For each worker, whether its trainer has no other worker: bool [R]."""
+    """Whether a worker is the only worker of its trainer: bool [R]."""
     return (np.bincount(ensemble.owners) == 1)[ensemble.owner_R]
 
 
 def _are_finite(tree_X: PyTree) -> Array:
-    """Whether all numbers of each entry of the leading axis are finite, bool [X]."""
+    """Whether a pytree's entry on the leading axis has only finite numbers: bool [X]."""
     leaves = jax.tree.leaves(tree_X)
     found = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
     return functools.reduce(jnp.logical_and, found)
@@ -517,7 +517,7 @@ def _are_finite(tree_X: PyTree) -> Array:
 def _send(
     tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """Quantise, send and dequantise `tree_X`, except for entries of single-worker trainers."""
+    """Quantise, send and dequantise arrays; entries of single-worker trainers stay as they are."""
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
     if precision == "float32" or not single_X.any():
         return arrived_X
@@ -525,7 +525,7 @@ def _send(
 
 
 def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:
-    """Make a key for each example, [T, R, B]: `key` folded with trainer, worker and position."""
+    """Make a random key for each example [T, R, B], from trainer, worker and position."""
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
     return fold_in_each(

@@ -1,4 +1,4 @@
-"""The dimension key, the shared types of `core`, and the stack of trainers.
+"""The shared types of `core`, the key of array dimensions, and the stack of trainers.
 
 Dimension key, used in names, einsum strings and shape annotations:
 
@@ -67,7 +67,7 @@ class Ensemble(struct.PyTreeNode):
 
 
 class Workers(struct.PyTreeNode):
-    """The workers in the middle of a round, each with its own drifting parameters; a pytree."""
+    """The workers in the middle of a round, with parameters that differ between them; a pytree."""
 
     params_R: PyTree  # [R, ...]
     inner_state_R: PyTree  # [R, ...]
@@ -77,7 +77,7 @@ class Workers(struct.PyTreeNode):
 
 
 class RoundMetrics(struct.PyTreeNode):
-    """Metrics of one round."""
+    """The losses, skipped updates and norms that a round returns."""
 
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
     skipped_SR: Array  # bool [S, R]: updates with a loss or gradient that is not finite
@@ -331,14 +331,14 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
 
 
 def block_size(owners: Sequence[int]) -> int | None:
-    """Workers per trainer if all trainers own equally many, contiguous and in order; else None."""
+    """Workers per trainer, if all trainers have equally many in order; else None."""
     size = list(owners).count(0)
     equal = tuple(m for m in range(max(owners) + 1) for _ in range(size))
     return size if tuple(owners) == equal else None
 
 
 def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
-    """Copy each trainer's entries to each of its workers: leaves [M, ...] -> [R, ...]."""
+    """Give each worker a copy of the entry of its trainer: leaves [M, ...] -> [R, ...]."""
     size = block_size(owners)
     if size is None:
         return jax.tree.map(lambda leaf_M: leaf_M[np.array(owners)], tree_M)
@@ -396,7 +396,10 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
 
 
 def squared_norms(tree_X: PyTree) -> Array:
-    """Squared L2 norm of each entry of the leading axis, float32 [X]; infinite if it overflows."""
+    """Squared L2 norm of each entry of the leading axis, over all leaves: float32 [X].
+
+    It is infinite if it overflows.
+    """
     squares = (_sum_entries(jnp.square(leaf_X)) for leaf_X in _as_float32(tree_X))
     return sum(squares, jnp.zeros((), jnp.float32))
 
@@ -436,7 +439,9 @@ def moved_states(
     stays_R: Array | np.ndarray,
     owner_R: Array | np.ndarray,
 ) -> PyTree:
-    """Inner states after workers move: a worker that stays keeps its state, others take a mean.
+    """The workers' inner states after some workers have moved to other trainers.
+
+    A worker that stays keeps its state; a worker that moves takes a mean.
 
     The mean is over the workers that the new trainer already had. Whole numbers, such as Adam's
     count of updates, are rounded. An entry that is equal in all workers does not change. A PRNG key
@@ -462,7 +467,9 @@ def moved_states(
 def moved_params(
     ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
 ) -> PyTree:
-    """Workers' parameters after workers move; a worker that joins a trainer copies its parameters.
+    """The workers' own parameters after some workers have moved to other trainers.
+
+    A worker that moves copies the parameters of its new trainer.
 
     `source` are positions of workers in `ensemble`; `owners` are positions of the new trainers in
     its stack. Returns None if workers have no parameters of their own.
@@ -501,7 +508,7 @@ def check_owners(owners: np.ndarray, num_trainers: int) -> None:
 
 
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
-    """Positions of some trainers' workers, trainer by trainer."""
+    """Positions of the workers of some trainers, trainer by trainer."""
     return np.concatenate([np.flatnonzero(ensemble.owner_R == m) for m in trainers])
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG, in a page or as files: one engine for reports, comparisons and documentation.
+"""Charts as SVG, in a web page or as files, for reports, comparisons and documentation.
 
 Positions in a chart's box are percentages, so the box can be stretched while text and lines keep
 their size. Colours and dashes are CSS classes of `chart.css`, with other colours on a dark page.
@@ -34,7 +34,7 @@ NUM_COLORS, NUM_DASHES = 7, 6  # no common factor, so 42 curves look different
 
 
 def look(index: int) -> str:
-    """The CSS classes of a curve by its number, the same in every chart."""
+    """The CSS classes of a curve, by the number of the curve; the same in every chart."""
     return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
 
 
@@ -72,7 +72,7 @@ def axis(
     margin: float = 0.0,
     max_ticks: int = _MAX_TICKS,
 ) -> Axis:
-    """Make an axis that covers all values.
+    """Make an axis whose range covers all these values.
 
     Args:
       label: The quantity, with its unit unless `unit` gives it.
@@ -108,7 +108,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
-    """Ticks of a logarithmic axis: powers of the base, fewer or more by the length of the axis."""
+    """Ticks of a logarithmic axis: powers of the base, or other numbers if these are too few."""
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     sets = [[float(base) ** p for p in powers if p % every == 0] for every in (1, 2, 3, 5, 10)]
     if base == 10:
@@ -121,7 +121,7 @@ def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
 
 
 class Curve(NamedTuple):
-    """A line through points in order; a gap where y is not finite."""
+    """A line through points in order; where y is not finite, the line has a gap."""
 
     x: Sequence[float] | np.ndarray
     y: Sequence[float] | np.ndarray
@@ -134,11 +134,11 @@ class Curve(NamedTuple):
 def points(
     x: Iterable[Sequence[float]], y: Iterable[Sequence[float]], color: str, label: str = ""
 ) -> list[Curve]:
-    """Draw dots with bars over their ranges; the last dot has a label.
+    """Draw dots, with bars over the ranges of their values; the last dot has a label.
 
     Args:
       x: For each dot the lowest, middle and highest horizontal value; the dot is at the middle.
-      y: The same for vertical values.
+      y: For each dot the lowest, middle and highest vertical value.
       color: A class of `chart.css`.
       label: Label of the last dot.
     """
@@ -153,7 +153,7 @@ def points(
 
 
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points of a step curve: constant within each round, NaN between non-adjacent rounds."""
+    """The points of a curve that is constant within a round, with gaps where rounds are missing."""
     x, y = [], []
     for number, value in zip(rounds, values, strict=True):
         if x and x[-1] < number - 1:
@@ -163,7 +163,7 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
 
 
 def shortened(label: str) -> str:
-    """Shorten a label to fit beside a curve: its beginning and its end stay."""
+    """Shorten a label to fit beside a curve; its beginning and its end are kept."""
     half = _MAX_LABEL // 2
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
 
@@ -246,8 +246,8 @@ def frame(
       body: SVG elements; their positions are percentages of the box.
       title: Title of the chart.
       height: Height of the box, in pixels.
-      left: Texts left of the box, each with its distance from the top, 0 to 1.
-      y_label: Label of these texts.
+      left: Texts left of the box, as pairs: the distance from the top (0 to 1), and the text.
+      y_label: Label for the texts on the left.
       classes: Classes of the whole chart.
     """
     across = [(f"{100 * x.at(tick):.2f}%", short(tick, x.unit)) for tick in x.ticks]
@@ -263,7 +263,7 @@ def frame(
 
 
 def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
-    """Move positions so that they are at least `gap` apart, in order, between 0 and `high`."""
+    """Move positions until neighbours are at least `gap` apart, in order, between 0 and `high`."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     blocks: list[tuple[list[int], float]] = []  # members, and the position of the first one
     for index in order:
@@ -359,13 +359,13 @@ def svg(
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
-    """Position of the last finite point, from the left and from the top."""
+    """The last finite point of a curve: distances from the left and from the top."""
     finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
     return (x.at(finite[-1][0]), 1 - y.at(finite[-1][1])) if finite else None
 
 
 def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
-    """The label to the right of the box, with a thin line from the curve's end."""
+    """The label of a curve right of the box, with a thin line from the end of the curve."""
     leader = [f"{100 * value:.1f}%" for value in (*end, row)]
     key = f'<tspan class="key">{escaped(curve.key)}</tspan> ' if curve.key else ""
     return (
@@ -376,7 +376,7 @@ def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
 
 
 def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
-    """The line and its band, in coordinates that stretch with the box."""
+    """The SVG path of a curve and of its band, in coordinates that stretch with the box."""
     points = [_thinned(run, num_bins) for run in _placed(curve.x, curve.y, x, y)]
     area = ""
     if curve.band:
@@ -401,7 +401,7 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
 def _placed(
     xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
-    """Coordinates of the points: one list for each part of a curve without a gap."""
+    """Coordinates of a curve's points: one list for each part of the curve without a gap."""
     stretches: list[list[tuple[int, int]]] = [[]]
     for a, b in zip(xs, ys, strict=True):
         if not math.isfinite(b):
@@ -412,7 +412,10 @@ def _placed(
 
 
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
-    """Thin out points: keep the first, last, lowest and highest point of each horizontal bin."""
+    """Leave out points of a long curve.
+
+    In each horizontal bin the first, last, lowest and highest point are kept.
+    """
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}

@@ -50,7 +50,7 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
     """For each round, the seconds from the run's start until every trainer has ended the round.
 
     Args:
-      events: A ledger's lines; the run may be resumed or unfinished.
+      events: The lines of the run's ledger; the run may be resumed or unfinished.
       cluster: The cluster for which the run is timed.
     """
     start = last(events, "start")
@@ -90,7 +90,7 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
 
 
 def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
-    """Seconds of a ring all-reduce: reduce-scatter, then all-gather (docs/algorithm.md, 6)."""
+    """Seconds of a ring all-reduce: a reduce-scatter, then an all-gather (docs/algorithm.md, 6)."""
     return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)
 
 

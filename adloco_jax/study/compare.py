@@ -55,7 +55,7 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of a comparison, and the losses at which their costs are compared."""
+    """What a comparison runs, and the losses at which it compares costs."""
 
     base: ConfigDict
     variants: Mapping[str, Mapping[str, object]]
@@ -69,7 +69,7 @@ class Comparison:
 
 
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
-    """Check a comparison, and list its runs in the order in which they are made.
+    """Check a comparison, and list its runs in the order in which they will be made.
 
     Args:
       comparison: The result of a config file's `get_comparison()`.
@@ -115,7 +115,7 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
     """Costs and loss of a run at each evaluation of its consensus model.
 
     Args:
-      events: The ledger's lines.
+      events: The lines of the run's ledger.
       simulated: The cluster and the model whose time is simulated.
 
     Returns:
@@ -263,7 +263,10 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
 
 
 def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
-    """Describe the number of runs, the dates and the devices, from the ledgers' start lines."""
+    """Describe the runs of a comparison: their number, dates and devices.
+
+    The values are from the `start` lines of the ledgers.
+    """
     base = comparison.base
 
     def recorded(key: str) -> str:
@@ -280,7 +283,7 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
 
 
 def _conclusion(table: dict) -> str:
-    """Name the variant that reached the baseline's loss with the fewest communications."""
+    """State which variant reached the baseline's final loss with the fewest communications."""
     baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
     costs = {
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
@@ -317,7 +320,7 @@ def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None
 
 
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
-    """For each measure, the costs at which the seeds first reached their target losses."""
+    """For each measure, the median and range of the costs at which seeds reached a target loss."""
     never = dict.fromkeys(MEASURES)
     first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
     return _over_seeds(first)
@@ -328,7 +331,7 @@ def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> di
 
 
 def _spread(values: Sequence[float | None]) -> dict:
-    """Median and range of values; None (not reached) counts as larger than all others."""
+    """Median and range of some costs; None (loss not reached) counts as the largest cost."""
     reached = sorted(value for value in values if value is not None)
     ranked = [*reached, *[None] * (len(values) - len(reached))]
     return {
@@ -341,7 +344,10 @@ def _spread(values: Sequence[float | None]) -> dict:
 
 
 def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
-    """Make a row for each variant with a seed that reached the loss; name the others below."""
+    """Make a table of costs with a row for each variant that reached the loss with some seed.
+
+    The other variants are named below the table.
+    """
     reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
     rows = [
         [name, *(_described(cost[m], short) for m in MEASURES)]
@@ -365,7 +371,7 @@ _loss = "{:.3f}".format
 
 
 def figure(table: dict, *, command: str) -> Figure:
-    """Draw the costs of each variant to a target loss, with a panel for each question.
+    """Draw what each variant spent to reach a target loss, with a panel for each question.
 
     The target loss is the one that most variants reached; if there are several, the lowest.
 
@@ -445,6 +451,6 @@ def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
 
 
 def _range(spread: dict) -> tuple[float, float, float]:
-    """Lowest, middle and highest value; if the highest is missing, the middle replaces it."""
+    """The lowest, middle and highest value; the middle value replaces a missing highest one."""
     high = spread["median"] if spread["high"] is None else spread["high"]
     return spread["low"], spread["median"], high

@@ -1,4 +1,4 @@
-"""Read and group the ledgers of runs, and compute curves over costs and bands of several seeds."""
+"""Read and group the ledgers of runs; compute curves over costs, and bands over seeds."""
 
 import json
 import math
@@ -29,14 +29,14 @@ SPENDING = ("round", "sync", "merge", "refusal", "spawn")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run's folder and its ledger."""
+    """The folder of a run, and the lines of its ledger."""
 
     folder: Path
     events: list[dict]
 
     @property
     def start(self) -> dict:
-        """The last start line of the ledger, which has the config of a resumed run."""
+        """The last `start` line of the ledger; in a resumed run it has the newest config."""
         return last(self.events, "start")
 
     @property
@@ -63,7 +63,7 @@ class Band(NamedTuple):
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunRecord:
-    """Read a run's ledger.
+    """Read the ledger in the folder of a run.
 
     Args:
       folder: The folder of a finished or running run.
@@ -109,23 +109,23 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
 
 
 def lines(events: Sequence[dict], *names: str) -> list[dict]:
-    """The events of these kinds, in order."""
+    """The lines of a ledger whose event is one of these kinds, in order."""
     return [event for event in events if event["event"] in names]
 
 
 def last(events: Sequence[dict], name: str) -> dict:
-    """The last event of a kind; empty if there is none."""
+    """The last line of a ledger whose event is of this kind; empty if there is none."""
     return next(reversed(lines(events, name)), {})
 
 
 def by_trainer(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """Group ledger lines by trainer id, in ascending order, without lines of the consensus."""
+    """Group lines of a ledger by trainer id, in ascending order, without the consensus model."""
     trainers = sorted({e["trainer"] for e in events if e["trainer"] != "consensus"})
     return {trainer: [e for e in events if e["trainer"] == trainer] for trainer in trainers}
 
 
 def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """A ledger's `round` lines by round, in order."""
+    """Group the `round` lines of a ledger by the number of the round, in order."""
     rounds = defaultdict(list)
     for event in lines(events, "round"):
         rounds[event["round"]].append(event)
@@ -133,7 +133,7 @@ def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
 
 
 def is_ended(run: RunRecord) -> bool:
-    """Whether the run has ended and was not started again."""
+    """Whether the last `end` line of a ledger stands: the run was not started again after it."""
     return lines(run.events, "start", "end")[-1]["event"] == "end"
 
 
@@ -155,13 +155,13 @@ def is_classifier(run: RunRecord) -> bool:
 def heldout_points(
     events: Sequence[dict], *, trainer: int | str = "consensus", field: str = "loss"
 ) -> list[dict]:
-    """The evaluations of a trainer: round, value (NaN if not finite), and costs so far.
+    """The evaluations of a trainer: round, value (NaN if not finite), and the costs until then.
 
     If the consensus model is an average of trainers, the costs include `gathering`, the cost of
     averaging them.
 
     Args:
-      events: A ledger's lines.
+      events: The lines of a run's ledger.
       trainer: A trainer's id, or "consensus".
       field: The value: "loss" (nats) or "accuracy" (a fraction).
     """
@@ -181,7 +181,7 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     This cost occurs once, when the average is used. The run's totals do not include it.
 
     Args:
-      events: A ledger's lines.
+      events: The lines of a run's ledger.
 
     Returns:
       `syncs` and `bytes`, by the round of the evaluation. Rounds are left out if their consensus
@@ -198,7 +198,7 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
-    """The training loss of each round, of a trainer or averaged over all, and the costs so far."""
+    """The training losses of a trainer, or their mean over all: by round, with the costs so far."""
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
     costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
@@ -236,5 +236,5 @@ def _nan(value: float | None) -> float:
 
 
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
-    """The seconds of each round, and how many of them were spent waiting for compilation."""
+    """For each round: its seconds, and the seconds of them spent waiting for compilation."""
     return {e["round"]: (e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in lines(events, "round")}

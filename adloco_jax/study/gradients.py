@@ -166,7 +166,10 @@ def _deviation(
     coordinates_C: Array,
     index_AB: Array,
 ) -> tuple[Array, Array]:
-    """Norm of g_b - G, and some of its coordinates, for a batch in A parts."""
+    """The norm of g_b - G for a random batch, and some coordinates of this difference.
+
+    The gradient of the batch is computed in A parts.
+    """
 
     def add(total_P, index_B):
         grad_P, _ = ravel_pytree(jax.grad(loss_fn)(params, rows_NL[index_B]))
@@ -178,7 +181,7 @@ def _deviation(
 
 
 def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: float) -> dict:
-    """Norms of the draws of one batch size, and kurtosis and histogram of single coordinates.
+    """Summarise the random batches of one size: norms, and kurtosis and histogram of coordinates.
 
     Each coordinate is divided by its root mean square; coordinates that never deviate are left out.
     Normal coordinates then have an excess kurtosis of -6 / (draws + 2). Without the division,
@@ -206,14 +209,14 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
 def compare(
     events: Sequence[dict], *, round: int, trainer: int | None, noise: float, signal: float
 ) -> list[dict]:
-    """Divide the estimates of the run's batch-size tests near a checkpoint by the measured values.
+    """Divide what a run's batch-size tests estimated near a checkpoint by the measured values.
 
     A round's test is taken at the start of the round. So the test of the round after the checkpoint
     used exactly the parameters of the checkpoint, with other sequences. A finished run has no such
     round.
 
     Args:
-      events: The ledger's lines.
+      events: The lines of the run's ledger.
       round: The round of the checkpoint.
       trainer: The trainer whose tests are compared; None: all trainers.
       noise: tr(Sigma), as measured.
@@ -332,7 +335,7 @@ def _made(folder: Path) -> Path:
 def _drawn_rows(
     workdir: Path, settings: Settings, start: dict, num_sequences: int, seed: int
 ) -> tuple[np.ndarray, int]:
-    """Draw random training rows of the run; also return the number of its training rows."""
+    """Draw random training rows of the run; also return how many training rows the run has."""
     corpus = load_data(settings)
     if corpus.fingerprint != start.get("data_fingerprint"):
         raise DataError(

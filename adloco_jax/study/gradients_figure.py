@@ -1,4 +1,4 @@
-"""Make the figure and the printed lines of a gradient analysis (`study.gradients`)."""
+"""The figure and the printed lines of a gradient analysis, see `study.gradients`."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ _TEST = ("round", "trainer", "noise", "signal", "noise scale")
 
 
 def describe(result: dict) -> list[str]:
-    """Format the numbers as lines of text in columns, at most 80 characters wide.
+    """Format a gradient analysis as lines of text in columns, at most 80 characters wide.
 
     Args:
       result: The result of `analyse_run`.
@@ -46,7 +46,7 @@ def describe(result: dict) -> list[str]:
 
 
 def figure(result: dict) -> Figure:
-    """Draw histograms of single coordinates, and the norm against batch size.
+    """Draw a gradient analysis: histograms of single coordinates, and norms against batch size.
 
     Args:
       result: The result of `analyse_run`.
@@ -65,7 +65,7 @@ def figure(result: dict) -> Figure:
 
 
 def _histograms(result: dict) -> Panel:
-    """Densities by batch size, and the normal density of the same variance, which is 1 here."""
+    """Densities of coordinates by batch size, beside the normal density of variance 1."""
     edges, lowest, curves = np.array(result["bin_edges"]), 1.0, []
     for index, batch in enumerate(result["batches"]):
         density = np.array(batch["counts"]) / (max(1, batch["num_deviations"]) * np.diff(edges))

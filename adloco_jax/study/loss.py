@@ -1,4 +1,4 @@
-"""Charts of the loss (or accuracy) of runs over each cost."""
+"""Charts of the loss or the accuracy of runs over each cost, such as tokens or bytes."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _COSTS = {
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
-    """The CSS classes of the trainers' curves, with a label for trainers of the last round."""
+    """The CSS classes of each trainer's curve, and labels for trainers of the last round."""
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
     return {
@@ -36,7 +36,7 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
 
 
 def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:
-    """Draw a chart for each cost, by the name of the cost.
+    """Draw a chart of the loss over each cost; the key is the name of the cost.
 
     Args:
       variants: The runs by variant. A single run is drawn by trainer, with its consensus model.
@@ -48,7 +48,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
-        """Evaluations of a run or a trainer, with the simulated time of each evaluation."""
+        """The evaluations of a run or a trainer, each with its simulated time."""
         if heldout:
             who = "consensus" if trainer is None else trainer
             found = curves.heldout_points(run.events, trainer=who, field=field)
@@ -97,7 +97,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
 def _curve(
     cost: str, label: str, key: str, classes: str, all_points: Sequence[list[dict]]
 ) -> Curve:
-    """A line for one seed; the median of several seeds, with a band."""
+    """The curve of a variant: a line for one seed, else the median of the seeds with a band."""
     seeds = [
         ([p[cost] for p in found], [p["value"] for p in found]) for found in all_points if found
     ]
@@ -109,7 +109,7 @@ def _curve(
 
 
 def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Curve], str, float]:
-    """Cut a steep start off the curves; also return the label and the limit of the y axis."""
+    """Cut off the steep start of curves; also return a label and a limit for the y axis."""
     points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     later = [b for a, b in finite if a > _START]
@@ -130,7 +130,7 @@ def _quantity(runs: Sequence[RunRecord], field: str, heldout: bool) -> str:
 
 
 def caption(variants: Sequence[Variant], field: str = "loss") -> str:
-    """Caption of the charts."""
+    """The caption below the charts of loss."""
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
     shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
@@ -149,7 +149,7 @@ def caption(variants: Sequence[Variant], field: str = "loss") -> str:
 
 
 def reading() -> str:
-    """How to read the charts of loss."""
+    """A text that explains how to read the charts of loss."""
     return (
         "Costs are summed over trainers. Communications are blocking; where the consensus is an"
         " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"

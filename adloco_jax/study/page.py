@@ -1,4 +1,4 @@
-"""A self-contained web page: it includes charts and styles, and fetches or runs nothing.
+"""A self-contained web page: it contains its charts and styles, and loads or runs nothing.
 
 Texts may come from a ledger or a path, so every function escapes its arguments, except those whose
 name ends in `html`.
@@ -27,7 +27,7 @@ def page(
     num_curves: int,
     refresh_s: int | None = None,
 ) -> str:
-    """Make the whole web page.
+    """Make the HTML of the whole web page.
 
     Args:
       title: Heading of the page.
@@ -90,7 +90,7 @@ def tabs(name: str, panels: Mapping[str, Panel]) -> str:
 
     Args:
       name: Name of the group of tabs: only letters, and unique on the page.
-      panels: The charts, each with the text of its tab as key.
+      panels: The charts; the key is the text of the chart's tab.
     """
     parts = []
     for number, (text, panel) in enumerate(panels.items()):
@@ -136,7 +136,7 @@ def table(
 
 
 def _in_legend(number: int, html: str) -> str:
-    """The legend of a curve: its number, a piece of its line, and its name."""
+    """The cell of a curve in a legend: its number, a piece of its line, and its name."""
     return (
         f'<span class="swatch {chart.look(number)}"><b>{number + 1}</b><svg width="20" height="8"'
         f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'

@@ -1,4 +1,4 @@
-"""Write the report on one or more runs: a self-contained page, and the runs' totals."""
+"""The report on one or more runs: a self-contained web page, and the runs' totals as JSON."""
 
 import json
 import os
@@ -183,7 +183,7 @@ def _page(
 
 
 def _lead(variants: Sequence[Variant]) -> str:
-    """One sentence with the result."""
+    """The sentence at the top of the page, with the result of the run or runs."""
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
         found = summary.totals(runs[0].events)
@@ -239,7 +239,7 @@ def _summary(variants: Sequence[Variant]) -> dict:
 
 
 def _state(run: RunRecord) -> str:
-    """The reason why the run ended, or `unfinished`."""
+    """Why the run ended, from its ledger; `unfinished` if it has not ended."""
     starts = len(curves.lines(run.events, "start"))
     state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
@@ -256,7 +256,10 @@ def _measures(run: RunRecord) -> dict:
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
-    """Format the median, with the range on the next line; a dash if a run lacks the value."""
+    """Format the median of a total over seeds, with the range on the next line.
+
+    It is a dash if a run lacks the value.
+    """
     if any(value is None for value in values):
         return "-"
     low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))
@@ -283,7 +286,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
-    """The folded parts of a single run's page, by heading."""
+    """The parts of a single run's page that open on a click; the key is the heading."""
     parts = {"Batches and their test": run_figures.batches(run)}
     merges = [
         {

@@ -27,7 +27,7 @@ _NOTED = ("merge", "refusal", "spawn")
 
 
 class _Point(TypedDict):
-    """The costs and the loss of a run at an evaluation, see `compare.curve`."""
+    """The costs and the loss of a run at one evaluation, see `compare.curve`."""
 
     loss: float
     tokens: float
@@ -46,7 +46,7 @@ _LINE = {
 
 
 class Trial(NamedTuple):
-    """One run of a comparison."""
+    """One run of a comparison: a variant with a seed, its config and its folder."""
 
     variant: str
     seed: int
@@ -65,12 +65,12 @@ def digest(config: ConfigDict) -> str:
 
 
 def key(run: Trial) -> tuple[str, int, str]:
-    """The key of a run's line: variant, seed and digest."""
+    """What identifies the line of a run in a results file: variant, seed, digest of the config."""
     return run.variant, run.seed, digest(run.config)
 
 
 def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Read the lines of a results file by variant, seed and digest; empty if there is no file.
+    """Read the lines of a results file, by `key`; empty if there is no file.
 
     Raises:
       DataError: If a line cannot be read.
@@ -98,7 +98,7 @@ def append(
     curve: list[dict[str, float]],
     events: list[dict],
 ) -> None:
-    """Add the line of a finished run.
+    """Add the line of a finished run to the results file.
 
     The line also has `train_loss`, the mean of the last round's trainers and updates (nats/token;
     null where it is not finite).
@@ -108,7 +108,7 @@ def append(
       run: The run.
       changes: The keys in which the variant differs from the comparison's base.
       curve: Costs and held-out loss at each evaluation, see `compare.curve`.
-      events: The ledger's lines.
+      events: The lines of the run's ledger.
     """
     start, end = lines(events, "start")[-1], lines(events, "end")[-1]
     train_loss = training_points(events)[-1]["value"]

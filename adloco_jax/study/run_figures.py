@@ -63,7 +63,7 @@ def _across(rounds: Iterable[float]) -> Axis:
 
 
 def _concerned(event: dict) -> list[int]:
-    """The trainers that an event is about."""
+    """The ids of the trainers that a line of the ledger is about."""
     if event["event"] == "fault":
         return [event["trainer"]] if event.get("kind") == "quarantine" else []
     if event["event"] == "spawn":
@@ -72,7 +72,7 @@ def _concerned(event: dict) -> list[int]:
 
 
 def _sequences(e: dict) -> int:
-    """The number of sequences of a worker's update."""
+    """Number of sequences that a worker uses for an update."""
     return e["micro_batch_size"] * e["num_accum_steps"]
 
 
@@ -81,7 +81,7 @@ def _batch(e: dict) -> int:
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
-    """Order the lanes so that no vertical line of a merge crosses an active trainer."""
+    """Order the trainers from top to bottom so that lines of merges cross no active trainer."""
     order = list(trainers)
     for event in reversed(merged):  # earlier merges are moved later, and are closer
         for member in reversed(event["members"]):
@@ -94,7 +94,7 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
-    """Draw a trainer's bar, with a part for each span of rounds of equal batch and workers."""
+    """Draw the bar of a trainer over the rounds, in parts of equal batch and number of workers."""
     changed = itertools.groupby(
         lines, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
     )
@@ -123,7 +123,7 @@ def _lane(
 
 
 def _event(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
-    """Draw the mark of a merge, a refused merge, added workers, or a trainer that left."""
+    """Draw the sign of an event: a merge, a refused merge, added workers, a trainer that left."""
     number, name = event["round"], event["event"]
     across = f"{x.at(number):.2%}"
     rows = {t: f"{lanes[t]:.2%}" for t in sorted(_concerned(event), key=lambda t: lanes[t])}
@@ -162,7 +162,7 @@ _BATCHES: Mapping[str, tuple[int, Mapping[str, str]]] = {
 
 
 def batches(run: RunRecord) -> str:
-    """Draw batches, accumulation and measurements of the batch-size test, by trainer and round."""
+    """Draw what a batch-size test did: batches, accumulation and measured values by round."""
     looks, drawn = loss.trainer_looks(run), ""
     for label, (base, fields) in _BATCHES.items():
         lines = []
@@ -190,7 +190,7 @@ def batches(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Draw the seconds of each round, and its seconds of waiting for compilation."""
+    """Draw the seconds of each round, and the seconds of waiting for compilation in it."""
     rounds = curves.stalls(run.events)
     drawn = []
     for index, look in enumerate([("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]):
@@ -271,7 +271,7 @@ def _round(event: dict) -> int:
 
 
 def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
-    """The rounds from which and until which a learner was present."""
+    """The spans of rounds in which a learner was present: the first and the last round of each."""
     joined = None
     for event in events:
         if event["what"] == "joined":
@@ -284,7 +284,7 @@ def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
 
 
 def _mark(event: dict, across: str, row: str) -> str:
-    """Draw the sign of an event of a learner."""
+    """Draw the sign of an event of a learner, such as a loss."""
     title = f"round {event['round']}: learner {event['learner']} {event['what']}: {event['why']}"
     return (
         f'<g class="event"><title>{escaped(title)}</title><circle cx="{across}" cy="{row}" r="7"/>'

@@ -1,4 +1,4 @@
-"""A run's totals as numbers and as text, and the closing table."""
+"""The totals of a run as numbers and as text, and the table that is printed at its end."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
 
 
 def totals(events: Sequence[dict]) -> dict:
-    """A run's totals; None for values that the ledger does not have or that were not finite."""
+    """The totals of a run; None for values that its ledger lacks or that were not finite."""
     rounds, programs, spent = (lines(events, *n) for n in (["round"], ["compile"], SPENDING))
     start, end = last(events, "start"), last(events, "end")
     final = last([e for e in events if e.get("trainer") == "consensus"], "eval")
@@ -147,12 +147,12 @@ def goodput(events: Sequence[dict]) -> float | None:
 
 
 def _written_with(event: dict) -> tuple:
-    """A value that is equal for lines that were written together."""
+    """A value by which lines of one round are grouped: lines written together have the same."""
     return event["event"], event.get("step_s")
 
 
 def described(totals: dict) -> list[tuple[str, str]]:
-    """The result of `totals` as text: name and value of each line."""
+    """The totals of a run as text, in pairs of a name and a value."""
     t = totals | {
         "moved": in_bytes(totals["bytes_total"]),
         "gathered": in_bytes(totals["consensus_bytes"]),
@@ -193,7 +193,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
-    """Describe the last evaluation of the consensus model."""
+    """Describe the last evaluation of the consensus model, in pairs of a name and a value."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
@@ -214,7 +214,7 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines of text with right-aligned columns."""
+    """Format rows of cells as lines of text with right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
@@ -225,7 +225,7 @@ def markdown(text: str) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain texts in Markdown, whose first row is its header."""
+    """Format rows of plain text as a table in Markdown; the first row is its header."""
     header, *body = [f"| {' | '.join(map(markdown, row))} |" for row in rows]
     return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
 

@@ -69,7 +69,7 @@ def batch_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray)
 def bounds(
     found: Mapping[str, np.ndarray], constants: Constants, max_batch_size: int
 ) -> dict[str, np.ndarray]:
-    """The theory's bounds for a run's measured values, after each round.
+    """What the paper's theory bounds for a run, after each round.
 
     Args:
       found: The result of `measured`.
@@ -108,7 +108,7 @@ def fit_constants(events: Sequence[dict]) -> Constants:
       measurements would look like signal. Rounds without a measurement are left out of the mean.
 
     Args:
-      events: A ledger's lines.
+      events: The lines of the run's ledger.
 
     Returns:
       The constants, all finite and above 0.
@@ -142,12 +142,12 @@ def fit_constants(events: Sequence[dict]) -> Constants:
 
 @np.errstate(all="ignore")  # values of any size; the first means have no values
 def measured(events: Sequence[dict]) -> dict[str, np.ndarray]:
-    """A run's signal, growth and communications after every round.
+    """The signal, growth and communications of a run, after every round.
 
     Means are over the steps so far, and within a round over its trainers. NaN: not measured.
 
     Args:
-      events: A ledger's lines.
+      events: The lines of the run's ledger.
 
     Returns:
       A value per round, in order, of `num_steps` (updates of a worker so far, the theory's N),
@@ -180,7 +180,7 @@ def measured(events: Sequence[dict]) -> dict[str, np.ndarray]:
 
 
 def _by_round(events: Sequence[dict], of: Callable[[dict], float | None]) -> np.ndarray:
-    """Mean of a value over the trainers of each round."""
+    """The mean of a value over the trainers of a round, for each round."""
     return np.array([_mean(list(map(of, lines))) for lines in curves.by_round(events).values()])
 
 
