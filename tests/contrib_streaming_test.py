@@ -36,6 +36,7 @@ from adloco_jax.core.compress import packed_bytes
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
+from adloco_jax.run import build
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.ledger import deterministic_lines, read
@@ -496,7 +497,8 @@ def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(pre
 
 
 def test_the_plan_says_how_fragments_travel(monkeypatch):
-    monkeypatch.setattr(plan_module, "build_model", lambda *_: (layered_params, layered_loss))
+    for module in (build, plan_module):
+        monkeypatch.setattr(module, "build_model", lambda *_: (layered_params, layered_loss))
     config = default_config()
     config.inner.steps_per_round = 8
     config.ensemble.update(num_trainers=1, num_workers=2)

@@ -100,7 +100,7 @@ def test_a_path_without_regular_files_is_refused(tmp_path):
         assert str(error.value).startswith(f"data.path={tmp_path / path}")
     with pytest.raises(ConfigError, match="data.path is empty"):
         names("")
-    with pytest.raises(ConfigError, match="data.path: an address") as refused:
+    with pytest.raises(ConfigError, match="data.path: is an address") as refused:
         names("https://user:secret@host/a.txt")
     assert "secret" not in str(refused.value)
 
