@@ -1,8 +1,9 @@
 """Rules that relate several knobs of a config to one another.
 
-The key of `RULES` is the end of a rule's message, which says what to do; the message begins with
-the values of the knobs. The value holds the knobs that the rule reads and a predicate on their
-values. A rule is checked only if each of these values is allowed on its own.
+`RULES` is a dict with one item per rule. The key is the end of the message for a broken rule; it
+says what to do. The message begins with the values of the knobs. The value of the item has the
+names of the knobs that the rule reads, and a function that says whether their values may be
+combined. A rule is checked only if each knob's value is allowed on its own.
 """
 
 import math

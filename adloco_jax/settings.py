@@ -368,7 +368,7 @@ class Merge:
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Loss on held-out text; the rows do not depend on the seed."""
+    """When the loss on held-out text is measured; the seed of the run does not change the rows."""
 
     every_rounds: Count = _knob(1, "Rounds from one evaluation to the next.")
     num_sequences: Count = _knob(64, "Upper limit of the held-out rows of a reported loss.")

@@ -225,7 +225,10 @@ def pool(stats: GradientStats) -> GradientStats:
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """`loss_fn` of the floating-point parameters, without auxiliary output and with a fixed key."""
+    """Make `loss_fn` return only the loss, as a function of the floating-point parameters.
+
+    A random key is the same in every call.
+    """
     loss_of = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
     return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
 

@@ -254,7 +254,10 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
-    """Number of accumulated gradients after all micro-batches, int32 [], and at each one, [T]."""
+    """The number of gradients accumulated so far.
+
+    The results are the number after all micro-batches, int32 [], and the number at each one, [T].
+    """
 
     def count(num_grads, ends_update):
         num_grads += 1

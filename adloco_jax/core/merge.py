@@ -92,7 +92,8 @@ def choose_merge(
 
     Returns:
       Positions of the trainers to merge: the representative first, then the others in stack order.
-      Of equal requests the lower position counts first. Empty if there are fewer than two trainers.
+      Of trainers with equal requests, the one at the lower position comes first. Empty if there are
+      fewer than two trainers.
 
     Raises:
       ValueError: If `policy` is unknown or `width` below 2.
@@ -302,7 +303,8 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     """Divide the pool in proportion to the requested batch sizes.
 
     Every trainer gets at least one worker. The other workers are divided by the largest remainder
-    of the proportional shares of the whole pool. Ties go to the lower position.
+    of the proportional shares of the whole pool. If remainders are equal, the trainer at the lower
+    position gets the worker.
 
     Args:
       requested_batch_sizes: Each trainer's requested batch, positive, in stack order.

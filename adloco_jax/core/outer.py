@@ -321,8 +321,9 @@ def outer_update(
         `AGGREGATORS`, or a function with the same signature.
       precision: Precision of differences and updates in communication: "float32", "bfloat16" or
         "int4".
-      extra_M: Extra arguments for `outer_tx` by name, one number for each trainer:
-        `{"interval": ...}` for `contrib.nesterov_by_interval`. Other transformations ignore them.
+      extra_M: Extra arguments for `outer_tx`, as a dict from the name to an array with one number
+        for each trainer: `{"interval": ...}` for `contrib.nesterov_by_interval`. Other
+        transformations ignore them.
       skip_single: Whether a trainer with one worker takes the worker's parameters without
         `outer_tx`. The state of `outer_tx` then does not change until there is a second worker.
       reduce_scatter: Applied before averaging to pytrees of leaves [R, ...]: the packed differences

@@ -51,7 +51,10 @@ class Rows(Protocol):
 
     @property
     def shards(self) -> Sequence[dict]:
-        """A JSON record of each part that was read; a resumed run names parts that changed."""
+        """A JSON record for each file, or part of a data set, that was read.
+
+        A resumed run names the parts whose records have changed.
+        """
 
     @property
     def tokens_per_byte(self) -> float | None:

@@ -57,7 +57,7 @@ class Peak(NamedTuple):
 
 
 def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
-    """Bytes of a device's memory that are in use while the program of a key runs."""
+    """Bytes of a device that are in use while the program that `key` identifies runs."""
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
     )

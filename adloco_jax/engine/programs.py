@@ -75,7 +75,10 @@ class Programs:
         return results
 
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
-        """Return the compiled program of a key; compile it now, or wait for its compilation."""
+        """Return the compiled program that `key` identifies.
+
+        The call compiles the program, or waits for a compilation in the background.
+        """
         start_s = time.perf_counter()
         begun = self._programs.get(key)
         if begun is None or begun.cancel():  # cancelled while it was still in the queue
@@ -123,7 +126,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """The devices of the program of a key as a mesh, with the sharding of each kind of array."""
+    """The devices of the program that `key` identifies, as a mesh with the shardings of arrays."""
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
@@ -173,7 +176,10 @@ def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Wo
 
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
-    """Trace and lower the program of a key to XLA; compiling the result takes most of the time."""
+    """Trace the program that `key` identifies, and lower it to XLA.
+
+    Compiling the result takes most of the time.
+    """
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:
         if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded

@@ -80,7 +80,9 @@ class Machine:
         return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
 
     def budget(self, memory_frac: float | None) -> int:
-        """Bytes of a device's memory that a run may use; by default 0.92, on a CPU 0.8 of the RAM.
+        """Bytes of a device's memory that a run may use.
+
+        By default this is a share of 0.92 of the memory, on a CPU of 0.8.
 
         Args:
           memory_frac: Share of the device's memory; None for the default.

@@ -1,1 +1,1 @@
-"""The method as a loop, and the host's decisions in it; pure."""
+"""The training loop of AdLoCo, and the decisions of the host in it; reads no files and clocks."""

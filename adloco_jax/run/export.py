@@ -34,7 +34,7 @@ from adloco_jax.settings import Settings
 def write_consensus(
     params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None
 ) -> None:
-    """Write a model to a folder, and print the path and the layout.
+    """Write the consensus model of a run to a folder, and print the path and the layout.
 
     If the parameters fit the configured model, and the model has Hugging Face names, `transformers`
     can load the folder. Otherwise the folder contains `params.safetensors`: every leaf in its own
@@ -44,7 +44,8 @@ def write_consensus(
       params: One model's parameters, on the host.
       folder: The folder to write; an existing folder is replaced.
       settings: The run's settings.
-      tokenizer: Written too in Hugging Face layout; None: no tokenizer is written.
+      tokenizer: The tokenizer, which is written only with a model in Hugging Face layout. None: no
+        tokenizer is written.
 
     Raises:
       OSError: If the folder cannot be written.
@@ -75,8 +76,8 @@ class Trained(NamedTuple):
       params: The model's parameters.
       tokenizer: The tokenizer of the run.
       round: The round of the checkpoint.
-      source: Such as `trainer 3`; for a consensus model `only`, `best` or `average`, see
-        `engine.evaluate.consensus`.
+      source: Where the model is from: for instance `trainer 3`, or for a consensus model `only`,
+        `best` or `average`, see `engine.evaluate.consensus`.
     """
 
     settings: Settings
@@ -93,7 +94,7 @@ def read_trained(
 
     Args:
       workdir: The run's folder.
-      machine: The first of its devices holds the model.
+      machine: The devices of the run; the model is put on the first one.
       round: Round of the checkpoint; None: the newest checkpoint.
       trainer: A trainer's id; None: the consensus model. If the run still has several trainers, the
         consensus needs the run's data: held-out text chooses between the best trainer and the

@@ -49,7 +49,7 @@ class RunEngine(Engine, Protocol):
 class Recorder:
     """Writes the results of a round to the ledger file and to the terminal.
 
-    The other observers also write through the recorder.
+    Other observers write to the ledger through this object.
     """
 
     settings: Settings

@@ -264,7 +264,8 @@ def require_equal(what: dict[str, str], advice: str) -> None:
     """Check that all processes have the same values.
 
     Args:
-      what: Strings by name, such as hashes; the same names in every process.
+      what: The values to compare, as strings; the key is the name of the value. All processes must
+        give the same names.
       advice: Last line of the message.
 
     Raises:

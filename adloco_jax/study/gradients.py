@@ -256,7 +256,7 @@ def analyse_run(
 
     Args:
       workdir: The run's folder; only its subfolder `report/` is written.
-      machine: The first of its devices computes.
+      machine: The devices that may be used; the first one computes.
       round: The round of the checkpoint; None: the newest checkpoint.
       trainer: A trainer's id; None: the consensus model.
       num_sequences: Number n of sequences, drawn at random from all training rows of the run.

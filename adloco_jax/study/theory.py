@@ -77,9 +77,9 @@ def bounds(
       max_batch_size: Largest number of sequences in a micro-batch.
 
     Returns:
-      `signal_bound`, from above (Lemma 2); `batch_bound` with the round's workers and steps, and
-      `total_batch_bound`, from below (Lemma 1, Theorem 1); `communications_bound`, from above and
-      the same for every N: 2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2.
+      `signal_bound` is an upper bound (Lemma 2). `batch_bound`, with the workers and steps of each
+      round, and `total_batch_bound` are lower bounds (Lemma 1, Theorem 1). `communications_bound`
+      is an upper bound and the same for every N: 2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2.
 
     Source: docs/algorithm.md, 5. Instead of Theorem 2 the direct bound is used: the sum of
     1 / b_k = eta^2 |G_k|^2 / sigma^2 by Lemma 2.
