@@ -312,7 +312,7 @@ _PARSERS: dict[Any, type[flags.ArgumentParser]] = {
 
 
 def config_help() -> str:
-    """Describe every key, by group: meaning, unit, allowed values, default, how to unset it."""
+    """Describe the knobs of each group: meaning, unit, allowed values, default, how to unset."""
     lines = []
     for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
         card = inspect.getdoc(GROUPS[group]) if group else "The whole run."

@@ -37,31 +37,31 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A config or a command-line argument is invalid (exit 2)."""
+    """Error: a config or a command-line argument is invalid (exit 2)."""
 
     exit_code = 2
 
 
 class DataError(UserError):
-    """Text, tokens or a tokenizer is missing, damaged or too small (exit 3)."""
+    """Error: text, tokens or a tokenizer is missing, damaged or too small (exit 3)."""
 
     exit_code = 3
 
 
 class CheckpointError(UserError):
-    """No checkpoint can be used, or a record of the run is damaged (exit 3)."""
+    """Error: no checkpoint can be used, or a record of the run is damaged (exit 3)."""
 
     exit_code = 3
 
 
 class ResourceError(UserError):
-    """A resource is missing: memory for the smallest batch, disk space, the hub (exit 5)."""
+    """Error: a resource is missing, such as memory, disk space or the hub (exit 5)."""
 
     exit_code = 5
 
 
 class DivergedError(UserError):
-    """No trainer has a finite loss (exit 4)."""
+    """Error: the loss of every trainer is not finite (exit 4)."""
 
     exit_code = 4
 

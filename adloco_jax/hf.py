@@ -360,7 +360,10 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
 
 
 def _open(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a file; safetensors checks that the header describes each byte once."""
+    """List the tensors of a safetensors file.
+
+    The library checks that the header of the file describes each byte exactly once.
+    """
     try:
         opened, found = safetensors.safe_open(file, framework="numpy"), {}
         for name in opened.keys():

@@ -193,7 +193,7 @@ def faults(where: str, repo: str) -> Iterator[_Patience]:
 
 
 def _fault(error: BaseException, where: str, repo: str) -> UserError:
-    """Turn an error of a library into a `UserError`, by the error or one of its causes."""
+    """Turn an error of a library into a `UserError`, by its class or that of one of its causes."""
     from huggingface_hub import constants, errors, get_token
 
     chain = [error]

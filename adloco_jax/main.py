@@ -193,7 +193,7 @@ def _require_devices() -> None:
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:
-    """Suggest what to write instead of a first word that is not a command."""
+    """Suggest what to write if the first word of the command line is not a command."""
     if is_run(word):
         return f"write: adloco report {word}"
     with contextlib.suppress(ConfigError):
@@ -264,7 +264,10 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
 
 
 def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
-    """Load a config file and apply all overrides; a ConfigError lists all faults at once."""
+    """Load a config file and apply the overrides of the command line.
+
+    A ConfigError lists all faults at once.
+    """
     faults = [_unknown(word, options) for word in words]
     for folder in (options.config, options.workdir if options.config is None else None):
         if folder and is_run(folder):

@@ -260,12 +260,12 @@ class Outer:
 
     @property
     def own_params(self) -> bool:
-        """Whether workers keep their own parameters from one synchronisation to the next."""
+        """Whether workers keep their own parameters between synchronisations (Streaming DiLoCo)."""
         return self.fragments > 1 or self.delay_updates > 0
 
     @property
     def leaves_unsynchronised(self) -> bool:
-        """Whether worker updates are unsynchronised at the end of a round."""
+        """Whether some worker updates have not been synchronised when a round ends."""
         return self.fragments > 1 or self.mixing > 0
 
 

@@ -59,7 +59,7 @@ from adloco_jax.study import report
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run."""
+    """What a run returns: its folder, the consensus model, its loss, and the final state."""
 
     workdir: Path
     params: PyTree  # parameters of the consensus model
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def ensemble(self) -> Ensemble:
-        """The final trainers and workers."""
+        """The trainers and workers of the final state."""
         return self.state.ensemble
 
     @property

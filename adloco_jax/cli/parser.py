@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         self.subject = self.example = ""
 
     def describe(self, example: str, card: str) -> None:
-        """Set the text that --help prints above the options, and the example in errors."""
+        """Set the text that --help prints above the options, and the example that errors show."""
         self.example, self.usage, self.description = example, f"{self.prog} {example}", card
 
     def about(self, subject: str, *names: str, text: str, nargs: str = "?") -> None:
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, type=type(default), default=default, help=help_text)
 
     def checkpoint(self) -> None:
-        """Add the arguments that select a run, a checkpoint and a trainer."""
+        """Add the arguments that select a run, a checkpoint of the run, and a trainer."""
         self.about("RUN", "--workdir", text="a run's folder")
         self.add_argument("--round", type=int, help="round of the checkpoint; default: the newest")
         text = "id of a trainer in the ledger; default: the consensus model"

@@ -1,4 +1,4 @@
-"""Rounds that grow linearly over the run."""
+"""The rule for rounds whose length grows linearly over the run."""
 
 from adloco_jax.core.batching import ROUND_LENGTHS
 

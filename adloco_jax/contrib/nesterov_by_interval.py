@@ -1,4 +1,4 @@
-"""Outer Nesterov momentum for rounds of unequal length."""
+"""The outer optimizer for rounds of unequal length: Nesterov momentum."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checks and adapters for arguments: losses, learning rates, transformations."""
+"""Check and adapt the arguments of functions in `core`: losses, learning rates, optimizers."""
 
 import functools
 import inspect
@@ -41,7 +41,7 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
 
 
 def takes(function: Callable, name: str) -> bool:
-    """Whether a function has a parameter of that name."""
+    """Whether a function has a parameter of a given name."""
     return name in inspect.signature(function).parameters
 
 
@@ -70,7 +70,7 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
-    """Check that all leaves agree on the first three axes; return the length of the first."""
+    """Check that all leaves of a batch agree on the first three axes; return the first length."""
     axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
     num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
     leaves = jax.tree.leaves(batch)

@@ -148,7 +148,7 @@ def augmented_inner_product_test(
 
 
 def _require_positive(**thresholds: float) -> None:
-    """Raise ValueError for a threshold that is not positive; traced arrays are not checked."""
+    """Raise ValueError if a threshold is not positive; traced arrays are not checked."""
     for name, value in thresholds.items():
         if isinstance(value, int | float) and not value > 0:
             raise ValueError(f"{name}={value} must be positive.")
@@ -244,8 +244,9 @@ def switch_mode(
 ) -> BatchPlan:
     """Choose the micro-batch and the number of accumulation steps for a requested batch.
 
-    A batch above `max_batch_size` is clipped to it, which keeps updates frequent. A batch above
-    `multiplier` times `max_batch_size` is run with gradient accumulation.
+    A batch above `max_batch_size`, up to `multiplier` times this size, is clipped to
+    `max_batch_size`; this keeps updates frequent. A still larger batch is run with gradient
+    accumulation.
 
     Args:
       requested_batch_size: Sequences per worker and update, >= 1.

@@ -195,7 +195,7 @@ def _update(
 def _in_passes(
     value_and_grad: Callable, limit: int | None, params: PyTree, inputs_B: PyTree
 ) -> PyTree:
-    """Loss and gradient of a micro-batch: means over equal passes of at most `limit` examples."""
+    """Loss and gradient of a micro-batch, as means over passes of at most `limit` examples."""
     num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
     size = _at_once(num_examples, limit, "examples_per_pass")
     if size == num_examples:
@@ -272,7 +272,7 @@ def _swap(tree: PyTree) -> PyTree:
 
 
 def adamw(inner: Any) -> optax.GradientTransformation:
-    """AdamW with the config's decay rates and decoupled weight decay."""
+    """Make the optimizer AdamW with the config's decay rates; weight decay is decoupled."""
     return optax.adamw(1.0, b1=inner.beta1, b2=inner.beta2, weight_decay=inner.weight_decay)
 
 

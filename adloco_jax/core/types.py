@@ -57,12 +57,12 @@ class Ensemble(struct.PyTreeNode):
 
     @property
     def num_trainers(self) -> int:
-        """Trainers in the stack (static)."""
+        """Number of trainers in the stack; static, so equal in all calls of a compiled program."""
         return max(self.owners) + 1
 
     @property
     def num_workers(self) -> int:
-        """Workers in the pool (static)."""
+        """Number of workers in the pool; static, so equal in all calls of a compiled program."""
         return len(self.owners)
 
 
@@ -110,7 +110,7 @@ class GradientStats(struct.PyTreeNode):
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
-        """Convert the sums to units of another scale; the statistics do not change."""
+        """Express the sums in units of another scale; noise, signal and ratios do not change."""
         ratio = self.scale / (scale + (scale == 0))
         linear = {
             name: getattr(self, name) * ratio
@@ -369,7 +369,7 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: S
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """Select entries along the leading axis: from `tree_X` where true, else from `other_X`."""
+    """Select entries of the leading axis: from `tree_X` where true, else from `other_X`."""
 
     def select(leaf, other):
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)

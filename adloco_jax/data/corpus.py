@@ -57,13 +57,13 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the hashes of both arrays and of the tokenizer."""
+        """SHA-256 (hex) over the hashes of training rows, held-out rows and tokenizer."""
         parts = self.tokenizer.fingerprint, len(self.rows), *self.manifest.hashes
         return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
 
     @property
     def commit(self) -> str:
-        """Commit of a data set on the hub; empty for other data."""
+        """Commit of the data set on the hub from which the rows are; empty for other data."""
         return str(self.manifest.request.get("commit", ""))
 
     @property

@@ -243,7 +243,10 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Tell a tokenizer from a tokenizer.json which of its tokens ends a text."""
+    """Set the end-of-text token of a tokenizer that was loaded from a tokenizer.json.
+
+    Such a file does not say which token ends a text.
+    """
     vocab = tokenizer.get_vocab()
     specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]

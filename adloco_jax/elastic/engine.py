@@ -75,7 +75,7 @@ class RayEngine:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes that a merge or a reassignment of workers sends."""
+        """Bytes of the states that trainers send in a merge, and that moving workers receive."""
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
@@ -132,7 +132,7 @@ class RayEngine:
         return stats
 
     def outer_step(self, state: State, batch: dict[int, Round]) -> tuple[State, UnderWay]:
-        """Apply the outer updates of the trainers whose rounds have ended."""
+        """Update the trainers whose rounds have ended, with the differences from learners."""
         ensemble, control = state.ensemble.replace(inner_state_R=None), state.control
         lines, outcomes, counted = [], [], {}
         up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
@@ -403,7 +403,7 @@ class RayEngine:
             )
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """Fetch inner states from learners that were asked to stop, then let the learners exit."""
+        """Fetch the inner states from learners that were asked to stop; then end these learners."""
         for number, learner in [*self.fleet.learners.items()]:
             if not (learner.leaving and learner.joined) or number in busy:
                 continue

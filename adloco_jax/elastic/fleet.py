@@ -148,7 +148,7 @@ class Fleet:
         self.ask(number, "hello", about=None)
 
     def asked(self, what: str) -> set[int]:
-        """The learners that have not yet answered a call of the method `what`."""
+        """The numbers of learners that have not yet answered a call of the method `what`."""
         return {call.learner for call in self._calls.values() if call.what == what}
 
     def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:

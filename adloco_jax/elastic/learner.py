@@ -257,14 +257,14 @@ class Learner:
 
 
 def _end_with(parent: int) -> None:
-    """End the process when its parent has ended, because a killed cluster leaves its actors."""
+    """End this process when its parent has ended, because a killed cluster leaves its actors."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def _alone(params_M: PyTree) -> Ensemble:
-    """An ensemble of one trainer with one worker."""
+    """Make an ensemble of one trainer and one worker from the trainer's parameters."""
     return Ensemble(params_M, None, None, (0,), jnp.zeros((), jnp.int32))
 
 

@@ -90,7 +90,7 @@ class InnerStates:
         return jax.device_get(self._spec.inner_tx.init(zeros))
 
     def with_fresh(self, ensemble: Ensemble) -> Ensemble:
-        """Add fresh inner states to an ensemble without inner states."""
+        """Give an ensemble without inner states fresh inner states for all workers."""
         if ensemble.inner_state_R is not None:
             return ensemble
         fresh = self._fresh()  # with inner.state=reset every round starts with a fresh state

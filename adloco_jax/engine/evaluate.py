@@ -91,7 +91,7 @@ def split_heldout(
 
 
 def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
-    """Mean loss of one model over rows, nats/token; all rows have equal weight."""
+    """Mean loss of one model over some rows, nats/token; all rows have equal weight."""
     return float(np.mean(_losses(programs, params, rows_EL, batch_size)))
 
 
@@ -126,7 +126,7 @@ def class_report(
 
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
-    """The loss of each row."""
+    """The loss of each row under one model."""
     key = loss_key(batch_size)
     params = reshard(params, programs[key].input_shardings[0][0])  # once for all calls
     losses = []
@@ -149,7 +149,7 @@ def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
 
 
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
-    """The parameters that `merge` would give the representative, without changing the ensemble."""
+    """The parameters that a merge would give the merged trainer; the ensemble is not changed."""
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 

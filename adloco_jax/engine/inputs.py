@@ -58,14 +58,14 @@ class Rows(Protocol):
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Tokens per byte of the held-out text; None if the text is not known."""
+        """Tokens per UTF-8 byte of the held-out text; None if the text is not known."""
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count - 1` of one worker's stream, int32 [count, L + 1]."""
 
 
 class Group(NamedTuple):
-    """A group of trainers that run in one compiled program."""
+    """Some trainers and their workers, which run in one compiled program."""
 
     trainers: tuple[int, ...]  # positions of the trainers
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
@@ -178,7 +178,7 @@ def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec)
 
 
 def whole_pool(control: Control, spec: Spec) -> Group:
-    """The group of all trainers and workers, in the order of the ensemble."""
+    """The group of all trainers and all workers, in the order of the ensemble."""
     return _group(control, range(len(control.trainers)), spec.machine)
 
 

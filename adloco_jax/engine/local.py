@@ -47,7 +47,7 @@ _SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields for gradient accumulat
 
 
 class Outcome(NamedTuple):
-    """Losses and skipped updates of one trainer's round."""
+    """Losses, skipped updates and the norm of the outer gradient of one trainer's round."""
 
     loss_SR: np.ndarray  # loss of each update of each worker; NaN for a skipped update
     skipped_SR: np.ndarray  # bool: whether the update was skipped
@@ -103,7 +103,7 @@ class LocalEngine:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes that a merge or a reassignment of workers sends."""
+        """Bytes of the states that trainers send in a merge, and that moving workers receive."""
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:

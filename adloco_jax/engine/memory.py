@@ -45,7 +45,7 @@ _TAKES: Mapping[Kind, tuple[str, ...]] = {
 
 
 class Peak(NamedTuple):
-    """Bytes of a device's memory that are in use while a program runs."""
+    """The bytes of a device's memory that are in use while a program runs, in two parts."""
 
     program: int  # the program with its arguments
     beside: int  # the rest of the state
@@ -155,7 +155,7 @@ def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments
 
 
 def _bytes_here(shapes: PyTree) -> int:
-    """Bytes on one device of arrays with these shapes and shardings."""
+    """Bytes that arrays with these shapes and shardings take on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)

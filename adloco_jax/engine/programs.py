@@ -134,7 +134,7 @@ def placement(spec: Spec, key: ProgramKey) -> Placement:
 
 
 def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
-    """Shapes, dtypes and shardings of an ensemble; nothing is allocated."""
+    """Shapes, dtypes and shardings of an ensemble; no array is allocated."""
     make = functools.partial(
         init,
         num_trainers=max(owners) + 1,
@@ -149,7 +149,7 @@ def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensembl
 
 
 def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
-    """Shapes, dtypes and shardings of a group's workers in the middle of a round."""
+    """Shapes, dtypes and shardings of the workers of a program in the middle of a round."""
     ensemble = ensemble_spec(spec, key.owners, at)
     shapes = jax.eval_shape(functools.partial(_begin, spec, key, at), ensemble)
     return _with_shardings(shapes, at.by_worker(shapes))

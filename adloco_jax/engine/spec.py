@@ -43,7 +43,7 @@ class ProgramKey(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """The record of one compilation, for the ledger."""
+    """What is known about one compilation; a `compile` line of the ledger shows it."""
 
     key: ProgramKey
     seconds: float
@@ -66,12 +66,12 @@ class Machine:
 
     @property
     def local_devices(self) -> list[jax.Device]:
-        """The devices of this process."""
+        """The devices of the machine that belong to this process."""
         return [d for d in self.devices if d.process_index == d.client.process_index()]
 
     @property
     def num_processes(self) -> int:
-        """Number of processes that own the devices."""
+        """Number of processes to which the devices belong."""
         return len({device.process_index for device in self.devices})
 
     def describe(self) -> str:
@@ -159,7 +159,7 @@ class Spec:
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of a tree of arrays, or of arrays with these shapes and dtypes."""
+    """Bytes of the arrays in a tree, or of arrays with the shapes and dtypes in it."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

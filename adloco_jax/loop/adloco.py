@@ -125,7 +125,7 @@ class Engine(Protocol):
         """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`)."""
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers to a trainer (`core.spawn`)."""
+        """Add workers of the pool to a trainer (`core.spawn`)."""
 
 
 def adloco(
@@ -380,8 +380,8 @@ def spawn_workers(
       num_workers: Number of the trainer's workers afterwards.
       settings: The run's settings.
       engine: Copies the parameters.
-      merged_now: Whether trainers were merged, or a merge was refused, after the same round. That
-        communication is already counted, and the workers join in it.
+      merged_now: Whether trainers were merged, or a merge was refused, after the same round. The
+        workers join in the communication of the merge, which is already counted.
 
     Returns:
       The new state, and the line for the ledger as a dict, including `event`.

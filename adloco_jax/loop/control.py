@@ -105,12 +105,12 @@ class RoundPlan(NamedTuple):
 
     @property
     def num_micro_batches(self) -> int:
-        """T: micro-batches of the whole round."""
+        """T: number of micro-batches that each worker runs in the round."""
         return self.num_accum_steps * self.num_updates
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that each worker reads in the round."""
+        """Number of sequences that each worker reads in the round."""
         return self.num_micro_batches * self.micro_batch_size
 
 

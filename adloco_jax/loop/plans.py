@@ -162,7 +162,7 @@ def least_test_sequences(settings: Settings) -> int:
 
 
 def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
-    """How many of the round's first sequences each worker uses for the batch-size test; 0: none."""
+    """Number of the round's first sequences that a worker uses for the batch-size test; 0: none."""
     if BATCH_TESTS[settings.batching.test].needs == "nothing":
         return 0
     least, total = least_test_sequences(settings), settings.batching.test_batch_size

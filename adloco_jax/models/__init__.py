@@ -1,4 +1,4 @@
-"""Models as plain parameter trees; arrays in, arrays out."""
+"""Models, their losses and their layers, as functions of parameter trees and arrays."""
 
 from adloco_jax.models.bert import Bert, class_logits, classification_loss, classification_losses
 from adloco_jax.models.llama import Llama, next_token_loss, sequence_losses

@@ -51,7 +51,7 @@ HEADS_DIVIDE_WIDTH: Rule = (
 
 
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
-    """Raise ValueError for a size below 1, an unknown `dtype`, or a rule that does not hold."""
+    """Raise ValueError if a size of a model is below 1, or another condition does not hold."""
     sizes = [field.name for field in dataclasses.fields(network) if field.type is int]
     in_range = [((name,), lambda size: size >= 1, "must be at least 1") for name in sizes]
     known = (("dtype",), DTYPES.__contains__, f"must be one of {', '.join(DTYPES)}")
@@ -241,7 +241,7 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 class Linear(nn.Module):
-    """One matrix at every position, with an optional bias."""
+    """A layer that multiplies every position by one matrix, with an optional bias."""
 
     features: int
     dtype: DTypeLike
@@ -260,7 +260,10 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square over the width, then a gain; computed in float32."""
+    """A layer that divides by the root mean square over the width, then multiplies by a gain.
+
+    The arithmetic is float32.
+    """
 
     eps: float
     dtype: DTypeLike
@@ -276,7 +279,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Normalisation to mean 0 and variance 1 over the width, then a gain and a bias, in float32."""
+    """A layer that normalises the width to mean 0 and variance 1, then applies a gain and a bias.
+
+    The arithmetic is float32.
+    """
 
     eps: float
     dtype: DTypeLike
@@ -293,7 +299,7 @@ class LayerNorm(nn.Module):
 
 
 class Embed(nn.Module):
-    """One learned vector per token."""
+    """A layer that gives each token a learned vector."""
 
     vocab_size: int
     width: int
@@ -307,7 +313,7 @@ class Embed(nn.Module):
 
 
 class Offset(nn.Module):
-    """A table of learned vectors; some of its rows are added to the activations."""
+    """A layer that adds rows of a table of learned vectors to the activations."""
 
     num_rows: int
 

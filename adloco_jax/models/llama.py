@@ -186,7 +186,7 @@ class Llama(nn.Module):
         self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L V"]:
-        """Logits of the token after each position, float32."""
+        """Float32 logits of the next token, at each position."""
         return self.logits(self.hidden(tokens_BL, tap_B), tap_B)
 
     def hidden(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:

@@ -50,7 +50,10 @@ class WeightMap:
     free: frozenset[str] = frozenset()
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Label the parameters, see `Architecture`; an unknown leaf is labelled by its shape."""
+        """Label the parameters as `Architecture.label_params` does, by their Hugging Face names.
+
+        A leaf whose path is not in `modules` is labelled by its shape.
+        """
 
         def label(path: tuple, leaf: Any) -> str:
             *names, kind = (str(getattr(key, "key", key)) for key in path)

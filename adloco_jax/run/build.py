@@ -324,7 +324,7 @@ class Run:
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
-    """Make the trainers and workers with which a run begins."""
+    """Make the trainers and workers with which a run starts, on the devices."""
     settings, spec = run.settings.ensemble, run.spec
     key = jax.random.key(run.settings.seed)
 

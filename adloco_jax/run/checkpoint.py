@@ -119,7 +119,7 @@ class Saver:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the last save, ignore its errors, and end the thread."""
+        """Wait until the last checkpoint is written, ignore its errors, and end the thread."""
         self._thread.shutdown()
         self._orbax.close()
 
@@ -365,7 +365,10 @@ def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyT
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
-    """Dtype and shape of every leaf by its path; the path does not depend on pytree classes."""
+    """Dtype and shape of every leaf of a tree; the key is the path of the leaf.
+
+    The path does not depend on the classes of pytree nodes.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"

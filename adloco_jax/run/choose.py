@@ -143,7 +143,7 @@ def choose(
 
 
 def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
-    """Number of tokens in a device's step for each sequence of the micro-batch."""
+    """Number of tokens in a step of a device if the micro-batch is one sequence."""
     mesh = placement(spec, ProgramKey("steps", owners)).mesh.shape
     at_once = len(owners) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * (1 if spec.in_turn else at_once)

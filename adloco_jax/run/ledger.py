@@ -163,7 +163,7 @@ class Ledger(contextlib.AbstractContextManager):
             return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
 
     def close(self) -> None:
-        """Close the file; further writes raise ValueError."""
+        """Close the ledger file; later calls of `write` raise ValueError."""
         self._file.close()
 
     def __exit__(self, *exc_info: object) -> None:

@@ -165,7 +165,7 @@ _THRESHOLDS = ("eta", "vartheta", "nu")
 
 
 def _growth(settings: Settings) -> str:
-    """Describe what determines the batch size."""
+    """Describe what determines the batch size of a run: a test or a schedule, and its limits."""
     batching = settings.batching
     if not measures_gradients(settings):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
@@ -182,7 +182,7 @@ def _growth(settings: Settings) -> str:
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the synchronisation of fragments in a line, for Streaming DiLoCo only."""
+    """Describe how fragments are synchronised, on one line; empty without Streaming DiLoCo."""
     outer = settings.outer
     if not outer.own_params:
         return []

@@ -91,7 +91,7 @@ def connect(
 
 
 def _check_port(coordinator: str) -> None:
-    """Raise ResourceError for a port in use, because JAX would abort the process."""
+    """Raise ResourceError if a port is in use, because JAX would abort the process."""
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a line for each round and event, and a bar on a terminal."""
+"""Terminal output of a run: a line for each round and event, below them a progress bar."""
 
 import collections
 import sys
@@ -75,7 +75,7 @@ class Progress:
             )
 
     def note(self, line: str) -> None:
-        """Write a line above the bar."""
+        """Write a line to the terminal, above the progress bar."""
         if self._bar is not None:
             self._bar.write(line, file=self._file)
         else:
@@ -102,7 +102,7 @@ class Progress:
             self.note(f"round {number}: {text}, {left}")
 
     def close(self) -> None:
-        """Stop the bar and end its line; the bar stays on the terminal."""
+        """Stop the progress bar and end its line; the bar stays on the terminal."""
         if self._bar is not None:
             self._bar.close()
 

@@ -1,1 +1,1 @@
-"""Analysis of finished and running runs, from their ledgers."""
+"""Analyse finished and running runs from their ledgers: reports, comparisons, figures."""

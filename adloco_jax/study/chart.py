@@ -54,7 +54,7 @@ class Axis(NamedTuple):
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """Position of a value between 0 (`low`) and 1 (`high`), clipped to the edges."""
+        """Position of a value on the axis: 0 at `low`, 1 at `high`, clipped to this range."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.is_log:
@@ -176,7 +176,7 @@ class Figure(str):
 
 
 class Panel(NamedTuple):
-    """One chart, for a page or a file."""
+    """One chart, to be shown on a page or in a file."""
 
     title: str  # for screen readers; a file shows it
     body: str  # SVG elements, whose positions are percentages of the box

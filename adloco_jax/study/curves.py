@@ -41,7 +41,7 @@ class RunRecord:
 
     @property
     def seed(self) -> int:
-        """The config's seed."""
+        """The seed in the config of the run."""
         return self.start["config"]["seed"]
 
 
@@ -143,7 +143,7 @@ def is_evaluated(run: RunRecord) -> bool:
 
 
 def loss_unit(run: RunRecord) -> str:
-    """The unit of the run's losses; empty for a plain number."""
+    """The unit of a run's losses, such as "nats/token"; empty for a plain number."""
     return run.start.get("loss_unit", "nats/example" if is_classifier(run) else "nats/token")
 
 

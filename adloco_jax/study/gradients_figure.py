@@ -83,7 +83,7 @@ def _histograms(result: dict) -> Panel:
 
 
 def _norms(result: dict) -> Panel:
-    """Norms of the deviations by batch size, with the norms that theory predicts."""
+    """Draw norms of deviations against batch size, with the norms that theory predicts."""
     batches, n = result["batches"], result["num_sequences"]
     sizes, mean, rms = (
         np.array([batch[name] for batch in batches])

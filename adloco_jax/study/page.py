@@ -65,28 +65,28 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of plain text."""
+    """The HTML of a paragraph of plain text."""
     return f"<p>{escaped(text)}</p>"
 
 
 def verbatim(text: str) -> str:
-    """Preformatted text, such as a command, with its line breaks and columns."""
+    """The HTML of preformatted text, such as a command, with line breaks and columns kept."""
     return f"<pre>{escaped(text)}</pre>"
 
 
 def folded(summary: str, html: str, *, is_open: bool = False) -> str:
-    """A part of the page that opens on a click, and is open in print."""
+    """The HTML of a part of the page that opens on a click, and is open in print."""
     opened = " open" if is_open else ""
     return f"<details{opened}>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
 
 def figure(html: str, caption: str) -> str:
-    """Charts with a caption."""
+    """The HTML of charts with a caption."""
     return f"<figure>\n{html}\n<figcaption>{escaped(caption)}</figcaption>\n</figure>"
 
 
 def tabs(name: str, panels: Mapping[str, Panel]) -> str:
-    """Charts behind tabs; the first chart is shown at the beginning.
+    """The HTML of charts behind tabs; the first chart is shown at the beginning.
 
     Args:
       name: Name of the group of tabs: only letters, and unique on the page.
@@ -105,7 +105,7 @@ def tabs(name: str, panels: Mapping[str, Panel]) -> str:
 def table(
     caption: str, rows: Sequence[Mapping[str, Cell]], *, texts: int = 1, is_legend: bool = False
 ) -> str:
-    """A table whose first columns hold text, and the others numbers.
+    """The HTML of a table whose first columns hold text, and the others numbers.
 
     Args:
       caption: Caption of the table.

@@ -246,7 +246,7 @@ def _state(run: RunRecord) -> str:
 
 
 def _measures(run: RunRecord) -> dict:
-    """A run's totals, including the cost of averaging trainers for the consensus model."""
+    """The totals of a run, including the cost of averaging trainers for the consensus model."""
     found = summary.totals(run.events)
     return found | {
         "syncs_total": found["syncs_total"] + found["consensus_syncs"],

@@ -1,4 +1,4 @@
-"""Figures of one run over its rounds: trainers, batches, batch-size test, time, theory."""
+"""Figures of one run over its rounds: its trainers, batches, tests, seconds and learners."""
 
 import itertools
 import math
