@@ -1,8 +1,8 @@
 """Named points of a run at which a test kills the process or makes a write fail.
 
 With `ADLOCO_CRASH_AT=name:n` the process kills itself by SIGKILL when it reaches a point for the
-n-th time, so nothing is flushed or cleaned up. With `ADLOCO_FAIL_AT=name:n:ENOSPC` an OSError with
-this number is raised there, once.
+n-th time, so nothing is flushed or cleaned up. With `ADLOCO_FAIL_AT=name:n:ENOSPC` the point raises
+an OSError with the error number ENOSPC at the n-th time, and only then.
 """
 
 import collections

@@ -309,7 +309,7 @@ def begin(
     Args:
       run: The data that all attempts of the run share.
       stack: Receives all files and programs that are opened, to close them after the attempt.
-      stop: Is set when the process receives a signal.
+      stop: An event that is set when the process receives a signal to stop.
       failures: The failures of earlier attempts.
 
     Raises:

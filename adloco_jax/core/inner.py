@@ -138,7 +138,7 @@ def _value_and_grad(
 
 
 def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
-    """Add the gradient of one micro-batch, and update if it completes an update."""
+    """Add the gradient of a micro-batch to the sum; update if it is the last one of an update."""
     params, state, grad_sum, is_finite = carry
     inputs_B, learning_rate, flags = step
     (loss, aux), grads = value_and_grad(params, inputs_B)

@@ -1,8 +1,8 @@
-"""Text in, rows of tokens out: sources, tokenizers, rows on disk, and their order in a run.
+"""Turn text into rows of tokens: sources, tokenizers, rows on disk, and their order in a run.
 
 `load_corpus` makes the rows before anything compiles, or finds them in the user's cache. The rows
-of a worker stream are then a pure function, `Corpus.batch(trainer, stream, start, count)`. So the
-state of the data is one cursor per worker stream.
+that a worker reads are then a pure function, `Corpus.batch(trainer, stream, start, count)`. So a
+checkpoint needs only one number for each worker's stream: the position in the stream (cursor).
 """
 
 from adloco_jax.data.arrays import ArrayRows

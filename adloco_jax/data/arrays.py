@@ -20,10 +20,10 @@ _EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a seq
 class ArrayRows:
     """Rows to train on and rows to hold out, for `fit`, from token ids in memory.
 
-    The rows are sampled like those of text (`data.sampling`): each trainer draws a subset of
-    `data.subset_frac`, its worker streams divide the subset among themselves, and the settings'
-    `seed` decides the order. Ids are not checked against a vocabulary, because only the caller's
-    model has one.
+    The rows are sampled like those of text (`data.sampling`): each trainer draws a random subset, a
+    share of `data.subset_frac` of all rows. The streams of the trainer's workers divide the subset.
+    The setting `seed` determines the order. Ids are not checked against a vocabulary, because only
+    the caller's model has one.
 
     Attributes:
       rows: Training rows, integers [N, L + 1].
@@ -46,9 +46,10 @@ class ArrayRows:
         """Split and hash the array, which is read once and not copied.
 
         Args:
-          tokens: Integers in the range of int32, which may be memory-mapped. Either rows
-            [N, L + 1], whose last token is only a target, or one sequence [T], which is cut every
-            L + 1 tokens without the tail. A classifier has rows [N, 2 + L] (`data.rows`).
+          tokens: Integers in the range of int32, which may be memory-mapped. Either rows [N, L +
+            1], whose last token is only a target, or one sequence [T]. A sequence is cut into rows
+            of L + 1 tokens; a shorter tail is dropped. A classifier has rows [N, 2 + L]
+            (`data.rows`).
           sequence_length: L, tokens that are predicted per row; only needed for [T].
           heldout: Either the share of rows to hold out, in (0, 1), or separate held-out rows in one
             of the two shapes of `tokens`. A share holds out the last rows, at least two; so shuffle

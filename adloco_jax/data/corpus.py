@@ -138,7 +138,8 @@ def load_corpus(
 
     Args:
       settings: The run's settings; `data.source` names an entry of `DATA_SOURCES`.
-      num_classes: Number of classes of labelled texts; None packs text.
+      num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
+        into rows.
       commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
       note: Called with each line to show to the user.
 
@@ -319,7 +320,8 @@ def make_job(
     Args:
       data: The config's group `data`.
       tokenizer: The configured tokenizer.
-      num_classes: Number of classes of labelled texts; None packs text.
+      num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
+        into rows.
       num_heldout_rows: Upper limit of the rows of a held-out split on the hub.
       commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
 

@@ -77,8 +77,9 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
       key: The config key, for messages.
 
     Returns:
-      At least one file. Its key is the path relative to the folder, or to the part of the glob
-      before the first pattern. An existing path is never interpreted as a glob.
+      The paths of at least one file. The key of a file is the path relative to the folder, or
+      relative to the part of the glob before the first pattern. An existing path is never
+      interpreted as a glob.
 
     Raises:
       ConfigError: If `path` is empty.

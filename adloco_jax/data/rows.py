@@ -52,7 +52,8 @@ class Job:
     Attributes:
       data: The config's group `data`.
       encoder: The tokenizer.
-      num_classes: Number of classes of labelled texts; None packs text.
+      num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
+        into rows.
       request: All settings that determine the rows, as plain JSON.
       parts: Returns the parts to read: first those with separate held-out text, then the others.
       where: The settings of the training text and of the held-out text as "key=value", for

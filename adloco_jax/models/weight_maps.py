@@ -50,7 +50,7 @@ class WeightMap:
     free: frozenset[str] = frozenset()
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Label the parameters as `Architecture.label_params` does, by their Hugging Face names.
+        """Label the parameters as `Architecture.label_params` describes, by their paths.
 
         A leaf whose path is not in `modules` is labelled by its shape.
         """

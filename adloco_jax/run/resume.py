@@ -431,8 +431,8 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
     """Restore the state of the newest checkpoint that is not damaged.
 
     Returns:
-      The checkpoint's content, or None; a line for each damaged newer checkpoint; the ledger's
-      `end` line if the run is finished.
+      The content of the checkpoint, or None if there is no checkpoint; a line for each newer
+      checkpoint that is damaged; the `end` line of the ledger, or None if the run is not finished.
     """
     folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
     found = checkpoint.newest(folder, lambda at: read_state(at, run.settings, run.spec))

@@ -207,10 +207,11 @@ def open_ledger(
     """Open a run's ledger, truncated to the time of the restored checkpoint, and its trackers.
 
     Args:
-      run: The run; process 0 writes its config to the folder again.
+      run: The data of the run. Process 0 also writes the run's config to the folder again.
       stack: Receives the ledger and the trackers, to close them.
-      position: Position in the ledger at the restored checkpoint, see `Ledger.position`.
-      progress: Shows the name of a tracker that is dropped.
+      position: Size and hash of the ledger when the restored checkpoint was written, see
+        `Ledger.position`.
+      progress: The terminal, which shows the name of a tracker that is dropped.
     """
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
