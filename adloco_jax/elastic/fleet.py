@@ -1,4 +1,4 @@
-"""All learners of a run: start the processes, call them, restart lost ones, fill the ledger."""
+"""All learners of a run: start, call and restart their processes; note events for the ledger."""
 
 import contextlib
 import dataclasses

@@ -2,9 +2,10 @@
 
 The driver, the process with the training loop, sends the requests.
 
-A learner reads its workers' rows by their cursors. It keeps each worker's inner state from before
-and after the last round. If the driver counts a round, its next request starts at the cursor where
-the round ended. Otherwise the next request starts at the cursor before, with the earlier state.
+A learner reads the rows of a worker from the worker's data stream. It keeps the worker's inner
+state from before and after the last round. If the driver counts this round, the driver's next
+request starts where the round ended in the stream. Otherwise the next request starts where the
+round started, with the earlier state.
 """
 
 import dataclasses

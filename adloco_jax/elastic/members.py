@@ -45,7 +45,7 @@ class Learner:
 def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
     """The latest time by which a learner should have processed some sequences.
 
-    The time follows from its measured speed. None if the speed is not known.
+    The time follows from the measured speed of the learner. None: the speed is not known.
     """
     if learner.sequence_s is None:
         return None
@@ -110,9 +110,9 @@ def is_over(
     Args:
       reported: Learners that have answered.
       awaited: Present learners that have not answered.
-      quorum: Number of answers that is enough; None: all.
-      since_quorum_s: Seconds since the quorum was reached; None: it is not reached.
-      grace_s: Seconds to wait for the other learners after the quorum.
+      quorum: Number of learners whose answers are enough; None: all learners must answer.
+      since_quorum_s: Seconds since this number of learners has answered; None: it is not reached.
+      grace_s: Seconds to wait for the remaining learners after the quorum is reached.
     """
     if not reported:
         return False

@@ -181,10 +181,10 @@ def consensus(
     """Choose the consensus, the one model that stands for all trainers.
 
     Returns:
-      The parameters, and how they were chosen. `only`: there is only one trainer. Otherwise it is
-      the one of two models with the lower loss on the guard rows (held-out rows for decisions).
-      `best` is the trainer with the lowest loss. `average` is the mean of all trainers, weighted by
-      requested batch.
+      The parameters, and a word for the model. `only`: the only trainer. `best`: the trainer with
+      the lowest loss. `average`: the mean of all trainers, weighted by requested batch. If there
+      are several trainers, the choice between `best` and `average` is the lower loss on the guard
+      rows (held-out rows for decisions).
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"

@@ -2,7 +2,7 @@
 
 Trainers that run the same plan share one compiled program. If there are several devices and
 trainers have unequal numbers of workers, trainers with equally many workers form groups with
-separate devices. A synchronisation then moves exactly the accounted bytes.
+separate devices. A synchronisation then moves exactly the bytes that the ledger records.
 """
 
 import copy

@@ -132,10 +132,11 @@ class Placement:
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Bytes that a synchronisation moves between devices of different workers, in total.
 
-        With one device for each worker this number equals the accounted bytes (docs/algorithm.md,
-        accounting). Workers that share a device move less. If a device has workers of several
-        trainers, every device receives all trainers. With a precision below float32, a leaf without
-        a dimension that divides over the workers is replicated to each worker, which moves more.
+        With one device for each worker, this is the number of bytes that the ledger records
+        (docs/algorithm.md, accounting). Workers that share a device move less. If a device has
+        workers of several trainers, every device receives all trainers. With a precision below
+        float32, a leaf without a dimension that divides over the workers is replicated to each
+        worker, which moves more.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes

@@ -17,7 +17,7 @@ AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # limits of the number of sequences of th
 
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """The fraction of the run that is done, from 0 to 1 at the end.
+    """The fraction of the run that is done; the run ends when the fraction reaches 1.
 
     With a limit of rounds and one of tokens, the larger fraction counts.
     """
