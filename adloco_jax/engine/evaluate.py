@@ -182,9 +182,9 @@ def consensus(
 
     Returns:
       The parameters, and a word for the model. `only`: the only trainer. `best`: the trainer with
-      the lowest loss. `average`: the mean of all trainers, weighted by requested batch. If there
-      are several trainers, the choice between `best` and `average` is the lower loss on the guard
-      rows (held-out rows for decisions).
+      the lowest loss. `average`: the mean of all trainers, weighted by `weights`. If there are
+      several trainers, `average` is chosen if its loss on the guard rows (held-out rows for
+      decisions) is lower than that of `best`.
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"
