@@ -31,8 +31,9 @@ def a_gpu(capability):
     return types.SimpleNamespace(platform="gpu", compute_capability=capability)
 
 
-def settings_of(*, batching=(), **model):
-    return toy.settings_of(model={"dtype": "bfloat16"} | model, batching=dict(batching))
+def settings_of(*, batching=(), ensemble=(), **model):
+    groups = {"batching": dict(batching), "ensemble": dict(ensemble)}
+    return toy.settings_of(model={"dtype": "bfloat16"} | model, **groups)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,12 @@ def test_cudnn_attends_where_all_it_needs_is_there(capability, changes, kernel):
 
 def test_a_cpu_has_no_cudnn():
     assert attention(settings_of(), here()) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "test", "kernel"),
+    [(1, "norm", "cudnn"), (2, "norm", "xla"), (2, "constant", "cudnn")],
+)
+def test_cudnn_leaves_statistics_of_sharded_models_to_xla(num_shards, test, kernel):
+    settings = settings_of(batching={"test": test}, ensemble={"model_shards": num_shards})
+    assert attention(settings, Machine((a_gpu("9.0"),) * 2, 0)) == kernel

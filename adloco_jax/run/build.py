@@ -28,6 +28,7 @@ from adloco_jax.engine.programs import placement
 from adloco_jax.engine.spec import Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, start
+from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.choose import Mode
@@ -66,7 +67,8 @@ def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
     """Choose the attention kernel of the configured model: "cudnn" if possible, else "xla".
 
     The conditions for "cudnn" are those of `jax.nn.dot_product_attention` on the GPU with the
-    strictest limits. Tests with inner products need "xla".
+    strictest limits. Tests with inner products need "xla". So do gradient statistics of a model
+    whose parameters are sharded: XLA cannot partition the kernel's call in their program.
     """
     model, device = settings.model, machine.devices[0]
     head_size = model.width // model.num_heads
@@ -82,7 +84,16 @@ def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
         and capability is not None
         and int(capability[1]) >= 8
     )
-    return "cudnn" if is_served else "xla"
+    if not is_served:
+        return "xla"
+    shards = settings.ensemble.model_shards
+    if shards is None and len(machine.devices) > 1:
+        functions, classes = build_model(settings), class_count(settings)
+        spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
+        shards = spec.model_shards
+    if shards not in (None, 1) and measures_gradients(settings):
+        return "xla"
+    return "cudnn"
 
 
 def build_network(
