@@ -44,26 +44,14 @@ class InnerStates:
     def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
         """Collect the inner states of some workers, from the driver or from learners.
 
-        A lost state is replaced by the mean of the trainer's other workers, as for a joining
-        worker. If there are no others, it is replaced by a fresh state.
+        A lost state is replaced by a fresh one. On a small model this gave a lower loss than the
+        mean of the trainer's other workers (docs/LOG.md, 2026-11-25).
         """
         if self._spec.reset_inner_state:
             return [None for _ in workers]
-        wanted = {*workers}
-        for worker in workers:
-            if control.streams[worker] in self.lost:
-                wanted |= {*control.workers_of(control.owners[worker])}
-        self._fetch([control.reads(w) for w in sorted(wanted)])
-        found = {w: self._state_here(control, w) for w in wanted}
-        states = []
-        for worker in workers:
-            state = found[worker]
-            if state is None:
-                peers = control.workers_of(control.owners[worker])
-                others = [found[w] for w in peers if found.get(w) is not None]
-                state = _mean(others) if others else self._fresh()
-            states.append(state)
-        return states
+        self._fetch([control.reads(worker) for worker in workers])
+        found = [self._state_here(control, worker) for worker in workers]
+        return [self._fresh() if state is None else state for state in found]
 
     def _state_here(self, control: Control, worker: int) -> PyTree | None:
         key = control.reads(worker)
@@ -96,17 +84,3 @@ class InnerStates:
         fresh = self._fresh()  # with inner.state=reset every round starts with a fresh state
         inner_R = jax.tree.map(lambda leaf: np.stack([leaf] * ensemble.num_workers), fresh)
         return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
-
-
-def _mean(states: Sequence[PyTree]) -> PyTree:
-    """The mean of inner states, where whole numbers are rounded as in `core.spawn`."""
-
-    def mean(*leaves: np.ndarray) -> np.ndarray:
-        stack = np.stack(leaves)
-        if (stack == stack[:1]).all():
-            return stack[0]
-        value = stack.astype(np.float64).mean(axis=0)
-        is_real = np.issubdtype(stack.dtype, np.inexact)
-        return (value if is_real else np.round(value)).astype(stack.dtype)
-
-    return jax.tree.map(mean, *states)
