@@ -4,7 +4,7 @@ from adloco_jax.core.batching import ROUND_LENGTHS
 
 
 def linear(*, steps_per_round: int, max_steps_per_round: int, share_done: float) -> float:
-    """Length of a round that grows linearly from the base length to the largest over the run.
+    """Length of a round, growing over the run from `steps_per_round` to `max_steps_per_round`.
 
     Args:
       steps_per_round: The length of the first round, in inner steps.

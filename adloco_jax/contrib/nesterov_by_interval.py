@@ -1,4 +1,4 @@
-"""The outer optimizer for rounds of unequal length: Nesterov momentum."""
+"""Nesterov momentum as an outer optimizer, for rounds of unequal length."""
 
 import math
 from typing import Any
@@ -13,9 +13,10 @@ from adloco_jax.core.outer import OUTER_OPTIMIZERS
 def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
     """Make an outer optimizer with Nesterov momentum for rounds of unequal length.
 
-    A round that is as long as p base rounds (p > 0 need not be whole) changes parameters and
-    momentum as p base rounds would, each with the pseudo-gradient divided by p. With momentum decay
-    mu, momentum m and pseudo-gradient D, the closed form is
+    A base round has `inner.steps_per_round` updates at the full learning rate. A round that is as
+    long as p base rounds (p > 0 need not be whole) changes parameters and momentum as p base rounds
+    would, each with the pseudo-gradient divided by p. With momentum decay mu, momentum m and
+    pseudo-gradient D, the closed form is
 
         n = (1 - mu^p) / (1 - mu)
         m <- mu^p m + n D / p

@@ -13,12 +13,12 @@ def quadratic(
     warmup_updates: int,
     alpha: float = ALPHA,
 ) -> float:
-    """Length of a round: (alpha / learning rate)^2 inner steps, at least the base length.
+    """Length of a round: (alpha / learning rate)^2 inner steps, at least `steps_per_round`.
 
-    During warm-up a round has the base length.
+    During warm-up a round has `steps_per_round` inner steps.
 
     Args:
-      steps_per_round: H_base, the shortest round.
+      steps_per_round: Inner steps of the shortest round; the paper's H_base.
       next_rate: Learning rate of the round's first update.
       updates: The trainer's inner updates so far.
       warmup_updates: Updates of the warm-up.

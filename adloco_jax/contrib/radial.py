@@ -56,7 +56,7 @@ def radial_directional(
 
 
 def _norm(leaf: Array, num_lead: int) -> Array:
-    """L2 norm over all axes after the leading ones; the reduced axes stay, with length 1."""
+    """L2 norm over all axes after the first `num_lead`; the reduced axes stay, with length 1."""
     lead = leaf.shape[:num_lead]
     norm_X = norms(leaf.reshape(math.prod(lead), -1))
     return norm_X.reshape(*lead, *(1,) * (leaf.ndim - num_lead))

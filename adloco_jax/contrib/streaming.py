@@ -3,14 +3,14 @@
 This module replaces `core.outer.outer_update`. Each worker keeps its own parameters from round to
 round, and `fragment_steps` runs the inner steps before the synchronisation of one fragment.
 
-The division into F fragments does not depend on the model. It uses the first axis of a leaf, after
-the leading axis, that has at least F entries: entry i belongs to fragment i % F. If layers are
-stacked for a scan, a fragment is a strided group of layers, as in the paper; of an embedding it is
-every F-th row. A leaf without such an axis is small and belongs to fragment 0. The index of a
-fragment is an array, and all fragments have the same shapes, padded with zeros. So one compiled
-program serves all fragments.
+F is the number of fragments. The parameters are divided by one rule that fits every model. Leaves
+have shape [X, ...]. The first axis, X, counts trainers or workers and stays whole. The next axis
+with at least F entries is divided: entry i belongs to fragment i % F. If layers are stacked along
+this axis, a fragment has every F-th layer, as in the paper. If the leaf is an embedding table, a
+fragment has every F-th row. A leaf without such an axis is small, and is a part of fragment 0.
 
-F is the number of fragments here, and X a leaf's leading axis.
+One compiled program serves all fragments. For this purpose the index of a fragment is an argument
+of the program, and all fragments are padded with zeros to the same shapes.
 
 Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.2.
 """

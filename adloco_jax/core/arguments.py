@@ -57,7 +57,7 @@ def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
 
 
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
-    """Fold integers into `key`: one typed key for each element of the broadcast arrays."""
+    """Derive a random key for each element of the broadcast `numbers`: fold these into `key`."""
 
     def fold(*one):
         return functools.reduce(jax.random.fold_in, one, key)
@@ -110,9 +110,23 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
 def checked_update(
     name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the `update` of an optimizer, after a check that its state holds no parameters.
+    """Return the `update` function of an optimizer; refuse states with a copy of the parameters.
 
-    Extra arguments go to optimizers that accept them.
+    After an outer update the model has new parameters, but the copy would keep the old ones.
+
+    Args:
+      name: The caller's name for the optimizer, for messages.
+      tx: The optimizer.
+      state: A state of `tx`, or a stack of states; only the classes of its nodes are read.
+      refused: Classes of optax states that hold a copy, or that expect a pair of parameters.
+
+    Returns:
+      `update(grads, state, params, **extra)`. The arguments in `extra` are passed to `tx` if it
+      accepts extra arguments, and ignored if it does not. The function raises ValueError if `tx`
+      requires an argument that is missing.
+
+    Raises:
+      ValueError: If the state has a node of a refused class (a SAM state only if it has a cache).
     """
 
     def keeps_params(node):

@@ -23,14 +23,14 @@ _EVEN_SHARES = 8  # an axis whose length is a multiple of it divides over 2, 4 o
 
 
 class Packed(NamedTuple):
-    """One quantised leaf; a pytree node. X is the leading axis of the leaf."""
+    """One quantised leaf; a pytree node. X, the leaf's first axis, counts trainers or workers."""
 
     codes: Array  # uint8, two codes to a byte [X, rows, blocks of a row, bytes of a block]
     scales: Array  # float32 [X, rows, blocks of a row]
 
 
 class _Blocks(NamedTuple):
-    """How a leaf, without its leading axis, is divided into blocks with one scale each."""
+    """How one trainer's or worker's part of a leaf is divided into blocks with one scale each."""
 
     axis: int  # the axis that is divided into rows
     length: int  # length of the axis

@@ -323,7 +323,7 @@ def _multiply(
 
 
 def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
-    """The estimator that `gradient_stats` uses for a loss function: `auto` resolved.
+    """Return the name of the estimator that `gradient_stats` uses for a loss function.
 
     Args:
       estimator: A name, or `auto`.

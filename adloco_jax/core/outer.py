@@ -509,7 +509,7 @@ def _are_single(ensemble: Ensemble) -> np.ndarray:
 
 
 def _are_finite(tree_X: PyTree) -> Array:
-    """Whether a pytree's entry on the leading axis has only finite numbers: bool [X]."""
+    """For each index of the leaves' first axis, whether all numbers are finite: bool [X]."""
     leaves = jax.tree.leaves(tree_X)
     found = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
     return functools.reduce(jnp.logical_and, found)

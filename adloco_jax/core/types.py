@@ -331,7 +331,10 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
 
 
 def block_size(owners: Sequence[int]) -> int | None:
-    """Workers per trainer, if all trainers have equally many in order; else None."""
+    """Number of workers of each trainer, if it is the same for all and workers are in order.
+
+    In order means that workers of a trainer at a lower position come first. Otherwise None.
+    """
     size = list(owners).count(0)
     equal = tuple(m for m in range(max(owners) + 1) for _ in range(size))
     return size if tuple(owners) == equal else None
@@ -369,7 +372,7 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: S
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """Select entries of the leading axis: from `tree_X` where true, else from `other_X`."""
+    """For each index of the leaves' first axis: take `tree_X` where true, else `other_X`."""
 
     def select(leaf, other):
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
@@ -396,7 +399,7 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
 
 
 def squared_norms(tree_X: PyTree) -> Array:
-    """Squared L2 norm of each entry of the leading axis, over all leaves: float32 [X].
+    """Squared L2 norms over all leaves [X, ...], one for each index of the first axis: float32 [X].
 
     It is infinite if it overflows.
     """
@@ -405,10 +408,11 @@ def squared_norms(tree_X: PyTree) -> Array:
 
 
 def norms(tree_X: PyTree) -> Array:
-    """L2 norm of each entry of the leading axis, float32 [X], without under- or overflow.
+    """L2 norms over all leaves [X, ...], one for each index of the first axis: float32 [X].
 
-    Values are divided by the largest value before they are squared. If a value is not finite, the
-    norm is not finite. Where the norm is zero, its gradient is zero.
+    They do not under- or overflow, because values are divided by the largest one before they are
+    squared. If a value is not finite, the norm is not finite. Where the norm is zero, its gradient
+    is zero.
     """
     leaves_X = _as_float32(tree_X)
     peaks = [

@@ -1,4 +1,8 @@
-"""The workers' inner optimizer states: send them to learners, fetch them, replace lost ones."""
+"""The inner optimizer states of workers that run in other processes, called learners.
+
+The driver (the process with the training loop) keeps states until it sends them to learners. It
+fetches them from learners when it needs them, and replaces lost ones.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +19,7 @@ from adloco_jax.loop.control import Control
 
 
 class InnerStates:
-    """Tracks where each worker's inner state is: at the driver, in a learner, or lost."""
+    """Tracks where each worker's inner state is: in the driver, in a learner process, or lost."""
 
     def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
         """Store the arguments; `poll` processes the learners' answers while a call here waits."""
@@ -29,9 +33,10 @@ class InnerStates:
         self._found |= dict(zip(event.about, event.value, strict=True))
 
     def adopt(self, state: State) -> None:
-        """Take the inner states out of an ensemble, to send them to learners later.
+        """Copy the workers' inner states from an ensemble, to send them to learner processes later.
 
-        Nothing happens if the ensemble has none, or if workers start rounds with fresh states.
+        Nothing happens if the ensemble has no inner states, or if `inner.state=reset` gives workers
+        a fresh state in each round.
         """
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
@@ -42,7 +47,7 @@ class InnerStates:
         self.lost.clear()
 
     def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
-        """Collect the inner states of some workers, from the driver or from learners.
+        """Collect the inner states of some workers, from this process or from learner processes.
 
         A lost state is replaced by a fresh one. On a small model this gave a lower loss than the
         mean of the trainer's other workers (docs/LOG.md, 2026-11-25).

@@ -185,7 +185,7 @@ def whole_pool(control: Control, spec: Spec) -> Group:
 def round_keys(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec
 ) -> list[ProgramKey]:
-    """The keys of the programs of a round, in the order in which the programs are called."""
+    """The `ProgramKey`s of the programs of a round, in the order of the calls."""
     keys = []
     if measures_gradients(settings):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
@@ -208,7 +208,7 @@ def round_keys(
 
 
 def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
-    """The keys of the programs of the next round, and of the possible rounds after it.
+    """The `ProgramKey`s of the programs of the next round, and of possible rounds after it.
 
     Two cases of the later round are considered: unchanged batches, and the fastest possible growth.
     A merge between the two rounds is included. Its members are chosen as if all trainers had equal
@@ -250,7 +250,7 @@ def _members(control: Control, settings: Settings) -> tuple[int, ...]:
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """What determines the inputs of a round; rounds for which it is equal have equal inputs."""
+    """Collect the values that determine a round's inputs, to see if two rounds have the same."""
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 

@@ -163,7 +163,7 @@ def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
 
 
 def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
-    """Start a round (`core.start_round`) with one sum of gradients for each worker that steps.
+    """Start a round (`core.start_round`), with sums of gradients if gradients are accumulated.
 
     Workers that run one after another on a device share one sum.
     """
@@ -360,10 +360,12 @@ def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Arr
 
 
 def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
-    """Bind a run's loss and optimizer to `inner_steps`; returns a function of the arrays.
+    """Return `core.inner_steps` with the run's loss and inner optimizer bound to it.
 
-    Its arguments are the workers, the tokens with their keys, the learning rates and the update
-    flags.
+    The result is a function `advance(workers, (tokens_TRBL, key_TRB), rate_TR, update_T)`.
+    `key_TRB` has a random key for each sequence of tokens, and is None if the loss takes no key.
+    `rate_TR` has the learning rates. `update_T` is True where a micro-batch completes an update; if
+    it is None, every micro-batch does. Of the workers, `at_once` run at the same time; None: all.
     """
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
@@ -453,8 +455,9 @@ def _turn(spec: Spec, at: Placement) -> Callable:
 def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
     """Shapes of the arguments of inner steps, without the workers.
 
-    These are the tokens, the learning rates, the update flags (None unless gradients are
-    accumulated), and the streams for random keys (None unless the loss takes a key).
+    These are the tokens, the learning rates, the micro-batches that complete an update (None unless
+    gradients are accumulated), and each worker's trainer, stream and first sequence, from which
+    random keys are derived (None unless the loss takes a key).
     """
     steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)

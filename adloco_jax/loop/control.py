@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """What can grow about a trainer: its number of workers, the length of its rounds, its batch."""
+    """The quantities of a trainer that grow with gradient noise: workers, round length, batch."""
 
     num_workers: int
     round_length: int  # in multiples of inner.steps_per_round
@@ -16,7 +16,12 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The number of workers, times the round length (in base rounds), times the batch."""
+        """The size as one number: workers times round length times batch.
+
+        It counts the sequences that all workers read in a round, divided by
+        `inner.steps_per_round`, if no rule such as `qsr` makes rounds longer. `batching.max_growth`
+        limits its growth.
+        """
         return self.num_workers * self.round_length * self.batch_size
 
 
@@ -37,7 +42,7 @@ class Trainer:
 
     @property
     def demand(self) -> int:
-        """Requested sequences per worker: the requested batch times the round length."""
+        """The requested batch (sequences per worker and update) times the round length."""
         return self.requested_batch_size * self.round_length
 
     def grow_to(self, size: Size) -> None:

@@ -65,7 +65,7 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
     }
     wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
     left = np.ceil(_base_rounds_left(control, settings))
-    # 1e-9, because a rounding error must not shorten the round by a base round.
+    # 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
     length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     steps = inner.steps_per_round * max(int(min(trainer.round_length * length, left)), 1)
     return min(steps, inner.max_steps_per_round or steps)
@@ -145,10 +145,10 @@ def update_flags(plan: RoundPlan) -> np.ndarray:
 
 
 def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
-    """The length of a round in base rounds, weighted by the learning rate.
+    """The length of a round relative to `steps_per_round` updates at the full learning rate.
 
-    The length is the sum of the learning rates of the round's updates, divided by the sum for
-    `steps_per_round` updates at the full rate.
+    An update counts by its learning rate. So the length is the sum of the rates of the round's
+    updates, divided by `steps_per_round` times the full rate.
     """
     inner = settings.inner
     sum_of_rates = rate_T[update_flags(plan)].sum(dtype=np.float64)

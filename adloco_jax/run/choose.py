@@ -1,7 +1,7 @@
 """Choose how the workers of a device run, and the largest micro-batch, by compiling programs.
 
-How workers run is called the mode: at once or one after another, with or without recomputed layers.
-docs/guides/devices.md has the table of modes.
+Workers run at once or one after another, with or without recomputing layers in the backward pass.
+These four ways to run are called modes; docs/guides/devices.md has a table of them.
 """
 
 import dataclasses
@@ -45,16 +45,20 @@ MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, Tr
 
 
 class Tried(NamedTuple):
-    """A mode that was tried: its largest micro-batch, or the memory that shows why none fits."""
+    """The result of trying a way to run workers: the largest micro-batch that fits in memory.
+
+    If not even the smallest micro-batch fits, `max_batch_size` is None, and `fault` is an error
+    message with the bytes that it needs.
+    """
 
     mode: Mode
-    max_batch_size: int | None  # None: none fits
-    peaks: dict[str, Peak]  # peak of each program; for the smallest micro-batch if none fits
+    max_batch_size: int | None
+    peaks: dict[str, Peak]  # by program, at this micro-batch or the smallest; empty: not compiled
     fault: str = ""
 
 
 class NothingFits(ResourceError):
-    """Error: the run does not fit in the device's memory, in any mode."""
+    """Error: the run does not fit in the device's memory, however its workers are run."""
 
     def __init__(self, tried: list[Tried]):
         super().__init__(tried[-1].fault)
@@ -62,7 +66,7 @@ class NothingFits(ResourceError):
 
 
 class Choice(NamedTuple):
-    """The chosen programs of a run, the micro-batch, and the modes that were tried."""
+    """The chosen programs of a run, the micro-batch, and what was tried before the choice."""
 
     programs: Programs
     max_batch_size: int
@@ -70,7 +74,7 @@ class Choice(NamedTuple):
 
 
 def modes(settings: Settings, platform: str) -> list[Mode]:
-    """The modes (how workers run) that a run may choose from, in order of preference."""
+    """List the ways to run a run's workers (modes) that its settings allow, the preferred first."""
     remat = settings.model.remat
     return [
         mode
@@ -88,7 +92,10 @@ def choose(
     allowed: Sequence[Mode] | None = None,
     on_compile: Callable[[Compiled], None] = lambda compiled: None,
 ) -> Choice:
-    """Choose how workers run (the mode), and the largest micro-batch of a run.
+    """Choose how workers run, and the largest micro-batch of a run.
+
+    A `Mode` says whether a device's workers run at once or one after another, and whether layers
+    are recomputed in the backward pass.
 
     The micro-batch of a mode is the configured one. If none is configured, it is the largest of the
     sizes in `batching.buckets` with which all programs of the run fit in memory. Modes are tried in
@@ -150,7 +157,7 @@ def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """Find the largest micro-batch that fits in memory if workers run in this mode.
+    """Find the largest micro-batch that fits in memory if workers run in the way that `mode` says.
 
     At most three sizes are compiled.
     """
@@ -203,9 +210,9 @@ def program_peaks(
 
 
 def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
-    """Memory that the first merge and the last join of a worker need on a device.
+    """Memory that the first merge, and the last join of a worker, need on a device.
 
-    It does not depend on the micro-batch.
+    This memory does not depend on the micro-batch.
     """
     control, peaks = start(settings, 1, whole_pool=True), {}
     owners, num_trainers = tuple(control.owners), len(control.trainers)
@@ -241,7 +248,7 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
 def first_keys(
     control: Control, settings: Settings, spec: Spec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
-    """The keys of the programs of a round in which all trainers run this micro-batch."""
+    """The `ProgramKey`s of a round in which all trainers run micro-batches of `size` sequences."""
     keys = []
     for count in (1, 2) if accumulates else (1,):
         plan = RoundPlan(size, count, settings.inner.steps_per_round)

@@ -31,8 +31,8 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
       device: A name as in `machines.described`, such as `h100x8`.
 
     Returns:
-      Lines of Markdown, and the same data for JSON. If the field `fits` is False, no mode fits the
-      device.
+      Lines of Markdown, and the same data for JSON. If the field `fits` is False, the run does
+      not fit the device.
 
     Raises:
       ConfigError: See `validate` and `described`.
@@ -140,7 +140,7 @@ def _record(tried: Tried) -> dict:
 
 
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
-    """Make a table of the memory of the programs in the chosen mode, or in the last one tried."""
+    """Make a table of each program's memory, with workers run as chosen, or as tried last."""
     named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
     rows = [
         f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"

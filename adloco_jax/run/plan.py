@@ -196,7 +196,7 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe optimizer states, communication and tokens of a run, which needs no compilation."""
+    """Describe a run's optimizer states, communication and tokens, without compiling anything."""
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     first = batching.initial_batch_size
@@ -292,7 +292,7 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[ProgramKey]:
-    """The keys of the programs that a run compiles if all trainers have the same plan.
+    """The `ProgramKey`s of all programs that a run compiles if all trainers have the same plan.
 
     They include the program of evaluations.
     """
