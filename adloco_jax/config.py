@@ -265,7 +265,7 @@ def _shown(value: object) -> str:
 
 
 def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
-    """The sizes of micro-batches, ascending: those configured, or powers of two and midpoints."""
+    """List the allowed micro-batches, ascending; by default powers of two and their midpoints."""
     powers = [2**n for n in range(largest.bit_length())]
     sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
     return tuple(sorted({size for size in sizes if size <= largest}))

@@ -194,8 +194,9 @@ def fit(
       loss_unit: Unit of the loss: "nats/token", for which perplexity is reported too,
         "nats/example", or other words. None: nats/example with `num_classes`, nats/token if the
         corpus knows its tokens per byte of text, else a plain number.
-      loss_of: `loss_of(mode) -> loss_fn`, for a model whose layers can be rematerialised; `mode` is
-        a `run.choose.Mode`. None: `loss_fn` is used in all modes, without rematerialisation.
+      loss_of: `loss_of(mode) -> loss_fn`, for a model that can save memory by recomputing layers
+        in the backward pass. `mode`, a `run.choose.Mode`, says in its field `remat` whether it must
+        do so. None: the argument `loss_fn` is used, and layers are not recomputed.
       command: The command line, which is recorded in the ledger.
       accept_config_change: Whether a resumed run may continue with changed settings.
       accept_data_change: Whether a resumed run may continue with other data.

@@ -1,4 +1,4 @@
-"""The command `prepare`: tokenise text into a folder of rows, which runs read quickly."""
+"""The command `prepare`: tokenise text once, into a folder of rows that runs then read."""
 
 import argparse
 import shlex

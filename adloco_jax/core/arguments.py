@@ -16,10 +16,10 @@ from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
 
 
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Make `loss_fn` a function of the floating-point parameters only, which returns (loss, aux).
+    """Wrap `loss_fn` so that it takes only the floating-point parameters and returns (loss, aux).
 
     Without `has_aux`, `aux` is None. With it, arrays of `aux` are at least float32. While tracing,
-    the function raises ValueError if the loss is not one number.
+    the wrapped function raises ValueError if the loss is not one number.
     """
 
     def loss_of(values, batch, **more):

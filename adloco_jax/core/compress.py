@@ -57,7 +57,7 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     """Quantise arrays for communication.
 
     Args:
-      tree_X: Leaves [X, ...]; each entry of the leading axis is packed separately.
+      tree_X: Leaves [X, ...]; each index of the first axis is packed separately.
       precision: The precision of an entry; "float32" changes nothing.
 
     Returns:
@@ -110,7 +110,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
     """Exact number of bytes of one model's parameters when they are sent, with scales and padding.
 
     Args:
-      tree: Leaves [...] without a leading axis; only their shapes are read.
+      tree: One model's parameters, leaves [...]; only their shapes are read.
       precision: "float32", "bfloat16" or "int4".
 
     Returns:

@@ -70,8 +70,8 @@ def gradient_stats(
 
     Args:
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples. `vmap` and the
-        forward-mode pass call it with one example at a time, which keeps its leading axis. If it
-        takes a `key`, it receives the same key in every call.
+        forward-mode pass call it with one example at a time, as a batch of size 1. If it takes a
+        `key`, it receives the same key in every call.
       params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
       estimator: See above.

@@ -254,12 +254,13 @@ def start_round(
 ) -> Workers:
     """Start a round: give every worker the parameters and the inner state that it starts with.
 
-    A worker starts at its own parameters if workers have these (`params_R`), else at its trainer's.
+    Workers start at their own parameters (`params_R`) if the ensemble has these, else at the
+    parameters of their trainer.
 
     Args:
       ensemble: Trainers and workers between two rounds.
-      accumulate: Whether `inner_steps` will receive `update_T`. It needs one more float32 buffer of
-        the size of the parameters per worker.
+      accumulate: Whether `inner_steps` will receive `update_T` (which micro-batches complete an
+        update). Each worker then needs one more float32 buffer of the size of the parameters.
       reset_tx: The inner transformation, if workers start each round with a fresh inner state (as
         in the reference implementation). None keeps the inner state (as in DiLoCo).
 

@@ -39,7 +39,7 @@ _TRIES = 3  # attempts of a trainer's round without any answer, after which the 
 
 
 class UnderWay(NamedTuple):
-    """The results of rounds that learners have completed, which the method `finish` returns."""
+    """The results of the rounds that learners have completed; the method `finish` returns them."""
 
     trainers: list[int]  # positions of the trainers
     lines: list[dict]
@@ -420,7 +420,7 @@ class RayEngine:
 def _may_begin(control: Control, position: int, settings: Settings) -> bool:
     """Whether a trainer may start another round before the other trainers have caught up.
 
-    It waits for the others before a merge and at the end of the run.
+    A trainer waits for the others before a merge and at the end of the run.
     """
     rounds, every = control.rounds_of(position), settings.merge.every_rounds
     if _keep_together(settings):

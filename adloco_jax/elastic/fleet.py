@@ -1,4 +1,4 @@
-"""All learners of a run: start, call and restart their processes; note events for the ledger."""
+"""Start, call and restart the learner processes of a run; note their events for the ledger."""
 
 import contextlib
 import dataclasses
@@ -158,7 +158,10 @@ class Fleet:
         self._calls[call] = Call(number, what, about)
 
     def host(self, stream: int) -> int | None:
-        """The number of the present learner that hosts the worker of a stream; else None."""
+        """The number of the learner that hosts the worker of a stream.
+
+        None: no learner hosts this worker, or the learner's process has not joined yet.
+        """
         for number, learner in self.learners.items():
             if stream in learner.streams:
                 return number if learner.joined else None

@@ -1,4 +1,4 @@
-"""Membership: which learners are present, which workers they host, when a round may end.
+"""Decide which workers each learner process hosts, when a learner is lost, when a round ends.
 
 All functions are pure: times are arguments, in seconds of one clock. A worker is identified by the
 number of its data stream, which never changes. A learner is identified by its number, which stays

@@ -1,4 +1,4 @@
-"""A trainer's round in learners: which answers have arrived, which count, when the round ends."""
+"""Track a round in learner processes: which answers have come, which count, when it ends."""
 
 import time
 from collections.abc import Sequence

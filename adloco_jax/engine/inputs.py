@@ -105,7 +105,7 @@ class Call(NamedTuple):
 
     tokens_TRBL: Array  # [T, R, B, L + 1]
     rate_TR: np.ndarray  # learning rates
-    update_T: np.ndarray | None  # update flags, if gradients are accumulated
+    update_T: np.ndarray | None  # True where an update ends; None: gradients are not accumulated
     # For a loss that takes `key`: each worker's trainer id, stream, and first sequence in it.
     stream_R3: np.ndarray | None
     turn: tuple[np.ndarray, ...]  # int32 []: the worker's position, if workers run one by one
@@ -320,11 +320,12 @@ def make_batch(
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-    """For each turn: the positions of the workers that step, and the argument `turn` of the call.
+    """List the turns in which a group's workers run inner steps, one after another.
 
-    A turn runs one worker of each device; if all workers step at once, there is one turn. The
-    argument is the worker's position in the group's own stack, or in the pool of all workers. It is
-    empty if all workers step at once.
+    A turn runs one worker of each device; if all workers step at once, there is one turn. For each
+    turn the list has the positions of these workers, and the argument `turn` of the program: the
+    worker's position in the group's own stack, or in the pool of all workers. The argument is empty
+    if all workers step at once.
     """
     workers = np.arange(len(group.workers))
     if count == 1:

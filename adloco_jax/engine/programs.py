@@ -345,7 +345,7 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 
 
 def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
-    """The tokens, and the random key of each sequence [T, R, B]; None if the loss takes no key.
+    """Pair tokens with a random key for each sequence [T, R, B], or None if the loss takes no key.
 
     A key depends on the trainer that trains on the sequence, on the data stream, and on the
     position in this stream. It does not depend on the micro-batch.

@@ -110,10 +110,10 @@ class Engine(Protocol):
         """
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on the held-out rows for decisions, nats/token; waits."""
+        """Wait for each trainer's loss on the held-out rows for decisions, in nats/token."""
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The loss that a merged trainer would have on the held-out rows for decisions; waits."""
+        """Wait for the loss of a planned merge on the held-out rows for decisions, nats/token."""
 
     def merge(
         self,
@@ -331,7 +331,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
-    """For each trainer that gains workers now: its position and its new number of workers."""
+    """List the trainers that gain workers now, as pairs (position, new number of workers)."""
     ensemble, num_trainers = settings.ensemble, len(control.trainers)
     if ensemble.initial_workers is None or is_over(control, settings):
         return []

@@ -91,7 +91,7 @@ class Control:
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
 
     def reads(self, worker: int) -> tuple[int, int, int]:
-        """Where a worker reads next: trainer id, data stream, position in the stream."""
+        """Say where a worker reads next, as (trainer id, data stream, position in the stream)."""
         trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
         return trainer.id, stream, trainer.cursors.get(str(stream), 0)
 

@@ -108,7 +108,10 @@ def _smallest_change(
 def _changes(
     settings: Settings, device: str, machine: Machine
 ) -> Iterator[tuple[str, Settings, Machine]]:
-    """List changes of settings or devices by name; {} stands for the micro-batch that then fits."""
+    """Yield changed settings or devices, each with a name to print.
+
+    `{}` in a name stands for the micro-batch that fits after the change.
+    """
     ensemble, count = settings.ensemble, len(machine.devices)
 
     def changed(group: str, **values: object) -> Settings:

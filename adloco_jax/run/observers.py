@@ -177,7 +177,7 @@ class Evaluator:
         self.recorder.loss = loss
 
     def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
-        """The arguments with which functions of `evaluate` measure a model on the reported rows."""
+        """Arguments of functions of `evaluate`: a model, and the rows for reported losses."""
         engine = self.recorder.engine
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
