@@ -135,7 +135,7 @@ class _Patience(logging.Handler):
         self._since: float | None = None  # time of the first failure after the last answer
 
     def answered(self) -> None:
-        """Record that the hub has sent data, so that the 60 s start anew."""
+        """Record that the hub has sent data, so that the 60 s start again."""
         self._since = None
 
     def wait(self, seconds: float) -> float:

@@ -169,17 +169,14 @@ class Learner:
           order: The round of a trainer; only its batch size and accumulation are used.
           tests: Whether the round takes gradient statistics for the batch-size test.
         """
-        accumulates = order.num_accum_steps > 1
-        keys = [
-            ProgramKey("start", (0,), accumulates=accumulates),
-            ProgramKey("steps", (0,), order.micro_batch_size, accumulates),
-        ]
-        for key in [*keys, *[ProgramKey("stats", (0,))] * tests]:
+        start, steps, stats = _keys(order)
+        for key in (start, steps, stats) if tests else (start, steps):
             self.programs[key]
 
     def _play(self, order: Order, work: Work, params_M: PyTree) -> Answer:
         spec, size, accum = self.spec, order.micro_batch_size, order.num_accum_steps
         plan = RoundPlan(size, accum, work.num_updates)
+        start_key, steps_key, stats_key = _keys(order)
         key, end = (order.trainer, work.stream, work.start), work.start + plan.num_sequences
         before = self.held.get(key) if work.inner_state is None else work.inner_state
         for other in [k for k in self.held if k[1] == work.stream and k != key]:
@@ -191,17 +188,16 @@ class Learner:
             test_RBL = np.zeros((1, spec.max_test_sequences, spec.row_length), np.int32)
             test_RBL[0, : work.num_tested] = rows_BL[: work.num_tested]
             count_R = np.array([work.num_tested], np.int32)
-            stats_R = self._call(ProgramKey("stats", (0,)), params_M, test_RBL, count_R)
+            stats_R = self._call(stats_key, params_M, test_RBL, count_R)
         accumulates = accum > 1
         bare = _alone(params_M).replace(round=None)
-        workers = self._call(ProgramKey("start", (0,), accumulates=accumulates), bare)
+        workers = self._call(start_key, bare)
         if not spec.reset_inner_state:
             assert before is not None, f"no inner state of stream {work.stream} at {work.start}"
             workers = workers.replace(inner_state_R=jax.tree.map(lambda leaf: leaf[None], before))
             self.held[key] = before
         rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, size, -1)
         flag_T, measured, steps = update_flags(plan), [], spec.num_micro_batches
-        steps_key = ProgramKey("steps", (0,), size, accumulates)
         for t in range(0, plan.num_micro_batches, steps):
             stream_R3 = np.array([[order.trainer, work.stream, work.start + t * size]], np.int32)
             workers, *pair = self._call(
@@ -255,6 +251,16 @@ class Learner:
 
     def _leave(self, *_: object) -> None:
         self.leaving = True
+
+
+def _keys(order: Order) -> tuple[ProgramKey, ProgramKey, ProgramKey]:
+    """The keys of a round's programs: the start, the inner steps and the gradient statistics."""
+    accumulates = order.num_accum_steps > 1
+    return (
+        ProgramKey("start", (0,), accumulates=accumulates),
+        ProgramKey("steps", (0,), order.micro_batch_size, accumulates),
+        ProgramKey("stats", (0,)),
+    )
 
 
 def _end_with(parent: int) -> None:
