@@ -24,8 +24,9 @@ from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from adloco_jax.errors import ConfigError
+from adloco_jax.knobs import Knob
 from adloco_jax.rules import RULES
-from adloco_jax.settings import GROUPS, KNOBS, Knob, Settings
+from adloco_jax.settings import GROUPS, KNOBS, Settings
 
 # In the repository the package's folder is a link to the top-level one.
 SHIPPED = (Path(__file__).parent / "configs").resolve()

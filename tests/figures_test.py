@@ -286,6 +286,13 @@ def test_time_has_each_round_once_and_its_stall_within(tmp_path, drawn):
     assert "4 s in all, of which 1.25 s" in html
 
 
+def test_seconds_of_trainers_that_end_a_round_apart_are_added(tmp_path):
+    run = read(tmp_path)
+    rounds_of(run, round=2)[0].update(step_s=3.0)
+    found = {number: step_s for number, (step_s, _) in curves.stalls(run.events).items()}
+    assert found == pytest.approx({1: 0.2, 2: 3.2} | dict.fromkeys(range(3, 7), 0.2))
+
+
 def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     run = read(tmp_path)
     found, constants = theory.measured(run.events), theory.fit_constants(run.events)

@@ -15,7 +15,8 @@ BELOW = {
     "core": set(),
     "contrib": {"core"},
     "models": {"core"},
-    "settings": set(),
+    "knobs": set(),
+    "settings": {"knobs"},
     "errors": set(),
     "__version__": set(),
 }
@@ -25,9 +26,9 @@ BELOW["loop"] = {"core", "contrib", "models", "settings"}
 BELOW["hub"] = {"errors"}
 BELOW["data"] = {"core", "models", "settings", "errors", "files", "hub"}
 BELOW["hf"] = BELOW["data"] | {"data"}
-BELOW["config"] = BELOW["hf"] | {"hf", "rules"}
+BELOW["config"] = BELOW["hf"] | {"hf", "rules", "knobs"}
 BELOW["engine"] = BELOW["hf"] | BELOW["loop"] | {"hf", "loop", "crashpoints"}
-BELOW["run"] = BELOW["engine"] | {"config", "engine", "__version__"}
+BELOW["run"] = BELOW["engine"] | {"config", "engine", "knobs", "__version__"}
 BELOW["study"] = BELOW["run"] | {"run"}
 BELOW["elastic"] = BELOW["run"] | {"run"}
 BELOW["training"] = BELOW["study"] | {"study", "elastic"}
@@ -59,7 +60,7 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__in
 ASK_JAX = {"run/machines.py", "main.py"}
 ASK_HERE = {"training.py", "elastic/learner.py", "cli/commands.py", "run/plan.py"}
 # The pure packages.
-PURE = ("core", "contrib", "models", "settings", "loop")
+PURE = ("core", "contrib", "models", "knobs", "settings", "loop")
 
 
 def room_of(path):

@@ -30,6 +30,7 @@ from adloco_jax.engine.spec import Compiled, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.files import replaced_file, write_errors
 from adloco_jax.hub import COMMIT
+from adloco_jax.knobs import Change
 from adloco_jax.loop.adloco import Control, State, Trainer, start
 from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint, processes
@@ -37,7 +38,7 @@ from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.choose import Choice, Mode, choose
 from adloco_jax.run.ledger import finish, read
-from adloco_jax.settings import KNOBS, Change, Settings
+from adloco_jax.settings import KNOBS, Settings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

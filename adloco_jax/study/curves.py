@@ -236,5 +236,13 @@ def _nan(value: float | None) -> float:
 
 
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
-    """For each round: its seconds, and the seconds of them spent waiting for compilation."""
-    return {e["round"]: (e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in lines(events, "round")}
+    """For each round: its seconds, and the seconds of them spent waiting for compilation.
+
+    Trainers that end a round together have the same seconds, which count once. Where trainers do
+    not wait for one another, a round has the seconds up to the end of each trainer's round.
+    """
+    seconds = {}
+    for number, group in by_round(events).items():
+        ends = {(e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in group}
+        seconds[number] = (sum(step_s for step_s, _ in ends), sum(stall_s for _, stall_s in ends))
+    return seconds
