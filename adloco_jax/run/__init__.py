@@ -1,1 +1,1 @@
-"""Everything around the rounds of a run: observers, ledger, checkpoints, resume, plan, export."""
+"""What happens around the rounds of a run: observers, ledger, checkpoints, resume, plan, export."""

@@ -34,7 +34,8 @@ def check_arguments(
     """Check the types, shapes and structures of the arguments of `fit`.
 
     Raises:
-      ConfigError: With one line for each fault, which names the argument.
+      ConfigError: If arguments are invalid. The message has one line for each fault, and a line
+        begins with the name of the argument.
     """
     faults = []
     if not isinstance(settings, Settings):
@@ -66,7 +67,8 @@ def check_arguments(
             if given is not None and named != (default := KNOBS[key].default):
                 faults.append(f"{name}: given beside {key}={named!r}; leave {key} at {default!r}")
             faults += [] if given is None else _of_transform(name, given, drawn)
-        if inner_tx is None:  # the config may name an entry that the user has added
+        # The config may name an optimizer that the user has added to the table.
+        if inner_tx is None:
             faults += _of_transform("inner_tx", inner_transform(settings), drawn)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -81,7 +83,8 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
     faults = _unsaved("init_fn: params", drawn)
-    # The export joins the keys of a leaf by "/", Orbax joins them by ".".
+    # The name of a leaf is made of its keys in the tree: the export puts "/" between them, Orbax
+    # puts ".".
     for separator in "/.":
         paths = (path for path, _ in jax.tree.leaves_with_path(drawn))
         names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
@@ -106,7 +109,7 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
 
 
 def _unsaved(name: str, tree: PyTree) -> list[str]:
-    """Describe, one line for each, the arrays of an argument that a checkpoint cannot hold."""
+    """Return a line for each array of an argument that cannot be stored in a checkpoint."""
     faults = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         where = f"{name}{jax.tree_util.keystr(path)}"
@@ -118,7 +121,10 @@ def _unsaved(name: str, tree: PyTree) -> list[str]:
 
 
 def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> list[str]:
-    """Describe, one line for each, why an optimizer cannot be used in a round or saved."""
+    """Return the faults of an optimizer, one line each.
+
+    A fault is that a round cannot call the optimizer, or that its state cannot be saved.
+    """
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1.0)"]
     try:
@@ -127,7 +133,7 @@ def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -
             return faults
         update = optax.with_extra_args_support(tx).update
         _, after = jax.eval_shape(update, params, before, params)
-    # Third-party code raises these if it lacks an argument.
+    # Third-party transformations raise one of these errors if they miss an argument.
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         return [
             f"{name}: {' '.join(str(error).split())[:300]}; a round passes only"

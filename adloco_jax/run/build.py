@@ -1,4 +1,4 @@
-"""Build the parts of a run from its settings: model, loss, optimizers, inputs of compilation."""
+"""Build the parts of a run from its settings: data, model, loss, optimizers, first parameters."""
 
 import dataclasses
 import re
@@ -35,15 +35,16 @@ from adloco_jax.run.choose import Mode
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
-"""`init_fn(key) -> params`, from a typed PRNG key."""
+"""`init_fn(key) -> params`: draws a model's parameters with a typed PRNG key."""
 
 
 def load_data(settings: Settings, commit: str = "") -> Corpus:
-    """Load the text or the tokens of a run; a classifier gets labelled texts.
+    """Load the rows of tokens for training and evaluation; the rows of a classifier have labels.
 
     Args:
       settings: The run's settings.
-      commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
+      commit: The commit of a data set on the hub that is to be read. Empty: the commit to which the
+        setting `data.revision` (a branch, tag or commit) now leads.
 
     Raises:
       ConfigError, DataError: See `load_corpus`.
@@ -52,13 +53,17 @@ def load_data(settings: Settings, commit: str = "") -> Corpus:
 
 
 def class_count(settings: Settings) -> int | None:
-    """Number of classes of the labelled rows; None if rows have no labels."""
+    """Return the number of classes of a configured classifier; None if rows have no labels."""
     model = settings.model
     return model.num_classes if ARCHITECTURES[model.arch].data == "labelled" else None
 
 
 def row_length(settings: Settings) -> int:
-    """Number of integers in the longest row: L + 1 for text, L + 2 for labelled texts."""
+    """Return the number of integers in the longest row that the configured model reads.
+
+    With L = `data.sequence_length`, a row of text has L + 1 tokens. A labelled text has at most L
+    tokens, and two integers before them: the class and the number of tokens.
+    """
     fields = 1 if class_count(settings) is None else NUM_FIELDS
     return settings.data.sequence_length + fields
 
@@ -67,19 +72,21 @@ def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
     """Choose the attention kernel of the configured model: "cudnn" if possible, else "xla".
 
     The conditions for "cudnn" are those of `jax.nn.dot_product_attention` on the GPU with the
-    strictest limits. Tests with inner products need "xla". So do gradient statistics of a model
-    whose parameters are sharded: XLA cannot partition the kernel's call in their program.
+    strictest limits. A batch-size test that uses inner products of gradients needs "xla". A model
+    whose parameters are sharded over devices also needs "xla" if the test measures gradients: XLA
+    cannot partition the call of the cuDNN kernel in the program that measures them.
     """
     model, device = settings.model, machine.devices[0]
     head_size = model.width // model.num_heads
-    # GPUs of other vendors do not report a pair of numbers.
+    # GPUs of other vendors do not report their capability as a pair of numbers.
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
     is_served = (
         takes(ARCHITECTURES[model.arch].build, "attention")
         and model.dtype == "bfloat16"
         and head_size <= 128
         and head_size % 8 == 0
-        and not measures_inner_products(settings)  # these need forward mode, which cuDNN lacks
+        # Inner products need differentiation in forward mode, which cuDNN lacks.
+        and not measures_inner_products(settings)
         and machine.platform == "gpu"
         and capability is not None
         and int(capability[1]) >= 8
@@ -101,13 +108,17 @@ def build_network(
 ) -> nn.Module:
     """Build the Flax module of the configured model.
 
+    Layers are never scanned on a CPU. If workers run at once, layers are not scanned either,
+    because XLA would hold the state of scanned layers twice.
+
     Args:
       settings: The run's settings.
-      machine: The machine to compile for. None: the module is used for shapes or comparisons.
+      machine: The machine to compile for; it determines the attention kernel, and whether layers
+        are scanned. None: the module is not compiled for training, but used for its shapes or for
+        comparisons.
       mode: Whether a device's workers run at once or one after another, and whether layers are
-        rematerialised. None: one after another, with rematerialisation if `model.remat` is set. If
-        workers run at once, layers are not scanned, because XLA would hold the state of scanned
-        layers twice.
+        rematerialised (recomputed in the backward pass). None: workers run one after another, and
+        layers are rematerialised if the setting `model.remat` is true.
     """
     mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
     how: dict[str, Any] = {}
@@ -121,7 +132,7 @@ def build_network(
 def build_model(
     settings: Settings, machine: Machine | None = None, mode: Mode | None = None
 ) -> tuple[InitFn, LossFn]:
-    """Make the functions that initialise the configured model and compute its loss.
+    """Return two functions: one initialises the configured model, the other computes its loss.
 
     The arguments are those of `build_network`.
     """
@@ -134,14 +145,15 @@ def build_model(
 
 
 def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
-    """Load the weights that `model.init_from` names, for the configured model.
+    """Load the weights of the checkpoint that `model.init_from` names, for the configured model.
 
     Returns:
-      The parameters, and lines to show. A line says if the checkpoint lacks the head, which is then
-      random. Another line names tensors of other heads, which are left out.
+      The parameters, and lines to show to the user. If the checkpoint lacks the head (the matrix to
+      the vocabulary or to the classes), a random head is used, and a line says so. If the
+      checkpoint has heads that the model lacks, they are left out, and a line names their tensors.
 
     Raises:
-      ConfigError: If the checkpoint has other sizes, or does not exist.
+      ConfigError: If the checkpoint does not exist, or its sizes differ from the configured ones.
       DataError: If the checkpoint cannot be used.
     """
     source = settings.model.init_from
@@ -161,10 +173,12 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
 
 
 def require_same_network(settings: Settings, found: hf.Description) -> None:
-    """Check that the checkpoint of `model.init_from` holds the configured model.
+    """Check that the checkpoint of `model.init_from` has the configured architecture and sizes.
+
+    `found` is the description of the checkpoint.
 
     Raises:
-      ConfigError: If the models differ. The message names all sizes that differ.
+      ConfigError: If the architecture or a size differs. The message names all sizes that differ.
     """
     model, network = settings.model, build_network(settings)
     names = hf.weight_map(network)
@@ -191,16 +205,18 @@ def measures_inner_products(settings: Settings) -> bool:
 def inner_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """Make the workers' optimizer, with learning rate 1.
+    """Make the workers' optimizer, with learning rate 1 and the configured clipping of gradients.
 
-    The learning rate is an argument of every update instead.
+    The learning rate may change with every update. So it is not a part of the optimizer; a round
+    multiplies each update by it.
 
     Args:
       settings: The run's settings.
-      tx: A transformation that replaces the one of `inner.tx`.
+      tx: A transformation to use instead of the one that `inner.tx` names.
     """
     inner = settings.inner
-    # With and without clipping the state has the same structure, so that a run may change it.
+    # The state of the optimizer has the same structure with and without clipping. So a resumed run
+    # may switch clipping on or off.
     norm = inner.clip_norm
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
@@ -209,9 +225,10 @@ def inner_transform(
 
 
 def _labels(settings: Settings) -> dict[str, Any]:
-    """The keyword `label_params`, for functions that treat parameters by their label.
+    """Return the keyword argument `label_params` for optimizers and aggregators.
 
-    The dict is empty if the architecture has no labels.
+    It is the architecture's function that gives each parameter a label, such as "matrix", on which
+    the treatment of the parameter may depend. The dict is empty if the architecture has none.
     """
     label_params = ARCHITECTURES[settings.model.arch].label_params
     return {} if label_params is None else {"label_params": label_params}
@@ -224,11 +241,11 @@ def outer_transform(
 
     Args:
       settings: The run's settings.
-      tx: A transformation that replaces the one of `outer.tx`.
+      tx: A transformation to use instead of the one that `outer.tx` names.
 
     Returns:
-      The transformation of the pseudo-gradient, and the names of the extra arguments in `EXTRAS`
-      that its update takes.
+      The optimizer that is applied to the pseudo-gradient, and the names of the extra arguments
+      that it takes, among those in `engine.inputs.EXTRAS`.
     """
     outer = settings.outer
     chosen = OUTER_OPTIMIZERS[outer.tx](outer) if tx is None else tx
@@ -237,11 +254,12 @@ def outer_transform(
 
 
 def examples_per_pass(settings: Settings, machine: Machine) -> int | None:
-    """Largest number of rows in one forward and backward pass; None: the whole micro-batch.
+    """Return the largest number of rows of one forward and backward pass.
 
-    A CPU is faster if the activations between layers stay in its cache. With 16 rows of 131,072
-    numbers each, smaller passes took 0.8 of the time. If the whole batch fits in the cache, smaller
-    passes took up to 1.12 times the time.
+    The result is None on devices other than CPUs: one pass then takes the whole micro-batch. A CPU
+    is faster if the activations between two layers stay in its cache. With a micro-batch of 16
+    rows, each with 131,072 activations, passes of fewer rows took 0.8 of the time. If the whole
+    micro-batch fits in the cache, passes of fewer rows took up to 1.12 times the time.
     """
     if machine.platform != "cpu":
         return None
@@ -262,7 +280,11 @@ def program_spec(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
-    """Collect the data that all compiled programs of a run share (`Spec`)."""
+    """Collect what all compiled programs of a run share: loss, optimizers, shapes (`Spec`).
+
+    The number of devices that share one worker's parameters is computed here, unless it is
+    configured.
+    """
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
@@ -284,8 +306,8 @@ def program_spec(
         reset_inner_state=settings.inner.state == "reset",
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], knobs),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
-        # One worker's batch uses all cores of a CPU. Four workers at once took 1.2 times the time,
-        # and twice the memory, of four workers one after another.
+        # The batch of one worker is enough work for all cores of a CPU. Four workers at once took
+        # 1.2 times the time, and twice the memory, that they took one after another.
         in_turn=machine.platform == "cpu",
         examples_per_pass=examples_per_pass(settings, machine),
     )
@@ -302,9 +324,9 @@ def program_spec(
 
 
 def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> Spec:
-    """Collect the data that all compiled programs of the configured model share (`Spec`).
+    """Collect what all compiled programs of a run of the configured model share (`Spec`).
 
-    `mode` is as in `build_network`.
+    `mode` says how devices run their workers, as in `build_network`.
     """
     functions, classes = build_model(settings, machine, mode), class_count(settings)
     spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
@@ -314,9 +336,10 @@ def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> S
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Data that stay the same over all attempts of a run.
+    """The data of a run that stay the same from its first round to its last, after failures, too.
 
-    After a failure, another attempt continues from the newest checkpoint.
+    If a round fails, for instance because memory is exhausted, the run begins another attempt. It
+    continues from the newest checkpoint, with the same data.
     """
 
     settings: Settings
@@ -327,15 +350,18 @@ class Run:
     command: str
     accept_data_change: bool
     init_fn: InitFn
-    params: PyTree | None  # parameters that trainers start from; None: drawn by `init_fn`
+    params: PyTree | None  # the first parameters of all trainers; None: `init_fn` draws them
     num_classes: int | None  # number of classes of labelled rows; None for text
     unit: str  # unit of the loss; empty for a plain number
     loss_of: Callable[[Mode], LossFn]  # returns the loss function for a mode
-    modes: tuple[Mode, ...]  # the modes to choose from
+    modes: tuple[Mode, ...]  # ways to run a device's workers, from which one is chosen
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
-    """Make the trainers and workers with which a run starts, on the devices."""
+    """Make the parameters and optimizer states of all trainers and workers at the start of a run.
+
+    They are made on the devices where they are needed.
+    """
     settings, spec = run.settings.ensemble, run.spec
     key = jax.random.key(run.settings.seed)
 

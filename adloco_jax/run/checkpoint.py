@@ -1,13 +1,14 @@
-"""Checkpoints that are complete, verified and never overwritten.
+"""Write and read checkpoints, which are complete, verified and never overwritten.
 
 A checkpoint is a folder whose name is the number of its round. It contains `arrays/` (written by
 Orbax), `host.json`, and `manifest.json` with the size and SHA-256 of every file. A checkpoint is
-written to the folder `.staging`, synced to disk, renamed, and read back. Only then is an older
-checkpoint deleted. Orbax alone would restore a flipped bit without an error, and fail if the newest
-step is damaged. So files have hashes, and a damaged checkpoint is skipped for an older one.
+written to the folder `.staging`, synced to disk, renamed, and read back. Older checkpoints are
+deleted only after that. Orbax itself would read a file with a flipped bit without an error, and
+would fail if the newest checkpoint is damaged. So this module compares each file with its hash. If
+the newest checkpoint is damaged, the next older one is read.
 
-With several processes, each process writes its own shards to a shared file system; process 0 writes
-the other files.
+If a run has several processes, each process writes its own shards of the arrays to a shared file
+system. Process 0 writes the other files.
 """
 
 import concurrent.futures
@@ -41,24 +42,25 @@ T = TypeVar("T")
 
 
 class Damaged(Exception):
-    """Error: a file of a checkpoint has changed since it was written; the message names it."""
+    """Error: a file of a checkpoint is missing or has changed; the message names the file."""
 
 
 _FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError
 
 
 class Saver:
-    """Writes the checkpoints of a run in the background, one after another."""
+    """Writes the checkpoints of a run on a thread of its own, while the next rounds run."""
 
     def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[dict], None]):
-        """Prepare for saving; delete the incomplete checkpoint that a killed process has left.
+        """Start the thread that writes; delete an incomplete checkpoint of an earlier process.
 
         Args:
-          folder: The folder of the checkpoints; created by the first save.
-          keep: Number of newest checkpoints to keep, beside the one with the lowest held-out loss.
+          folder: The folder of the checkpoints; the first save creates it.
+          keep: Number of newest checkpoints to keep. The checkpoint with the lowest held-out loss
+            is kept in addition.
           on_saved: Called on the writing thread after a checkpoint is verified, with the fields of
-            a line for the ledger: `round`, `bytes`, `blocked_s` (seconds that the run waited) and
-            `save_s` (seconds in all).
+            a line for the ledger: `round`, `bytes`, `blocked_s` (seconds for which the run waited)
+            and `save_s` (seconds from the call of `save` to the end).
         """
         self.folder, self._keep, self._on_saved = folder, keep, on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -68,18 +70,22 @@ class Saver:
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
-        """Start to write a checkpoint; the arrays may be donated as soon as this method returns.
+        """Start to write a checkpoint; it is completed while the run continues.
+
+        The run may donate or delete the arrays as soon as this method returns. The method first
+        waits until the previous checkpoint is complete.
 
         Args:
           round_index: Number of completed rounds, which becomes the name of the folder.
           arrays: A dataclass of pytrees of JAX arrays.
           host: The part of the state that is not in arrays, such as counts and sizes, as plain
             JSON.
-          loss: Held-out loss of the consensus model after this round; None if not evaluated.
+          loss: Held-out loss of the consensus model (the one that stands for all trainers) after
+            this round; None if the loss was not measured.
 
         Raises:
           ResourceError: If the previous save failed, or this save cannot begin.
-          CheckpointError: If the checkpoints were deleted meanwhile.
+          CheckpointError: If somebody deleted a checkpoint while it was being written.
         """
         start_s = time.perf_counter()
         self.wait()
@@ -104,14 +110,14 @@ class Saver:
         self._pending = self._thread.submit(finish)
 
     def wait(self, *, only_if_ended: bool = False) -> None:
-        """Wait until the last checkpoint is written and verified.
+        """Wait until the last checkpoint is written and verified; raise the error if that failed.
 
         Args:
-          only_if_ended: Whether to return at once if the save has not ended yet.
+          only_if_ended: Whether to return at once if the checkpoint is still being written.
 
         Raises:
           ResourceError: If the save failed. The message names the checkpoint to resume from.
-          CheckpointError: If the checkpoints were deleted meanwhile.
+          CheckpointError: If somebody deleted the checkpoint while it was being written.
         """
         pending = self._pending
         if pending is not None and (pending.done() or not only_if_ended):
@@ -119,13 +125,20 @@ class Saver:
             pending.result()
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written, ignore its errors, and end the thread."""
+        """Wait until the last checkpoint is written or has failed, then end the writing thread.
+
+        An error of the save is not raised.
+        """
         self._thread.shutdown()
         self._orbax.close()
 
     @contextlib.contextmanager
     def _write_errors(self, round_index: int, *, has_begun: bool = True) -> Iterator[None]:
-        """Turn errors of writing into a `UserError` that names the checkpoint to resume from."""
+        """Turn an error in the `with` block into one that names the checkpoint to resume from.
+
+        `has_begun` says whether the checkpoint's folder was created, so that a missing folder means
+        that somebody deleted it.
+        """
         try:
             yield
         except _FAULTS as error:
@@ -148,9 +161,10 @@ class Saver:
             staging.mkdir(parents=True)
 
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
-        """Complete a checkpoint whose arrays are written; return its size in bytes.
+        """Write the other files of a checkpoint whose arrays are written, and rename its folder.
 
-        Only process 0 does this; the others return 0.
+        Then verify the checkpoint, delete old ones, and return the size in bytes. Only process 0
+        does this; other processes do nothing and return 0.
         """
         if not processes.is_first():
             return 0
@@ -177,7 +191,11 @@ class Saver:
         return sum(file["size"] for file in files.values())
 
     def _delete_old(self) -> None:
-        """Delete old checkpoints, except the one with the lowest loss; keep damaged ones."""
+        """Delete old checkpoints: keep the newest ones, and the one with the lowest loss.
+
+        The argument `keep` of the class says how many of the newest ones are kept. A checkpoint
+        whose manifest is damaged is never deleted.
+        """
         losses = {}
         for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):
@@ -186,7 +204,8 @@ class Saver:
         kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
         for number in [number for number in losses if number not in kept]:
             crash_point("retention.begin")
-            # Rename first: a partly deleted folder must not look like a damaged checkpoint.
+            # The folder is renamed before it is deleted. If the process is killed in between, the
+            # remaining files do not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
             crash_point("retention.renamed")
             shutil.rmtree(self.folder / _STAGING)
@@ -194,7 +213,10 @@ class Saver:
 
 
 def list_rounds(folder: Path) -> list[int]:
-    """The numbers of the checkpoints (rounds) in a folder, newest first; ignore other files."""
+    """Return the numbers of the rounds whose checkpoints are in a folder, the newest first.
+
+    Other files and folders are ignored.
+    """
     if not folder.is_dir():
         return []
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
@@ -202,7 +224,7 @@ def list_rounds(folder: Path) -> list[int]:
 
 
 def last(folder: Path) -> str:
-    """Name the newest checkpoint in a folder, in words for a message."""
+    """Name the newest checkpoint in a folder, or say that there is none, as a part of a message."""
     saved = list_rounds(folder)[:1]
     return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
 
@@ -231,9 +253,9 @@ def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
 
 
 def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
-    """Read the manifest of a checkpoint: format, round, loss, and the hashes of the files.
+    """Read the manifest of a checkpoint: its format, round, loss, and the hashes of its files.
 
-    The files themselves are not checked.
+    The files are not compared with these hashes; `verify` does that.
 
     Args:
       checkpoint: The checkpoint's folder.
@@ -269,18 +291,19 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
 
     Args:
       folder: The folder of the checkpoints.
-      read: Reads a checkpoint whose hashes are right. If it raises `Damaged`, the next older
-        checkpoint is tried.
+      read: Called with the path of a checkpoint whose hashes are right; returns its content. If it
+        raises `Damaged`, the next older checkpoint is tried.
 
     Returns:
-      The result of `read`, and a line for each damaged checkpoint; None if there is no checkpoint.
+      The result of `read`, and one line for each damaged checkpoint that was skipped. None if there
+      is no checkpoint.
 
     Raises:
       CheckpointError: If all checkpoints are damaged (then none is renamed), or if one was written
         in another format.
     """
     damage = []
-    # Process 0 lists and verifies; all processes read the same checkpoint.
+    # Process 0 lists the checkpoints and compares the hashes; then all processes read the same one.
     rounds = processes.broadcast(list_rounds(folder))
     for index, number in enumerate(rounds):
         path = folder / str(number)
@@ -311,11 +334,12 @@ def read_host(checkpoint: Path) -> dict:
 
 
 def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
-    """Read the arrays of a verified checkpoint, with the shardings of a template.
+    """Read the arrays of a verified checkpoint, and place them on devices as a template says.
 
     Args:
       checkpoint: The checkpoint's folder.
-      template: The saved dataclass, with `jax.ShapeDtypeStruct` leaves of the saved shapes.
+      template: A dataclass like the saved one, in which each array is replaced by a
+        `jax.ShapeDtypeStruct` with its shape, dtype and sharding.
 
     Raises:
       Damaged: If the arrays do not have the template's structure, shapes and types.
@@ -328,8 +352,8 @@ def read_params(checkpoint: Path, template: PyTree) -> PyTree:
 
     Args:
       checkpoint: The checkpoint's folder.
-      template: `jax.ShapeDtypeStruct`s of the parameters, with a leading axis of trainers and with
-        shardings.
+      template: The tree of parameters, in which each array is replaced by a `jax.ShapeDtypeStruct`
+        with its shape, dtype and sharding. The first axis of each shape is that of the trainers.
 
     Raises:
       Damaged: If the arrays do not have the template's structure, shapes and types.
@@ -338,16 +362,20 @@ def read_params(checkpoint: Path, template: PyTree) -> PyTree:
 
 
 def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Read the arrays of a checkpoint by field: all fields, or only the parameters."""
+    """Read arrays of a checkpoint: all fields of the saved dataclass, or only `params_M`.
+
+    The key in `expected` and in the result is the name of a field. `expected` has the shapes.
+    """
     arrays, partial = checkpoint.absolute() / _ARRAYS, [*expected] == ["params_M"]
-    # Each process reads separately: if one cannot read, the others must not wait inside Orbax.
+    # Each process reads by itself. If Orbax read in all processes together, and one of them failed,
+    # the others would wait inside Orbax for it.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     kind = ocp.PyTreeCheckpointHandler if partial else ocp.StandardCheckpointHandler
     handler = kind(multiprocessing_options=alone)
     with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
         try:
-            # Compare shapes first, so that arrays of another size are not read into memory.
+            # Shapes are compared first, so that arrays of a wrong size are not read into memory.
             metadata = reader.metadata(arrays).item_metadata
             stored, wanted = shapes(metadata), shapes(expected)
             for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
@@ -365,9 +393,10 @@ def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyT
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
-    """Dtype and shape of every leaf of a tree; the key is the path of the leaf.
+    """Return the dtype and shape of every leaf of a tree, in words such as `float32[3, 4]`.
 
-    The path does not depend on the classes of pytree nodes.
+    The key is the path of the leaf. It consists of the keys or field names on the way to the leaf,
+    and does not depend on the classes of the tree's nodes.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
@@ -377,14 +406,20 @@ def shapes(tree: PyTree) -> dict[str, str]:
 
 
 def _fields(state: PyTree) -> dict[str, PyTree]:
-    """The fields of a state that hold arrays, by name; fields that are None are left out."""
+    """Return the fields of a dataclass that hold arrays, except those that are None.
+
+    The key is the name of the field.
+    """
     fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
     named = {name: getattr(state, name) for name in fields}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _describe_files(folder: Path) -> dict[str, dict]:
-    """Size and SHA-256 of every file below a folder except the manifest, by relative path."""
+    """Return the size and SHA-256 of every file in a folder at any depth, except the manifest.
+
+    The key is the path relative to the folder.
+    """
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -399,7 +434,7 @@ def _describe_files(folder: Path) -> dict[str, dict]:
 
 
 def _seal(manifest: dict) -> bytes:
-    """The content of a manifest file in bytes, with the hash of the content."""
+    """Return the bytes of a manifest file: the manifest as JSON, and the hash of the manifest."""
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return _encode(manifest | {"sha256": digest})
 
@@ -409,8 +444,8 @@ def _encode(content: dict) -> bytes:
 
 
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:
-    """Run a part of a save or a restore in every process (`processes.run_on_all`).
+    """Run `act`, a part of a save or a restore, in every process (`processes.run_on_all`).
 
-    An error in one process is raised as `Damaged` in the others.
+    If it fails in one process, `Damaged` is raised in the other processes.
     """
     return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

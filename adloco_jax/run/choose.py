@@ -1,7 +1,9 @@
-"""Choose how the workers of a device run, and the largest micro-batch, by compiling programs.
+"""Choose how a device runs its workers, and the largest micro-batch, by compiling programs.
 
-Workers run at once or one after another, with or without recomputing layers in the backward pass.
-These four ways to run are called modes; docs/guides/devices.md has a table of them.
+A device runs its workers at once or one after another. In both cases the backward pass can
+recompute the layers, which saves memory and takes time. These four ways to run are called modes;
+docs/guides/devices.md has a table of them. A micro-batch is the part of a worker's batch that a
+device holds in memory at once; its size is counted in sequences.
 """
 
 import dataclasses
@@ -45,20 +47,22 @@ MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, Tr
 
 
 class Tried(NamedTuple):
-    """The result of trying a way to run workers: the largest micro-batch that fits in memory.
+    """The result of trying one mode (a way to run workers): the largest micro-batch that fits.
 
-    If not even the smallest micro-batch fits, `max_batch_size` is None, and `fault` is an error
-    message with the bytes that it needs.
+    If not even the smallest micro-batch fits in memory, `max_batch_size` is None, and `fault` is an
+    error message with the bytes that the smallest micro-batch needs. `peaks` has the memory that
+    each program needs with the largest micro-batch that fits, or with the smallest if none fits. It
+    is empty if nothing was compiled.
     """
 
     mode: Mode
-    max_batch_size: int | None
-    peaks: dict[str, Peak]  # by program, at this micro-batch or the smallest; empty: not compiled
+    max_batch_size: int | None  # sequences of a micro-batch
+    peaks: dict[str, Peak]  # the key is the name of the program
     fault: str = ""
 
 
 class NothingFits(ResourceError):
-    """Error: the run does not fit in the device's memory, however its workers are run."""
+    """Error: no way to run the workers (mode) lets the run fit in the memory of a device."""
 
     def __init__(self, tried: list[Tried]):
         super().__init__(tried[-1].fault)
@@ -66,15 +70,18 @@ class NothingFits(ResourceError):
 
 
 class Choice(NamedTuple):
-    """The chosen programs of a run, the micro-batch, and what was tried before the choice."""
+    """The result of `choose`: a run's programs in the chosen mode, and its largest micro-batch."""
 
     programs: Programs
-    max_batch_size: int
-    tried: list[Tried]
+    max_batch_size: int  # sequences of a micro-batch
+    tried: list[Tried]  # the results for all modes that were tried, with the chosen one
 
 
 def modes(settings: Settings, platform: str) -> list[Mode]:
-    """List the ways to run a run's workers (modes) that its settings allow, the preferred first."""
+    """List the modes (ways to run workers) that a run's settings allow, in order of preference.
+
+    On a CPU a device always runs its workers one after another.
+    """
     remat = settings.model.remat
     return [
         mode
@@ -92,28 +99,30 @@ def choose(
     allowed: Sequence[Mode] | None = None,
     on_compile: Callable[[Compiled], None] = lambda compiled: None,
 ) -> Choice:
-    """Choose how workers run, and the largest micro-batch of a run.
+    """Choose the mode of a run (how devices run their workers), and the largest micro-batch.
 
     A `Mode` says whether a device's workers run at once or one after another, and whether layers
-    are recomputed in the backward pass.
+    are recomputed in the backward pass. The modes are tried in their order. For each mode the
+    programs of the run are compiled, to find the largest micro-batch with which they all fit in
+    memory. The candidates are the sizes in `batching.buckets` from the initial batch on, or only
+    the given `size`.
 
-    The micro-batch of a mode is the configured one. If none is configured, it is the largest of the
-    sizes in `batching.buckets` with which all programs of the run fit in memory. Modes are tried in
-    order. The first mode is chosen whose step has `STEP_TOKENS` tokens, which keeps a device busy,
-    or whose micro-batch cannot be larger. If there is no such mode, the mode with the most tokens
-    per step is chosen. On a CPU the first mode that fits is chosen; with a configured micro-batch
-    this is the first mode, without compilation.
+    The first mode is chosen in which the largest candidate fits, or in which a device processes at
+    least `STEP_TOKENS` tokens at a time. So many tokens keep a device busy. If there is no such
+    mode, the mode with the most tokens at a time is chosen. On a CPU the first mode that fits is
+    chosen; if `size` is given, this is the first mode, and nothing is compiled.
 
     Args:
       settings: The run's settings.
-      spec: The data that all programs share, except the mode.
+      spec: The data that all programs of the run share; the mode in it is replaced.
       loss_of: Returns the model's loss function for a mode.
-      size: The configured micro-batch, or the recorded one of a resumed run.
-      allowed: Modes to choose from; None: `modes`.
-      on_compile: See `Programs`.
+      size: The micro-batch that is configured, or that an earlier process of the run has chosen.
+        None: the largest that fits is chosen.
+      allowed: The modes to choose from, in order of preference. None: all that `modes` returns.
+      on_compile: Called after each compilation.
 
     Raises:
-      NothingFits: If no mode fits.
+      NothingFits: If the run does not fit in memory in any of the modes.
     """
     batching, platform = settings.batching, spec.machine.platform
     allowed = modes(settings, platform) if allowed is None else allowed
@@ -150,16 +159,20 @@ def choose(
 
 
 def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
-    """Number of tokens in a step of a device if the micro-batch is one sequence."""
+    """Return how many tokens a device processes at a time with micro-batches of one sequence.
+
+    If workers run one after another, these are the tokens of one sequence. If they run at once,
+    they are the tokens of one sequence for each worker of the device.
+    """
     mesh = placement(spec, ProgramKey("steps", owners)).mesh.shape
     at_once = len(owners) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * (1 if spec.in_turn else at_once)
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """Find the largest micro-batch that fits in memory if workers run in the way that `mode` says.
+    """Find the largest micro-batch that fits in memory if workers run in the given mode.
 
-    At most three sizes are compiled.
+    The programs are compiled for at most three sizes.
     """
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
@@ -196,7 +209,11 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
 def program_peaks(
     settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
 ) -> dict[str, Peak]:
-    """For each kind of program of a run, the largest memory that it needs on a device."""
+    """Return the memory that each program of a run needs on a device, with a given micro-batch.
+
+    The programs are compiled. The key in the result is the name of a program. The result has also
+    the entries of `moves`: the memory of merges and joins, which no micro-batch changes.
+    """
     spec, control = programs.spec, start(settings, size, whole_pool=True)
     owners, trainers = tuple(control.owners), range(len(control.trainers))
     keys = first_keys(control, settings, spec, size, accumulates=accumulates(settings, size))
@@ -210,9 +227,10 @@ def program_peaks(
 
 
 def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
-    """Memory that the first merge, and the last join of a worker, need on a device.
+    """Return the memory that the first merge of trainers, and the last join of a worker, need.
 
-    This memory does not depend on the micro-batch.
+    This memory of a device does not depend on the micro-batch. The result has no entry for a merge
+    if trainers never merge, and none for a join if all workers start at once.
     """
     control, peaks = start(settings, 1, whole_pool=True), {}
     owners, num_trainers = tuple(control.owners), len(control.trainers)
@@ -227,7 +245,11 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
 
 
 def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, Peak]:
-    """Memory of a round in which the last trainer has other sizes than the other trainers."""
+    """Return the memory of the programs of a round in which only the last trainer accumulates.
+
+    Trainers with different sizes run in separate groups. While the largest group runs, the states
+    of all trainers stay on the device, and their bytes are counted too.
+    """
     spec, size = programs.spec, control.max_batch_size
     plans = dict.fromkeys(
         range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
@@ -248,7 +270,11 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
 def first_keys(
     control: Control, settings: Settings, spec: Spec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
-    """The `ProgramKey`s of a round in which all trainers run micro-batches of `size` sequences."""
+    """List the keys of the programs of a round in which all trainers have the same micro-batch.
+
+    With `accumulates`, the list has also the keys of a round in which all trainers accumulate the
+    gradients of two micro-batches for each update.
+    """
     keys = []
     for count in (1, 2) if accumulates else (1,):
         plan = RoundPlan(size, count, settings.inner.steps_per_round)
@@ -258,7 +284,7 @@ def first_keys(
 
 
 def accumulates(settings: Settings, size: int) -> bool:
-    """Whether a trainer may later need gradient accumulation, with micro-batches of this size."""
+    """Whether a trainer may later accumulate gradients over several micro-batches of this size."""
     batching = settings.batching
     grows = batching.test != "constant" and size < batching.batch_cap
     return grows and settings.switch.mode != "clip"

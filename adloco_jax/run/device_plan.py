@@ -1,6 +1,7 @@
 """Plan the memory of a run on devices that are not here: `adloco plan CONFIG --device h100x8`.
 
-Every program is compiled for the described device and not run, so the plan does not give times.
+Every program of the run is compiled for the devices that the name describes. No program is run, so
+the plan does not give times.
 """
 
 import contextlib
@@ -24,18 +25,19 @@ OnCompile = Callable[[Compiled], None]
 
 
 def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
-    """Compile a run's programs for a described device, and describe their memory.
+    """Compile a run's programs for devices that a name describes; report the memory they need.
 
     Args:
-      config: A config that `train` accepts; its data and weights are not read.
-      device: A name as in `machines.described`, such as `h100x8`.
+      config: A config that `train` accepts. The data and weights that it names are not read.
+      device: The kind and number of devices, such as `h100x8`; see `machines.described`.
 
     Returns:
-      Lines of Markdown, and the same data for JSON. If the field `fits` is False, the run does
-      not fit the device.
+      The report as lines of Markdown, and the same figures as a dict for JSON. If the field `fits`
+      of the dict is False, the run does not fit in the memory of the devices.
 
     Raises:
-      ConfigError: See `validate` and `described`.
+      ConfigError: If the config is invalid, if no devices have this name, or if the compiler for
+        them is not installed.
     """
     settings, machine, start_s = validate(config), described(device), time.perf_counter()
     budget = machine.budget(settings.batching.memory_frac)
@@ -61,7 +63,10 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
 
 
 def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
-    """Describe the chosen micro-batch and how workers run, as lines and as data for JSON."""
+    """Describe the chosen micro-batch, and how devices run their workers.
+
+    Returns the description as lines of Markdown, and the same facts as a dict for JSON.
+    """
     spec, size = choice.programs.spec, choice.max_batch_size
     mode = Mode(spec.in_turn, spec.remat)
     reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
@@ -76,7 +81,12 @@ def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
 
 
 def _pools(settings: Settings, max_batch: int) -> list[Control]:
-    """Predict the trainers and workers of a run, if all trainers grow equally and then merge."""
+    """Predict the stages of a run: which trainers it has, and how many workers belong to each.
+
+    First the trainers grow: at each stage the trainer with the fewest workers doubles the number of
+    its workers, until all workers of the run have started. Then, if trainers may merge, some of
+    them merge at each stage, until one trainer is left.
+    """
     whole = start(settings, max_batch, whole_pool=True)
     pools = [start(settings, max_batch)]
     while len(pools[-1].owners) < len(whole.owners):
@@ -94,9 +104,9 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
 def _smallest_change(
     settings: Settings, device: str, machine: Machine, on_compile: OnCompile
 ) -> str:
-    """Find the first change with which the run fits in memory.
+    """Find the first of several changes with which the run fits in memory; describe it in words.
 
-    The last change that is tried is a smaller pool of workers, which changes the run itself.
+    A smaller number of workers is tried last, because it changes what the run computes.
     """
     for name, changed, devices in _changes(settings, device, machine):
         with contextlib.suppress(NothingFits):
@@ -108,9 +118,9 @@ def _smallest_change(
 def _changes(
     settings: Settings, device: str, machine: Machine
 ) -> Iterator[tuple[str, Settings, Machine]]:
-    """Yield changed settings or devices, each with a name to print.
+    """Yield the changes to try: each as a name to print, the settings, and the devices.
 
-    `{}` in a name stands for the micro-batch that fits after the change.
+    If a name contains `{}`, the caller puts the micro-batch there that fits after the change.
     """
     ensemble, count = settings.ensemble, len(machine.devices)
 
@@ -143,7 +153,11 @@ def _record(tried: Tried) -> dict:
 
 
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
-    """Make a table of each program's memory, with workers run as chosen, or as tried last."""
+    """Make a table of the memory that each program needs, in the chosen mode (way to run workers).
+
+    If no mode fits, the table shows the mode that was tried last. The lines after the table say
+    what was found for each mode. The bytes of the largest program are also stored in `record`.
+    """
     named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
     rows = [
         f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"
@@ -169,7 +183,10 @@ def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
 
 @contextlib.contextmanager
 def _progress(device: str) -> Iterator[OnCompile]:
-    """Show how many programs have been compiled, if the output is a terminal."""
+    """Show how many programs have been compiled, if the output is a terminal.
+
+    The context manager yields the function to call after each compilation.
+    """
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(compiled: Compiled) -> None:

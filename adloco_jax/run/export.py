@@ -1,4 +1,7 @@
-"""Write the consensus model of a run to a folder, and read a model from the folder of a run."""
+"""Write the consensus model of a run to a folder, and read a model from the folder of a run.
+
+The consensus model is the one model that stands for all trainers: the best one, or their average.
+"""
 
 import contextlib
 import dataclasses
@@ -36,16 +39,18 @@ def write_consensus(
 ) -> None:
     """Write the consensus model of a run to a folder, and print the path and the layout.
 
-    If the parameters fit the configured model, and the model has Hugging Face names, `transformers`
-    can load the folder. Otherwise the folder contains `params.safetensors`: every leaf in its own
-    dtype, under its keys in the tree joined by `/`, such as `decoder/0/kernel`.
+    The folder is in Hugging Face layout, and `transformers` can load it, under two conditions: the
+    parameters have the shapes of the configured model, and its architecture defines the Hugging
+    Face names of the parameters. Otherwise the folder contains one file, `params.safetensors`. Each
+    leaf of the parameter tree is stored in its own dtype. The name of a leaf is its path in the
+    tree, with `/` between the keys, such as `decoder/0/kernel`.
 
     Args:
       params: One model's parameters, on the host.
       folder: The folder to write; an existing folder is replaced.
       settings: The run's settings.
-      tokenizer: The tokenizer, which is written only with a model in Hugging Face layout. None: no
-        tokenizer is written.
+      tokenizer: The tokenizer to write to a folder in Hugging Face layout. None: no tokenizer is
+        written.
 
     Raises:
       OSError: If the folder cannot be written.
@@ -69,15 +74,16 @@ def _shapes(params: PyTree) -> PyTree:
 
 
 class Trained(NamedTuple):
-    """One model of a run.
+    """A model that was read from a checkpoint of a run.
 
     Attributes:
       settings: The run's settings.
       params: The model's parameters.
       tokenizer: The tokenizer of the run.
-      round: The round of the checkpoint.
-      source: Where the model is from: for instance `trainer 3`, or for a consensus model `only`,
-        `best` or `average`, see `engine.evaluate.consensus`.
+      round: Number of rounds that were completed when the checkpoint was written.
+      source: Which model this is. `trainer 3` is the model of the trainer with the id 3. A
+        consensus model is `only` (the run has one trainer), `best` (the trainer with the lowest
+        held-out loss) or `average` (the weighted average of all trainers).
     """
 
     settings: Settings
@@ -90,15 +96,15 @@ class Trained(NamedTuple):
 def read_trained(
     workdir: str | Path, machine: Machine, *, round: int | None = None, trainer: int | None = None
 ) -> Trained:
-    """Read a model from a run's folder, without changing the folder.
+    """Read a model from a checkpoint in a run's folder; nothing in the folder is changed.
 
     Args:
       workdir: The run's folder.
-      machine: The devices of the run; the model is put on the first one.
-      round: Round of the checkpoint; None: the newest checkpoint.
-      trainer: A trainer's id; None: the consensus model. If the run still has several trainers, the
-        consensus needs the run's data: held-out text chooses between the best trainer and the
-        average.
+      machine: The devices to use; the model is put on the first one.
+      round: The number of the checkpoint's round; None: the newest checkpoint.
+      trainer: The id of a trainer whose model is read. None: the consensus model is read. If the
+        run still has several trainers, this needs the run's data: the loss on held-out text decides
+        between the best trainer and the average.
 
     Returns:
       The model.

@@ -1,7 +1,8 @@
-"""The ledger: the log of a run in the file `ledger.jsonl`, one JSON object per line and event.
+"""The ledger: the log of a run in the file `ledger.jsonl`.
 
-Tables, figures and comparisons of runs read only this file. A killed process can leave an
-incomplete last line. Readers drop this line, and a `Ledger` that opens the file removes it.
+Each event of the run is a JSON object on a line of its own. Tables, figures and comparisons of runs
+are made from this file only. A killed process can leave an incomplete last line. The function
+`read` ignores this line, and the class `Ledger` removes it when it opens the file.
 """
 
 import contextlib
@@ -98,11 +99,14 @@ def _position(content: bytes) -> dict:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-START = _position(b"")  # the position in an empty ledger, see `cut`
+START = _position(b"")  # the position at which an empty ledger ends, see `cut`
 
 
 class Ledger(contextlib.AbstractContextManager):
-    """Appends lines to the ledger file; a written line survives the end of the process."""
+    """Appends lines to the ledger file of a run.
+
+    Lines are not buffered in the process, so a line stays in the file if the process is killed.
+    """
 
     def __init__(
         self,
@@ -112,8 +116,9 @@ class Ledger(contextlib.AbstractContextManager):
         """Open the ledger file at `path` for appending; create it if it does not exist.
 
         Args:
-          path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder must exist.
-          on_write: Called with each line after it was written, on the thread that wrote it.
+          path: The ledger's file, by convention `<workdir>/ledger.jsonl`. The folder must exist.
+          on_write: Called after each line is written, with the line as a dict, on the thread that
+            called `write`.
         """
         self._path = Path(path)
         self._on_write = on_write
@@ -125,7 +130,7 @@ class Ledger(contextlib.AbstractContextManager):
                 self._file.truncate(len(content) - len(rest))
             elif rest:
                 self._file.write(b"\n")
-        self._lock = threading.Lock()  # programs are compiled, and recorded, on another thread
+        self._lock = threading.Lock()  # another thread compiles programs, and writes lines on them
         content = _content(self._path)
         self._hash, self._num_bytes = hashlib.sha256(content), len(content)
 
@@ -149,7 +154,7 @@ class Ledger(contextlib.AbstractContextManager):
             with write_errors(self._path):
                 crash_point("ledger.write")
                 rest = memoryview(text)
-                while rest:  # a full disk first accepts a part of the line, and then raises
+                while rest:  # if the disk is full, it first accepts a part of the line, then raises
                     rest = rest[self._file.write(rest) :]
                 crash_point("ledger.written")
                 self._hash.update(text)
@@ -157,7 +162,10 @@ class Ledger(contextlib.AbstractContextManager):
         self._on_write(line)
 
     def position(self) -> dict:
-        """Sync the file to disk; return its present size and hash, which `cut` needs."""
+        """Sync the ledger file to disk; return the size in bytes and the SHA-256 of the content.
+
+        With this result, `cut` can later remove the lines that follow.
+        """
         with self._lock, write_errors(self._path):
             os.fsync(self._file.fileno())
             return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
@@ -171,7 +179,7 @@ class Ledger(contextlib.AbstractContextManager):
 
 
 def read(path: str | os.PathLike[str]) -> list[dict]:
-    """Read the lines of a ledger file; another process may still write to the file.
+    """Read the lines of a ledger file, to which another process may still be writing.
 
     Args:
       path: The ledger's file.
@@ -206,14 +214,15 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 
 
 def _fault(event: dict, rounds: int) -> str:
-    """Describe what is wrong with a ledger's line; empty if nothing is wrong.
+    """Describe what is wrong with a line of a ledger; the text is empty if nothing is wrong.
 
-    `rounds` is the number of rounds in the lines before it.
+    `rounds` is the highest number of a round in the earlier lines.
     """
     name = event["event"]
     if fault := files.fault(event, EVENTS.get(name, {}), name):
         return fault
-    # If trainers run at their own pace, an earlier round of one may follow a later one of another.
+    # Trainers may run at their own pace. So a line on round 3 of one trainer may follow a line on
+    # round 5 of another trainer.
     first, last = (1, rounds + 1) if name == "round" else (0, rounds)
     if name in _DETERMINISTIC_EVENTS and not first <= event["round"] <= last:
         return f"{name}.round: have {event['round']} after round {rounds}"
@@ -222,27 +231,28 @@ def _fault(event: dict, rounds: int) -> str:
 
 
 def finish(events: Iterable[dict]) -> dict | None:
-    """The `end` line of a ledger if the run is finished, else None.
+    """Return the `end` line of a finished run, from the lines of the run's ledger.
 
-    It is also None if the run was started again after this line.
+    The result is None if the run is not finished, or if it was started again after its end.
     """
     marks = [event for event in events if event["event"] in ("start", "end")]
     return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
 
 
 def cut(path: str | os.PathLike[str], position: dict) -> None:
-    """Truncate a ledger file to its content at the time when a checkpoint was written.
+    """Remove from a ledger file the lines on rounds after a checkpoint, before the run resumes.
 
-    Later rounds are run again and recorded again. Lines of events that are not repeated (starts,
-    compile events, checkpoints, ends) stay in the file. The file is replaced atomically.
+    These rounds will be run again, and their lines will be written again. Later lines on starts,
+    learners, compilations, checkpoints and ends stay in the file, because they are not written
+    again. The file is replaced atomically.
 
     Args:
       path: The ledger's file.
-      position: The result of `Ledger.position` at that time; `START` for a run without a
-        checkpoint.
+      position: The result of `Ledger.position` when the checkpoint was written; `START` for a run
+        without a checkpoint.
 
     Raises:
-      CheckpointError: If the beginning of the ledger has changed since the checkpoint.
+      CheckpointError: If lines that are older than the checkpoint have changed since then.
     """
     content, end = _content(Path(path)), position["bytes"]
     if _position(content[:end]) != position:
@@ -282,9 +292,9 @@ def _content(path: Path) -> bytes:
 
 
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:
-    """The lines of a ledger that are equal in two runs with the same seed.
+    """Return the lines of a ledger that are the same in two runs with the same config and seed.
 
-    Two runs can then be compared with `==`.
+    So the results for two such runs can be compared with `==`.
 
     Args:
       events: Ledger lines, from `read`.
@@ -301,7 +311,7 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
 
 
 def _parse(line: bytes) -> dict | None:
-    """The event on a line of the file, as a dict; None if the line is not an event."""
+    """Read a line of the file as an event, a dict; return None if the line is not an event."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
@@ -310,7 +320,7 @@ def _parse(line: bytes) -> dict | None:
 
 
 def _plain(value: object) -> Any:
-    """Convert a value to plain JSON data."""
+    """Convert a value, which may contain arrays, to plain JSON data."""
 
     def from_array(value: object) -> object:
         if isinstance(value, np.generic | np.ndarray | jax.Array):

@@ -1,7 +1,7 @@
-"""The devices for which a run is compiled: those of this machine, or described by name.
+"""The devices for which a run is compiled: the ones that are here, or ones that a name describes.
 
-XLA compiles for a described device as for a real one. Programs for a described device cannot be
-run.
+A name such as `h100x8` describes devices that this machine does not have. XLA compiles programs for
+described devices as it does for real ones. These programs cannot be run here.
 """
 
 import os
@@ -16,10 +16,11 @@ from adloco_jax.errors import ConfigError
 
 
 def use_compilation_cache() -> None:
-    """Cache compiled programs between runs, in the user's cache folder.
+    """Let JAX save compiled programs in the user's cache folder, so that later runs can load them.
 
-    Nothing is changed if JAX already has a cache folder (`JAX_COMPILATION_CACHE_DIR`). Compiled
-    programs are code, so the folder must not be writable by others.
+    If JAX already has a cache folder (`JAX_COMPILATION_CACHE_DIR`), this function changes nothing.
+    Compiled programs are code that runs execute, so other users must not be able to write to the
+    folder.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
@@ -28,23 +29,27 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# Of a GPU's memory, which the commands let JAX take. XLA plans programs for what JAX takes, and for
-# a described GPU with four fifths of the memory in the description.
+# TAKEN is the share of a GPU's memory that the commands let JAX reserve; on a real GPU, XLA plans
+# programs for the reserved memory. For a described GPU, XLA plans programs for the share _PLANNED
+# of the memory that the description states.
 TAKEN, _PLANNED = 0.95, 0.8
 
 
 def here() -> Machine:
-    """The devices of this run, in all processes of the run."""
+    """Return the devices of all processes of this run, and the memory of one device in bytes."""
     local = jax.local_devices()
     limit = (local[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:  # a CPU, whose emulated devices share the RAM
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
-    elif local[0].platform == "gpu":  # less than the GPU's where a user lets JAX take less
+    elif local[0].platform == "gpu":
+        # The limit is the memory that JAX has reserved: the share TAKEN of the GPU's memory, unless
+        # the user lets JAX reserve another share.
         limit = int(limit / TAKEN)
     return Machine(tuple(jax.devices()), limit)
 
 
-# What XLA compiles for. Figures as in openxla/xla, xla/backends/gpu/target_config/specs.
+# The description of a GPU that XLA needs to compile for it. The figures are those of openxla/xla,
+# xla/backends/gpu/target_config/specs.
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
@@ -65,7 +70,8 @@ _AMPERE |= {"per_core": 167936, "optin": 166912}
 _HOPPER = {"major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "cache": 52428800}
 _HOPPER |= {"per_core": 233472, "optin": 232448}
 _BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
-# Of each kind: bytes of memory that programs may use, its name, and what else describes it.
+# For each kind of GPU: the bytes of memory that programs may use, the name of the GPU, and the
+# other figures of the description.
 _GPUS = {
     "a100-40": (42331013120, "NVIDIA A100-SXM4-40GB", _AMPERE | {"bandwidth": 1555200000000}),
     "a100-80": (85100068864, "NVIDIA A100-SXM4-80GB", _AMPERE | {"bandwidth": 2039040000000}),
@@ -74,9 +80,10 @@ _GPUS = {
     "b200": (191514411008, "NVIDIA B200", _BLACKWELL | {"bandwidth": 7672320000000}),
 }
 _GPU_COUNTS = range(1, 9)  # numbers of GPUs of one host
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}  # chips of a slice by their number
+# How the chips of a TPU slice are arranged; the key is the number of chips.
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
-# Of each kind: bytes of memory that programs may use, and its slices.
+# For each kind of TPU: the bytes of memory that programs may use, and the possible slices.
 _TPUS = {
     "v5e": (16911433728, _FLAT),
     "v5p": (102738427904, _CUBE),
@@ -85,7 +92,10 @@ _TPUS = {
 
 
 def kinds() -> list[str]:
-    """List the kinds of devices that can be described, with memory and numbers of chips."""
+    """List the kinds of devices that can be described: one line for each kind.
+
+    A line has the name of the kind, the memory of a device, and the possible numbers of chips.
+    """
     return [
         f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, _counts(kind)))}"
         for kind, (memory, *_) in (_GPUS | _TPUS).items()
@@ -93,31 +103,32 @@ def kinds() -> list[str]:
 
 
 def more_chips(name: str) -> list[str]:
-    """Names of devices of the same kind with more chips than the named one, the fewest first."""
+    """Return the names for more chips of the same kind, in ascending order.
+
+    For `h100x6` the result is `["h100x7", "h100x8"]`.
+    """
     kind, count = _parts(name)
     return [f"{kind}x{n}" for n in _counts(kind) if n > count]
 
 
 def _parts(name: str) -> tuple[str, int]:
-    """The kind and the number of chips in a device name such as `h100x8`."""
+    """Split a name such as `h100x8` into the kind of device and the number of chips."""
     found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
 def _counts(kind: str) -> Collection[int]:
-    """The numbers of chips with which a kind of device can be described.
-
-    There are none for an unknown kind.
-    """
+    """Return the possible numbers of chips of a kind of device; none if the kind is unknown."""
     return _GPU_COUNTS if kind in _GPUS else _TPUS.get(kind, (0, {}))[1]
 
 
 def described(name: str) -> Machine:
-    """Make devices to compile for, from a name such as `h100x8` or `v5px4`.
+    """Make devices that a name describes, so that programs can be compiled for them.
 
-    Compiled programs cannot be run on such devices. A name without a number means one chip.
+    The name `h100x8` means eight chips of the kind `h100`; the name `h100` means one chip. The
+    devices do not exist on this machine, so the compiled programs cannot be run.
 
-    JAX must have been imported with JAX_PLATFORMS=cpu.
+    The environment variable JAX_PLATFORMS must have been `cpu` when JAX was imported.
 
     Raises:
       ConfigError: If there is no such kind or number of chips, or the compiler is not installed.
@@ -149,5 +160,6 @@ def described(name: str) -> Machine:
             f"--device {name}: what compiles for it is missing ({reason}); install"
             " 'adloco_jax[plan]'"
         ) from error
-    jax.config.update("jax_enable_compilation_cache", False)  # which cannot be read without devices
+    # JAX cannot load a cached program of a device that does not exist.
+    jax.config.update("jax_enable_compilation_cache", False)
     return Machine(tuple(devices), memory)

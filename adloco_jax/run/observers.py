@@ -1,7 +1,7 @@
-"""Observers of a run: functions that write, evaluate, print and save after every round.
+"""Observers of a run: objects that are called after every round, to record, evaluate and save.
 
-Observers are called in the order that `training` declares. Each observer receives the state after
-that round, and must not change it.
+The module `training` makes the observers, and says in which order they are called. An observer
+receives the state of the run after the round, and must not change this state.
 """
 
 import dataclasses
@@ -35,35 +35,45 @@ from adloco_jax.settings import Settings
 
 
 class RunEngine(Engine, Protocol):
-    """An `Engine` with the attributes that observers need to evaluate and to save."""
+    """An `Engine` (it runs rounds) with the attributes that observers need to evaluate and save."""
 
     programs: Programs
     heldout: evaluate.HeldOut
-    underway: Control  # the control before the current round
+    underway: Control  # the host's data about the run, as they were before the current round
 
     def complete(self, state: State) -> Ensemble:
-        """The ensemble of a state, with the inner states that learners hold; waits for these."""
+        """Return the ensemble of a state with the inner states of all workers.
+
+        If workers run in learners (other processes), the learners hold the inner states. The call
+        then waits until the learners have sent them.
+        """
 
 
 @dataclass
 class Recorder:
     """Writes the results of a round to the ledger file and to the terminal.
 
-    Other observers write to the ledger through this object.
+    Other observers use the ledger and the terminal of this object.
     """
 
     settings: Settings
     engine: "RunEngine"
     ledger: Ledger
     progress: Progress
-    start_s: float  # start of the run on this process's clock, as if earlier processes were here
-    loss: float  # loss of the last consensus model on the reported rows
-    evaluated_round: int = -1  # round after which `loss` was measured
-    tokens: int = 0  # tokens of the rounds of this process
+    # What this process's clock would have shown at the start of the run, if the process had also
+    # run the rounds of earlier processes.
+    start_s: float
+    loss: float  # held-out loss of the last consensus model, as reported
+    evaluated_round: int = -1  # the round after which `loss` was measured and recorded
+    tokens: int = 0  # tokens of the rounds that this process has run
     seconds: float = 0.0  # seconds of these rounds, without compilation
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Write a line to the ledger for each trainer of the round, then one for each change."""
+        """Write to the ledger a line for each trainer that ran in the round, and for each change.
+
+        A change is for instance a merge at the end of the round. Changes, growth and skipped
+        updates are also written to the terminal.
+        """
         metrics = boundary.metrics
         self.tokens += sum(line["tokens"] for line in metrics.lines)
         self.seconds += metrics.step_s - metrics.stall_s
@@ -85,7 +95,7 @@ class Recorder:
                 self.progress.note(note)
 
     def show(self, state: State, boundary: Boundary) -> None:
-        """Write a line about the round to the terminal, with the newest held-out loss."""
+        """Write a line about the round to the terminal, with the last measured held-out loss."""
         metrics, control = boundary.metrics, state.control
         losses = [outcome.mean_loss for outcome in metrics.outcomes]
         how = {"heldout": self.loss, "pool": self.settings.ensemble.num_workers}
@@ -94,7 +104,10 @@ class Recorder:
         self.progress.round(control.round, done, text)
 
     def record(self) -> dict:
-        """What a checkpoint has to store of this object: loss, seconds, position in the ledger."""
+        """Return what a checkpoint stores of this object, as a dict of plain JSON.
+
+        It has the last loss, the seconds of the run, and the end of the ledger file.
+        """
         return {
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
@@ -102,7 +115,7 @@ class Recorder:
         }
 
     def wall_s(self) -> float:
-        """Seconds of the run so far, including the time of earlier processes."""
+        """Return the seconds that the run has taken so far, in this process and earlier ones."""
         return round(time.perf_counter() - self.start_s, 3)
 
     def write_memory(self, control: Control) -> None:
@@ -111,7 +124,10 @@ class Recorder:
         self.ledger.write("memory", round=control.round, **peaks)
 
     def write_end(self, control: Control, reason: str) -> None:
-        """Write the `end` line to the ledger: the run, or this process's part of it, has ended."""
+        """Write the `end` line to the ledger, because the run or this process ends.
+
+        The reason is "finished", "preempted" (stopped by a signal) or "diverged".
+        """
         self.write_memory(control)
         fields: dict[str, Any] = {"rounds": control.round, **_totals(control)}
         if self.seconds:
@@ -120,10 +136,10 @@ class Recorder:
 
 
 def _decided(decision: Decision, settings: Settings) -> dict:
-    """The fields of a ledger line that a trainer's batch-size decision determines.
+    """Return the fields of a trainer's ledger line that describe the decision on its next round.
 
-    If a rule determines the length of a round when the round starts, the next length is not known
-    yet and is None.
+    A rule such as `qsr` sets the length of a round only when the round starts. With such a rule,
+    the field for the length of the next round is None.
     """
     fields, inner = decision._asdict(), settings.inner
     size, is_known = fields.pop("size"), inner.round_length == "fixed"
@@ -141,7 +157,10 @@ def _totals(control: Control) -> dict[str, int]:
 
 @dataclass
 class Evaluator:
-    """Measures and records the held-out loss of each trainer and of the consensus model."""
+    """Measures and records the held-out loss of each trainer and of the consensus model.
+
+    The consensus model is the one that stands for all trainers: the best one, or their average.
+    """
 
     recorder: Recorder
     num_classes: int | None  # number of classes of labelled rows; None for text
@@ -149,7 +168,10 @@ class Evaluator:
     params: PyTree | None = None  # parameters of the last consensus model
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Evaluate all models if an evaluation is due, and write the round to the terminal."""
+        """Evaluate all models if an evaluation is due; then write the round to the terminal.
+
+        An evaluation is due after every `eval.every_rounds` rounds, and after the last round.
+        """
         if not boundary.advanced:
             return
         recorder, control = self.recorder, state.control
@@ -164,7 +186,11 @@ class Evaluator:
         recorder.show(state, boundary)
 
     def consensus(self, state: State, *, record: bool = False) -> None:
-        """Choose the consensus model and measure its loss; store the parameters and the loss."""
+        """Choose the consensus model, measure its held-out loss, and keep both.
+
+        The parameters are kept in this object, the loss in the recorder. With `record`, the loss is
+        also written to the ledger.
+        """
         engine = self.recorder.engine
         self.params, source = evaluate.consensus(
             state.ensemble, engine.programs, engine.heldout, state.control.demands
@@ -177,7 +203,10 @@ class Evaluator:
         self.recorder.loss = loss
 
     def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
-        """Arguments of functions of `evaluate`: a model, and the rows for reported losses."""
+        """Return the arguments with which functions of `engine.evaluate` measure a model.
+
+        They include the held-out rows on which reported losses are measured.
+        """
         engine = self.recorder.engine
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
@@ -196,7 +225,7 @@ class Evaluator:
 
 @dataclass
 class Checkpoints:
-    """Saves the state of a run after a round, if it is time; after a signal it ends the run."""
+    """Saves the state of a run after a round, if a checkpoint is due; ends the run at a signal."""
 
     recorder: Recorder
     saver: Saver
@@ -205,13 +234,18 @@ class Checkpoints:
     _last_save_s: float = field(default_factory=time.perf_counter)
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Save the state if it is time to, and end the run after a signal.
+        """Save the state if a checkpoint is due; after a signal, save it and end the run.
+
+        A checkpoint is due after every `checkpoint.every_rounds` rounds, when `checkpoint.every_s`
+        seconds have passed since the last one, and after the last round.
 
         Raises:
           Preempted: After a signal, once everything is saved.
           ResourceError: If a save has failed.
         """
-        if not boundary.advanced:  # a checkpoint's name is the round of the slowest trainer
+        # If trainers run at their own pace, a checkpoint is named after the round of the slowest
+        # trainer. So there can be a new one only when the slowest trainer has completed a round.
+        if not boundary.advanced:
             return
         settings, index = self.recorder.settings, state.control.round
         last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
@@ -232,7 +266,11 @@ class Checkpoints:
             )
 
     def _is_time(self) -> bool:
-        """Whether a checkpoint is due by the clock; raises the error of an earlier save."""
+        """Whether `checkpoint.every_s` seconds have passed since the last checkpoint was begun.
+
+        Only process 0 looks at its clock; the result in other processes is False. If an earlier
+        save has failed, its error is raised here.
+        """
         self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
@@ -247,7 +285,7 @@ class Checkpoints:
 
 
 def compile_fields(compiled: Compiled) -> dict:
-    """The fields of a `compile` line of the ledger, which describes one compilation."""
+    """Return the fields of the ledger's `compile` line that describes a compilation."""
     return {
         "key": str(compiled.key),
         "seconds": round(compiled.seconds, 3),
@@ -260,7 +298,11 @@ def compile_fields(compiled: Compiled) -> dict:
 def write_start(
     run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
 ) -> None:
-    """Write the `start` line to the ledger, then a `fault` line for each earlier failure."""
+    """Write the `start` line to the ledger, which says what the run consists of.
+
+    Then write a `fault` line for each checkpoint that was found damaged, and for each failure of an
+    earlier attempt to run the rounds.
+    """
     settings, spec = run.settings, run.spec
     ledger.write(
         "start",

@@ -1,4 +1,7 @@
-"""Describe a run in words: its sizes, printed at the start, and its needs (`adloco plan`)."""
+"""Describe a run in words: the header that is printed at its start, and the text of `adloco plan`.
+
+The plan gives the memory, the communication and the tokens of a run before the run starts.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -50,13 +53,13 @@ def plan(
       config: A config that `train` accepts.
       workdir: The run's folder, which need not exist. None: no folder is checked.
       accept_config_change: Whether an existing run in that folder may resume with changed settings.
-      memory: Whether to compile the programs of the first rounds. The text then gives the largest
-        micro-batch of the run (the configured one, or the largest that fits), and the bytes of a
-        device that each program needs.
+      memory: Whether to compile the programs of the first rounds. The text then gives the
+        micro-batch of the run (the configured one, or the largest that fits in memory), and the
+        bytes that each program needs on a device.
 
     Returns:
-      Lines on parameters, optimizer states, bytes per round and tokens. The last lines name what
-      was not checked.
+      Text with lines on parameters, optimizer states, bytes per round and tokens. The last lines
+      name what only the run itself can check.
 
     Raises:
       UserError: See `check_inputs`.
@@ -78,7 +81,7 @@ def check_inputs(
     *,
     accept_config_change: bool = False,
 ) -> list[str]:
-    """Check everything that a run checks before it reads text or weights.
+    """Make all checks of a run that need neither the text nor the weights of a model.
 
     Args:
       settings: The run's settings.
@@ -86,13 +89,14 @@ def check_inputs(
       accept_config_change: Whether an existing run in that folder may resume with changed settings.
 
     Returns:
-      One line for each check that is left to the run.
+      One line for each check that could not be made here, because it needs the text, the weights or
+      the checkpoints. The run makes these checks when it starts.
 
     Raises:
       ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
-        an extra is not installed.
+        if a tracker that the config names is not installed.
       DataError: If a path leads nowhere, or the description of prepared data is damaged.
-      CheckpointError: If the folder's record of its config cannot be read.
+      CheckpointError: If the folder contains a run whose `config.json` cannot be read.
     """
     model, unchecked = settings.model, []
     check_installed(settings.log)
@@ -112,11 +116,13 @@ def check_inputs(
 
 
 def require_memory(settings: Settings, machine: Machine) -> None:
-    """Refuse a run whose state is too large for a machine, before anything is loaded.
+    """Refuse a run that cannot fit in the memory of a device, before anything is loaded.
+
+    Only the states of all trainers and workers, and one gradient, are counted.
 
     Raises:
-      ResourceError: If the state is too large. The message gives the bytes, and what to run
-        instead.
+      ResourceError: If the run does not fit. The message gives the bytes, and names a config that
+        fits.
     """
     spec = spec_of(settings, machine)
     owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
@@ -165,7 +171,10 @@ _THRESHOLDS = ("eta", "vartheta", "nu")
 
 
 def _growth(settings: Settings) -> str:
-    """Describe what determines the batch size of a run: a test or a schedule, and its limits."""
+    """Describe what determines the batch size of a run, for the header of the run.
+
+    This is a batch-size test with its thresholds and the largest batch, or a schedule.
+    """
     batching = settings.batching
     if not measures_gradients(settings):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
@@ -182,7 +191,10 @@ def _growth(settings: Settings) -> str:
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """Describe how fragments are synchronised, on one line; empty without Streaming DiLoCo."""
+    """Describe on one line how fragments of the parameters are synchronised.
+
+    The list is empty if a run does not use Streaming DiLoCo, which synchronises in fragments.
+    """
     outer = settings.outer
     if not outer.own_params:
         return []
@@ -241,7 +253,10 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def round_bytes(settings: Settings, spec: Spec) -> int:
-    """Bytes that a round of all workers sends between devices of different workers."""
+    """Return the bytes that devices send to one another in a round in which all workers run.
+
+    Only the bytes of synchronisations are counted. Workers that share a device send less.
+    """
     control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
     moved, sent = 0, spec.sync_bytes * spec.outer.fragments
     for group in classes(control, range(len(control.trainers)), spec):
@@ -256,7 +271,7 @@ def configured_choice(
     machine: Machine,
     on_compile: Callable[[Compiled], None] = lambda compiled: None,
 ) -> Choice:
-    """Choose how a device's workers run and the micro-batch (`choose`), by the settings."""
+    """Choose how devices run workers, and the micro-batch, for the configured model (`choose`)."""
     return choose(
         settings,
         spec_of(settings, machine),
@@ -267,9 +282,9 @@ def configured_choice(
 
 
 def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the device memory that the programs of the first rounds need.
+    """Compile the programs of the first rounds; describe the memory that they need on a device.
 
-    The bytes are those that the compiler reports.
+    The compiler reports the bytes; no program is run.
     """
     batching = settings.batching
     choice = configured_choice(settings, spec.machine)
@@ -292,9 +307,10 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[ProgramKey]:
-    """The `ProgramKey`s of all programs that a run compiles if all trainers have the same plan.
+    """List the keys of all programs that a run can need while its trainers have equal sizes.
 
-    They include the program of evaluations.
+    `control` says which workers belong to each trainer, and the largest micro-batch. The last key
+    is that of the program which evaluates models.
     """
     batching, max_batch, keys = settings.batching, control.max_batch_size, []
     for size in (size for size in batching.buckets if size <= max_batch):
@@ -307,9 +323,9 @@ def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[Pro
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the bytes that a merge sends, and the bytes that a joining worker receives.
+    """Describe the bytes that a merge of trainers sends, and that a joining worker receives.
 
-    There are no lines if trainers never merge and workers never join.
+    The list is empty if trainers never merge and workers never join.
     """
     ensemble, lines = settings.ensemble, []
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]

@@ -1,9 +1,9 @@
 """The processes of one run: connect them, exchange values between them, stop them by signals.
 
-Every process runs the same program on the same host state; only process 0 prints and writes.
-A clock, a signal or a full disk is known to one process only. So the processes exchange such facts
-before they decide by them. The exchange goes through JAX's coordinator, so that no process waits
-for its devices.
+Every process runs the same program, and must make the same decisions; only process 0 prints and
+writes. But the time on a clock, a signal or a full disk is known to one process only. So the
+processes tell one another such facts before a decision depends on them. These values go through
+JAX's coordinator, a server in process 0, and not through the devices, which may be busy.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.files import write_errors
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_EXCHANGE_MS = 2 * 60 * 60 * 1000  # time limit of an exchange: longer than any load or save
-_END_MS = 10 * 1000  # time for which a process that ends waits for the others to end
+_EXCHANGE_MS = 2 * 60 * 60 * 1000  # time limit of an exchange, longer than any load or save takes
+_END_MS = 10 * 1000  # for so long a process that ends waits for the other processes to end
 
 T = TypeVar("T")
 
-_num_sent: Counter[str] = Counter()  # number of values sent, by the name of the exchange
+_num_sent: Counter[str] = Counter()  # for each name of an exchange, how many values were sent
 
 
 def connect(
@@ -41,19 +41,21 @@ def connect(
     process_id: int | None = None,
     timeout_s: int = 300,
 ) -> None:
-    """Connect this process with the other processes of a run, before any other use of JAX.
+    """Connect this process with the other processes of a run.
+
+    JAX must not have been used before in this process.
 
     Args:
-      coordinator: HOST:PORT of process 0. None: JAX reads all three values from the launcher
-        (Slurm, Open MPI, Kubernetes).
+      coordinator: HOST:PORT of process 0. None: JAX reads this argument and the next two from the
+        launcher (Slurm, Open MPI, Kubernetes).
       num_processes: Number of processes.
       process_id: Index of this process, from 0.
       timeout_s: Seconds to wait for the other processes.
 
     Raises:
-      ConfigError: If the three values contradict one another, or JAX detects no launcher.
-      ResourceError: If the processes cannot connect. If they have not connected in time, this
-        process exits with the error's code.
+      ConfigError: If the first three arguments contradict one another, or JAX detects no launcher.
+      ResourceError: If the processes cannot connect. After `timeout_s` seconds nothing is raised;
+        this process prints a message and exits with the exit code of `ResourceError`.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
@@ -62,7 +64,7 @@ def connect(
         raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator is not None and process_id == 0:
         _check_port(coordinator)
-    # JAX's preemption service takes SIGTERM for itself. Here a run saves and stops at SIGTERM.
+    # JAX's preemption service would handle SIGTERM. Here SIGTERM makes a run save and stop.
     jax.config.update("jax_enable_preemption_service", False)
     whose = "" if process_id is None else f"process {process_id} of {num_processes}: "
     failure = f"{whose}not all processes connected{f' at {coordinator}' if coordinator else ''}"
@@ -91,7 +93,12 @@ def connect(
 
 
 def _check_port(coordinator: str) -> None:
-    """Raise ResourceError if a port is in use, because JAX would abort the process."""
+    """Check that the port of the coordinator is free, because JAX would abort the process if not.
+
+    Raises:
+      ResourceError: If another program uses the port.
+      ConfigError: If the text is not HOST:PORT.
+    """
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,14 +116,17 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def only_first_prints() -> Iterator[None]:
-    """Discard the standard output of all processes except process 0."""
+    """Discard what processes other than process 0 print, as long as the `with` block runs."""
     with open(os.devnull, "w", errors="backslashreplace") as null:
         with contextlib.redirect_stdout(sys.stdout if is_first() else null):
             yield
 
 
 def _send(name: str, value: object) -> int:
-    """Send a value to all processes under the name of an exchange; return the exchange's number."""
+    """Send the value of this process to all processes, as its part of an exchange with a name.
+
+    Returns the number of the exchange among those with this name, which `_receive` needs.
+    """
     _num_sent[name] += 1
     number = _num_sent[name]
     _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
@@ -124,31 +134,37 @@ def _send(name: str, value: object) -> int:
 
 
 def _receive(name: str, number: int) -> list:
-    """Wait for the values that all processes send for an exchange, by its name and number."""
+    """Wait until all processes have sent their values for an exchange; return the values in order.
+
+    The exchange is identified by its name and number.
+    """
     client = _client()
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
-    if number > 1:  # all others have sent this value, so they have received the previous one
+    # All processes have sent a value for this exchange, so they have received those of the previous
+    # exchange, which can be deleted.
+    if number > 1:
         client.key_value_delete(f"{name} ({number - 1})/{jax.process_index()}")
     return values
 
 
 def gather(value: T, name: str = "gather") -> list[T]:
-    """Collect one value from each process in every process, in the order of the processes.
+    """Collect one value from each process; return all values, in the order of the processes.
 
-    All processes must call this function.
+    All processes must call this function. Each of them receives all values.
 
     Args:
       value: The value of this process, plain JSON data.
-      name: Name of the exchange. Threads must use different names.
+      name: Name of the exchange. Two threads of a process must use different names.
     """
     return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
 
 
 def broadcast(value: T) -> T:
-    """Send the value of process 0 to all processes, and return it.
+    """Return the value of process 0 in all processes.
 
-    The value is plain JSON data. All processes must call this function.
+    All processes must call this function. The values of other processes are ignored. The value is
+    plain JSON data.
     """
     return gather(value)[0]
 
@@ -157,7 +173,7 @@ def barrier(name: str) -> None:
     """Wait until all processes have called this function.
 
     Args:
-      name: Name of the barrier. Threads must use different names.
+      name: Name of the barrier. Two threads of a process must use different names.
     """
     gather(None, name)
 
@@ -169,23 +185,24 @@ def run_on_all(
     faults: type[Exception] | tuple[type[Exception], ...] = UserError,
     elsewhere: type[Exception] | None = None,
 ) -> T:
-    """Run a function in every process; an error in one process is raised in all of them.
+    """Run a function in every process; if it fails in one of them, raise an error in all of them.
 
-    Otherwise the other processes would wait for the process that failed.
+    All processes must call `run_on_all`. Without it, the other processes would wait for the process
+    in which the function failed.
 
     Args:
       act: The function. It must not exchange anything with other processes.
-      name: Name of the exchange. Threads must use different names.
-      faults: Classes of errors that are broadcast.
-      elsewhere: Class of the error that is raised for another process's error. None: the same
-        class as that error.
+      name: Name of the exchange. Two threads of a process must use different names.
+      faults: Classes of errors about which other processes are told.
+      elsewhere: Class of the error that is raised in a process where the function did not fail.
+        None: the class of the error in the process where the function failed.
 
     Returns:
       The result of `act` in this process.
 
     Raises:
-      Exception: One of `faults`, in every process: the process's own error, or else the first error
-        of the others.
+      Exception: If `act` failed in any process. A process in which `act` failed raises its own
+        error. The other processes raise an error with the message of the first process that failed.
     """
     try:
         outcome, fault = act(), None
@@ -203,10 +220,11 @@ def run_on_all(
 
 
 def end_others(message: str) -> None:
-    """End all other processes: they print the message and exit with code 5 (`ending_together`).
+    """End all other processes of the run, because this process has failed.
 
-    The other processes may be waiting for a collective with this process, which cannot be
-    interrupted. Without this call, the end of process 0 would abort them.
+    The other processes watch for this call in `ending_together`. They print the message and exit
+    with code 5. They may be waiting for this process in a collective, which cannot be interrupted.
+    Without this call, JAX would abort them when process 0 ends.
     """
     failure = json.dumps([jax.process_index(), message])
     _client().key_value_set("failure", failure, allow_overwrite=True)
@@ -214,7 +232,10 @@ def end_others(message: str) -> None:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """End this process with exit code 5 as soon as another process has called `end_others`."""
+    """End this process with exit code 5 if another process calls `end_others`.
+
+    A thread watches for such a call as long as the `with` block runs.
+    """
     done = threading.Event()
 
     def watch(client) -> None:
@@ -237,11 +258,11 @@ def ending_together() -> Iterator[None]:
 
 
 def all_end() -> bool:
-    """Whether all other processes of the run end now too.
+    """Wait up to 10 s for the other processes to call this function; return whether all have.
 
-    If not, the shutdown of JAX must be skipped. At exit JAX waits five minutes for the other
-    processes, which may be waiting for this one. Then JAX aborts all processes, and their exit
-    codes are lost.
+    A process calls this function when it ends. If the result is False, the caller must skip the
+    shutdown of JAX. At exit JAX waits five minutes for the other processes, which may be waiting
+    for this one. Then JAX aborts all processes, and their exit codes are lost.
     """
     if jax._src.distributed.global_state.client is None:
         return True
@@ -250,7 +271,8 @@ def all_end() -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     if is_first():
-        time.sleep(1)  # process 0 is the coordinator, whose answers must reach the others
+        # Process 0 is the coordinator. Its last answers must reach the other processes.
+        time.sleep(1)
     return True
 
 
@@ -266,10 +288,11 @@ def require_equal(what: dict[str, str], advice: str) -> None:
     Args:
       what: The values to compare, as strings; the key is the name of the value. All processes must
         give the same names.
-      advice: Last line of the message.
+      advice: Last line of the error message.
 
     Raises:
-      ConfigError: In every process, if values differ. The message names values and processes.
+      ConfigError: In every process, if any values differ. The message names the values that differ,
+        and the processes.
     """
     first, *others = gather(dict(what))
     lines = []
@@ -284,12 +307,13 @@ def require_shared(folder: Path) -> None:
     """Check that all processes see the folder to which process 0 writes.
 
     Raises:
-      ConfigError: In every process, if one process sees another folder under this name.
-      ResourceError: In every process, if process 0 cannot write there.
+      ConfigError: In every process, if one process sees a different folder under this name.
+      ResourceError: In every process, if process 0 cannot write to the folder.
     """
     if jax.process_count() == 1:
         return
-    # A new name, because a file system may cache for a while that an older name is missing.
+    # The file has a new name each time. A file system may remember for a while that there is no
+    # file of some name, even if process 0 has made it since then.
     mark = folder / f".seen-{broadcast(os.urandom(8).hex())}"
 
     def make() -> None:
@@ -316,12 +340,13 @@ def require_shared(folder: Path) -> None:
 def stop_requests() -> Iterator[threading.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
 
-    Python runs signal handlers between two bytecodes of the main thread, which may be compiling for
-    minutes. But the interpreter writes the number of each signal to a pipe at once, and here a
-    thread reads that pipe.
+    The signals are caught as long as the `with` block runs. Python runs a signal handler only
+    between two bytecodes of the main thread, which may be compiling for minutes. But the
+    interpreter writes the number of each signal to a pipe at once. Here a thread reads that pipe,
+    and sets the event.
 
-    If the caller is not on the main thread, handlers cannot be set, and signals keep their usual
-    effect.
+    If the caller is not on the main thread, Python cannot set handlers. The event is then never
+    set, and signals keep their usual effect.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -333,7 +358,7 @@ def stop_requests() -> Iterator[threading.Event]:
     def watch():
         while data := os.read(reader, 1):
             if data[0] not in _SIGNALS:
-                if fd_before >= 0:  # set by an event loop, as in a notebook
+                if fd_before >= 0:  # an event loop, as in a notebook, waits for signals, too
                     os.write(fd_before, data)
                 continue
             if stop.is_set():

@@ -1,7 +1,8 @@
 """The folder of a run: its lock, its recorded config, and the state to resume from.
 
-`config.json` in the run's folder holds the resolved config. When a run is resumed, some keys may
-change freely, others only with `--accept-config-change`, and the rest may not change.
+The file `config.json` in the run's folder records the value of every setting. When the run is
+resumed, some settings may have changed. Others may have changed only with
+`--accept-config-change`. All other settings must be the same.
 """
 
 import contextlib
@@ -44,10 +45,10 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def require_utf8(option: str, path: Path) -> None:
-    """Refuse a path that is not UTF-8, because libraries that write to it accept only UTF-8.
+    """Check that a path is UTF-8, because some libraries that write to it accept only UTF-8.
 
     Raises:
-      ConfigError: If the path is not UTF-8. The message names the option.
+      ConfigError: If the path is not UTF-8. The message names the option that gave the path.
     """
     try:
         str(path).encode()
@@ -56,7 +57,7 @@ def require_utf8(option: str, path: Path) -> None:
 
 
 def check_workdir(workdir: str | Path) -> None:
-    """Refuse a folder in which a run cannot be stored.
+    """Check that a run can be stored in a folder; the folder need not exist.
 
     Raises:
       ConfigError: If a run cannot be stored there. The message says why, and what to do.
@@ -66,8 +67,8 @@ def check_workdir(workdir: str | Path) -> None:
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
-        pass  # the folder is made later, or the code below names a file in its place
-    except (OSError, ValueError) as error:  # a name too long, with NUL in it, a loop of links
+        pass  # the folder is made later; if one of its parents is a file, this is found below
+    except (OSError, ValueError) as error:  # the name is too long or has a NUL; links form a loop
         raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -82,15 +83,14 @@ def check_workdir(workdir: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(workdir: Path) -> Iterator[None]:
-    """Create the folder of a run and lock it until the run ends.
+    """Create the folder of a run, and lock it as long as the `with` block runs.
 
-    The lock of a process that has ended does not count.
-
-    Process 0 locks the folder for all processes of a run, which must all see the folder.
+    If a process is killed, the operating system releases its lock. If a run has several processes,
+    process 0 locks the folder for all of them. All processes must see the same folder.
 
     Raises:
-      ConfigError: If another process uses the folder, if the folder cannot be written, or if it is
-        not the same folder for all processes.
+      ConfigError: If another run uses the folder, if the folder cannot be written, or if it is not
+        the same folder for all processes.
       ResourceError: If the disk is full.
     """
     lock = FileLock(workdir / ".lock", timeout=0)
@@ -123,16 +123,20 @@ def finished(
     *,
     accept_config_change: bool = False,
 ) -> list[str] | None:
-    """Whether a folder contains a finished run, and whether its newest checkpoint is damaged.
+    """Check whether a folder contains a finished run, and whether its newest checkpoint is whole.
+
+    A run is finished if its ledger says so, if the config asks for no more rounds or tokens, and if
+    the model was exported.
 
     Args:
       workdir: The run's folder; it need not exist.
       config: The run's config, which is compared with the recorded config.
-      accept_config_change: Whether a resumed run may change settings such as the learning rate.
+      accept_config_change: Whether the config may differ from the recorded one in settings such as
+        the learning rate.
 
     Returns:
-      None if the run is not finished. For a finished run, a list of faults of its newest
-      checkpoint; the list is empty if the checkpoint is not damaged.
+      None if the run is not finished. Otherwise a list of the faults of the run's newest
+      checkpoint. The list is empty if the checkpoint is not damaged.
 
     Raises:
       ConfigError: If the config or the folder cannot be used.
@@ -165,10 +169,12 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     Args:
       workdir: The run's folder. If it contains no run, nothing is compared.
       settings: The settings of the run to be resumed.
-      accept: Whether changes that alter the rest of the run are accepted.
+      accept: Whether changes that alter the following rounds, such as another learning rate, are
+        accepted.
 
     Raises:
-      ConfigError: If changes are refused, or need `accept`. The message lists them.
+      ConfigError: If settings have changed that may not change, or that may change only with
+        `accept`. The message lists the changes.
       CheckpointError: If the recorded config cannot be read.
     """
     check_workdir(workdir)
@@ -195,7 +201,8 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
     """Describe the settings that differ from those recorded in the folder of a run.
 
-    The lines are grouped by whether a resumed run may change the setting (`Knob.resume`).
+    The result has one list of lines for each kind of change: "harmless", "accepted" only if the
+    user says so, and "refused". The kind of a change is declared with the setting (`Knob.resume`).
     """
     before, now = _read(workdir / "config.json"), flat_settings(settings)
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
@@ -209,12 +216,13 @@ def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
 def recorded_settings(workdir: Path) -> Settings:
     """Read the settings that are recorded in a run's folder.
 
-    Keys that the record lacks, because a later version added them, have their defaults. The
-    revision of a data set on the hub is the commit with which the run began.
+    Settings that the record lacks, because a later version added them, have their defaults. If the
+    run reads a data set on the hub, `data.revision` is the commit that the run began with.
 
     Raises:
       CheckpointError: If there is no record, or the record cannot be read.
-      ConfigError: If the run uses an entry of a table that this library does not define.
+      ConfigError: If the run uses an entry that the user added to a table of the library, for
+        instance an optimizer, and that is not defined now.
     """
     path = workdir / "config.json"
     if not path.is_file():
@@ -222,7 +230,7 @@ def recorded_settings(workdir: Path) -> Settings:
     known = {
         key: _as_tuples(value)
         for key, value in _read(path, exported=True).items()
-        if key in KNOBS and value is not None  # null is what an unset default resolves to
+        if key in KNOBS and value is not None  # null is recorded for a setting that is unset
     }
     faults = [
         f"{path}: {key} = {known[key]!r}: no entry of this library; give --config the file that"
@@ -242,7 +250,9 @@ def recorded_settings(workdir: Path) -> Settings:
 
 
 def recorded_commit(workdir: Path) -> str:
-    """The commit of the hub's data set with which a run began; empty if it uses no such data set.
+    """Return the commit of the hub's data set that a run reads, as recorded in the run's folder.
+
+    The result is empty if the run does not read a data set on the hub.
 
     Raises:
       CheckpointError: If the record cannot be read.
@@ -268,7 +278,9 @@ def _as_tuples(value: object) -> object:
 
 
 def write_config(workdir: Path, settings: Settings, **more: object) -> None:
-    """Write the resolved config to the run's folder; an older record is replaced atomically.
+    """Record all settings of a run, and the fields in `more`, in `config.json` in its folder.
+
+    An older record is replaced atomically.
 
     Raises:
       ResourceError: If the file cannot be written.
@@ -283,9 +295,10 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule depends on the total number of rounds or tokens, and so may a rule for the
-    # length of rounds. If rounds leave worker updates unsynchronised, the last round of the run has
-    # synchronised them.
+    # The total number of rounds or tokens may change freely only if earlier rounds do not depend on
+    # it. A decaying schedule of the learning rate depends on it, and a rule for the length of
+    # rounds may. If rounds leave updates of workers unsynchronised, the last round of the run has
+    # synchronised them, so a longer run would have differed in that round.
     inner = settings.inner
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
     lasting = lasting and not settings.outer.leaves_unsynchronised
@@ -295,7 +308,10 @@ def _class(key: str, settings: Settings) -> Change:
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:
-    """Every setting of a run by its full key, such as `inner.tx`; tuples become lists."""
+    """Return all settings of a run in one dict, with keys such as `inner.tx`.
+
+    Tuples become lists, as in JSON.
+    """
     return _flat(json.loads(json.dumps(dataclasses.asdict(settings))))
 
 
@@ -307,9 +323,9 @@ def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
     """Read the recorded config of a run.
 
     Args:
-      path: The file of the record.
-      exported: Whether the run may be of version 0.2, from whose record only the groups for an
-        export are read.
+      path: The file `config.json` in the run's folder.
+      exported: Whether the config is read to export a model. Then the run may be of version 0.2; of
+        such a run only the settings that an export needs are read.
 
     Raises:
       CheckpointError: If the record cannot be read, or was written by another version.
@@ -329,7 +345,7 @@ def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
     return _flat(record["config"])
 
 
-# The fields that are read from a checkpoint's `host.json`, with their types.
+# The fields of a checkpoint's `host.json` that are read, and their types.
 _HOST: dict[str, Any] = {
     "control": Control,
     "max_batch_size_given": int | None,
@@ -341,17 +357,17 @@ _HOST: dict[str, Any] = {
 
 
 class Restored(NamedTuple):
-    """The content of a checkpoint: the state of the run, and the data of `host.json`."""
+    """The content of a checkpoint: the state of the run, and all fields of `host.json`."""
 
     state: State
     host: dict
 
 
 def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
-    """Read the state of a run from a checkpoint whose hashes are right.
+    """Read the state of a run from a checkpoint whose files have the recorded hashes.
 
     Raises:
-      Damaged: If the content is not a state of this run.
+      Damaged: If the content does not fit the settings of this run.
     """
     host = checkpoint.read_host(path)
     if fault := files.fault(host, _HOST, "host"):
@@ -363,7 +379,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
 
 
 def read_control(path: Path, data: Any, settings: Settings) -> Control:
-    """Make the host's data about a run (`Control`) from JSON, and check that they fit the run.
+    """Make the host's data about a run (`Control`) from JSON, and check that they fit the settings.
 
     Args:
       path: The checkpoint's folder.
@@ -371,7 +387,7 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
       settings: The run's settings.
 
     Raises:
-      Damaged: If the data do not fit this run.
+      Damaged: If the data do not fit the settings of this run, or are of another round.
     """
     if fault := files.fault(data, Control, "host.control"):
         raise Damaged(f"{path}: {fault}")
@@ -385,7 +401,10 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
 
 
 def control_from_json(data: dict) -> Control:
-    """Make a `Control` from the dict that `dataclasses.asdict` made; ignore unknown fields."""
+    """Make the host's data about a run (`Control`) from a dict with its fields.
+
+    The dict is of the form that `dataclasses.asdict` gives. Unknown fields are ignored.
+    """
     fields = {each.name: data[each.name] for each in dataclasses.fields(Control)}
     names = [each.name for each in dataclasses.fields(Trainer)]
     trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
@@ -398,13 +417,19 @@ def begin_control(
     max_batch: int | None,
     on_compile: Callable[[Compiled], None],
 ) -> tuple[Control, Programs]:
-    """Choose the largest micro-batch and how workers run, at the start of an attempt.
+    """Choose the largest micro-batch, and how devices run workers, before the first round.
+
+    All processes of a run make the same choice.
 
     Args:
-      run: The data that all attempts of the run share.
+      run: The data of the run.
       restored: The checkpoint to resume from; None: the run starts.
-      max_batch: A smaller micro-batch to use, after memory ran out; else None.
+      max_batch: The micro-batch to use after an earlier attempt ran out of memory. None: there was
+        no such attempt.
       on_compile: Called after each compilation.
+
+    Returns:
+      The host's data about the run, with the chosen micro-batch, and the compiled programs.
     """
     settings = run.settings
     size, control = settings.batching.max_batch_size, restored.state.control if restored else None
@@ -418,7 +443,9 @@ def begin_control(
 
     choice = chosen(run.modes)
     mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
-    last = max(processes.gather(run.modes.index(mode)))  # all processes use the most frugal choice
+    # All processes use the most frugal of the modes that they have chosen: the last one, because
+    # modes are in order of preference.
+    last = max(processes.gather(run.modes.index(mode)))
     if run.modes[last] != mode:
         choice.programs.close()
         choice = chosen(run.modes[last : last + 1])
@@ -432,14 +459,21 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
     """Restore the state of the newest checkpoint that is not damaged.
 
     Returns:
-      The content of the checkpoint, or None if there is no checkpoint; a line for each newer
-      checkpoint that is damaged; the `end` line of the ledger, or None if the run is not finished.
+      Three values. The first is the content of the checkpoint; None if there is no checkpoint. The
+      second is a list of lines, one for each newer checkpoint that is damaged. The third is the
+      `end` line of the ledger; None if the run is not finished.
+
+    Raises:
+      CheckpointError: If all checkpoints are damaged, or were deleted.
+      DataError: If the data have changed since the run began.
     """
     folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
     found = checkpoint.newest(folder, lambda at: read_state(at, run.settings, run.spec))
     restored, damage = found or (None, [])
     events = read(path) if path.exists() else []
-    processes.gather(None)  # a barrier: process 0 changes the ledger after all have read it
+    # All processes wait here for one another, because process 0 later changes the ledger that the
+    # others read.
+    processes.gather(None)
     if restored is None and any(event["event"] == "checkpoint" for event in events):
         raise CheckpointError(
             f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
@@ -457,9 +491,9 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
 
 
 def host(run: Run, recorded: dict, state: State) -> dict:
-    """The part of a checkpoint that is not in arrays, as a dict for `host.json`.
+    """Return the part of a checkpoint that is not in arrays, as a dict for the file `host.json`.
 
-    `recorded` is the result of `Recorder.record`.
+    `recorded` is the result of `Recorder.record`: loss, seconds, and the end of the ledger.
     """
     return {
         "control": dataclasses.asdict(state.control),
@@ -476,7 +510,10 @@ def host(run: Run, recorded: dict, state: State) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """The versions of all software that may change the numbers of a run, by package name."""
+    """Return the versions of Python and of the packages that may change the results of a run.
+
+    The key is the name of the package.
+    """
     packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
     installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
     return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
@@ -486,7 +523,7 @@ def require_equal_processes(run: Run) -> None:
     """Check that all processes have the same config, data, weights and versions.
 
     Raises:
-      ConfigError: In every process, if something differs. The message names it.
+      ConfigError: In every process, if something differs. The message names what differs.
     """
     if jax.process_count() == 1:
         return

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a line for each round and event, below them a progress bar."""
+"""Write the terminal output of a run: lines about rounds and events, above a progress bar."""
 
 import collections
 import sys
@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # without ipywidgets a notebook gets the text b
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-_MOST_LISTED = 4  # up to this number of trainers, each one's batch is shown
+_MOST_LISTED = 4  # with more trainers, the line of a round counts equal sizes, and lists them once
 # The line for each kind of change at the end of a round.
 _CHANGES = {
     "learner": "learner {learner} {what}: {why}",
@@ -38,9 +38,9 @@ _WHY = {
 
 
 class Progress:
-    """Writes lines to the terminal, above a progress bar if there is one.
+    """Writes the lines of a run to the terminal, and shows a progress bar below them.
 
-    There is a bar if the output is a terminal or a notebook.
+    The bar is shown only if the output is a terminal or a notebook.
     """
 
     def __init__(
@@ -51,12 +51,15 @@ class Progress:
         share_done: float = 0.0,
         file: TextIO | None = None,
     ):
-        """Start the clock, and draw the bar if there is one.
+        """Start the clock, and draw the bar if the output is a terminal or a notebook.
 
         Args:
-          num_rounds: Rounds of the whole run; None if the run ends by tokens.
-          every: Rounds from one line to the next; the last round always has a line.
-          share_done: Fraction of the whole run that earlier processes have done.
+          num_rounds: Number of rounds of the whole run. None: the run ends when it has read a
+            number of tokens.
+          every: A line is written after each round whose number is a multiple of `every`, and after
+            the last round.
+          share_done: Fraction of the whole run that earlier processes have completed, if the run is
+            resumed; else 0.
           file: The file to write to; None: standard output.
         """
         self._file = sys.stdout if file is None else file
@@ -65,7 +68,8 @@ class Progress:
         self._last_s, self._last_share = time.perf_counter(), share_done
         self._seconds_per_run: float | None = None
         self._bar = None
-        # The output of a Jupyter kernel is not a terminal but shows bars; tqdm.auto tests the same.
+        # The output of a Jupyter kernel is not a terminal, but it shows bars. `tqdm.auto` detects
+        # a kernel by the same module.
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
         if self._file.isatty() or in_notebook:
             style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
@@ -75,19 +79,22 @@ class Progress:
             )
 
     def note(self, line: str) -> None:
-        """Write a line to the terminal, above the progress bar."""
+        """Write a line to the terminal, above the progress bar if one is shown."""
         if self._bar is not None:
             self._bar.write(line, file=self._file)
         else:
             print(line, file=self._file, flush=True)
 
     def round(self, index: int, share_done: float, text: str) -> None:
-        """Write the line of a finished round if it is time for a line, and move the bar.
+        """Move the progress bar after a round, and write a line about the round if one is due.
+
+        The argument `every` of the class says after which rounds a line is due.
 
         Args:
-          index: The round's number, from 1.
-          share_done: Fraction of the whole run that is done; may exceed 1.
-          text: The round in words, see `describe_round`.
+          index: The number of the round; the first round has the number 1.
+          share_done: Fraction of the whole run that is completed. It may exceed 1, because the last
+            round may read more tokens than the run needs.
+          text: The description of the round, from `describe_round`.
         """
         share = min(share_done, 1.0)
         left = f"{tqdm.format_interval(self._seconds_left(share))} left"
@@ -107,7 +114,11 @@ class Progress:
             self._bar.close()
 
     def _seconds_left(self, share: float) -> float:
-        """Estimate the remaining seconds from the last rounds, because the first ones compile."""
+        """Estimate how many seconds the rest of the run takes, from the pace of the last rounds.
+
+        The pace is an average in which each earlier round has half the weight of the next one. So
+        the first rounds, which are slow because programs are compiled, soon count little.
+        """
         now_s = time.perf_counter()
         pace = (now_s - self._last_s) / max(share - self._last_share, 1e-9)
         before = pace if self._seconds_per_run is None else self._seconds_per_run
@@ -119,14 +130,15 @@ class Progress:
 def describe_round(
     lines: Sequence[dict], losses: Sequence[float], *, heldout: float, pool: int, seconds: float
 ) -> str:
-    """Describe a finished round in words.
+    """Describe a finished round on one line: loss, batch sizes, trainers, workers and speed.
 
     Args:
-      lines: For each trainer, the fields of its line in the ledger.
-      losses: Mean training loss of each trainer; the mean over finite losses is shown.
-      heldout: Newest held-out loss of the consensus model; NaN if there is none yet.
-      pool: Number of workers of the whole pool.
-      seconds: Duration of the round.
+      lines: One dict for each trainer: the fields of the trainer's line in the ledger.
+      losses: Mean training loss of each trainer. The text has the mean of those that are finite.
+      heldout: Newest held-out loss of the consensus model (the best trainer, or the average of all
+        trainers); NaN if no loss has been measured yet.
+      pool: Number of workers that the run has when all workers have started.
+      seconds: Duration of the round in seconds.
     """
     loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
     names = ("micro_batch_size", "num_accum_steps", "workers")
@@ -144,12 +156,17 @@ def describe_round(
 
 
 def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[str]:
-    """Describe how a trainer grows and why, and its skipped updates, one line each.
+    """Describe how the next round of a trainer grows and why, and how many updates were skipped.
 
     Args:
-      line: The fields of the trainer's line in the ledger, including those of the decision.
-      decision: The decision on the trainer's next round.
+      line: The fields of the trainer's line in the ledger, including the fields that `decision`
+        determines.
+      decision: The decision on the sizes of the trainer's next round.
       settings: The run's settings.
+
+    Returns:
+      At most two lines. The first describes the growth, if a size grows or growth is held back. The
+      other counts the skipped updates, if there are any.
     """
     batching, requested = settings.batching, f"the test asks for {decision.test_value or 0.0:.1f}"
     limit = "batching.max_growth"
@@ -177,7 +194,11 @@ def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[
 
 
 def describe_change(change: dict) -> str:
-    """Describe a change at the end of a round, such as a merge; empty if it is not shown."""
+    """Describe a change at the end of a round, such as a merge, on one line.
+
+    The argument has the fields of the change's line in the ledger. The result is empty if changes
+    of this kind are not shown on the terminal.
+    """
     reason = change.get("action", change.get("reason", ""))
     words = {"why": change.get("why", _WHY.get(reason, ""))}
     words["listed"] = ", ".join(map(str, change.get("members", ())))

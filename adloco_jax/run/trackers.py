@@ -1,7 +1,8 @@
 """Send the lines of a run's ledger to TensorBoard and Weights & Biases (off by default).
 
-A tracker is third-party code that uses disks and networks. Trackers are called directly, between
-two rounds. A tracker that raises an error is dropped, and a `fault` line records this.
+A tracker is third-party code that uses disks and networks. It is called between two rounds, and the
+run waits until it returns. If a tracker raises an error, it is no longer called, and a `fault` line
+in the ledger records this.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from adloco_jax.settings import Log
 
 Send = Callable[[dict], None]
 
-# For each event, the ledger fields that are sent as scalars. A tracker's step is a round.
+# For each kind of event, the fields of its ledger line that are sent as scalars. Trackers number
+# scalars by steps; here a step is a round.
 _SCALARS = {
     "round": "train_loss requested_batch_size micro_batch_size num_accum_steps workers"
     " learning_rate noise signal test_value pseudo_grad_norm",
@@ -35,16 +37,18 @@ _AS_TEXT = ("merge", "refusal", "spawn", "fault")
 def scalars(event: dict) -> dict[str, float]:
     """Map the names of the numbers in one line of the run's ledger file to their values.
 
-    Only numbers that trackers show are selected. Numbers that were not finite are null in the
-    ledger; they are left out. A name is `<field>/trainer_<id>`, or `<field>/consensus` for the
-    consensus model. It is `<field>/<event>` for a line without a trainer. The peak memory of a
-    device is `device_peak_bytes/<device number>`.
+    The result has only the numbers that trackers show. Numbers that were not finite are null in the
+    ledger, and are left out. The name of a number on a line about a trainer is
+    `<field>/trainer_<id>`, such as `train_loss/trainer_0`. On a line about the consensus model
+    (which stands for all trainers) it is `<field>/consensus`, and on other lines
+    `<field>/<kind of event>`. The peak memory of a device is `device_peak_bytes/<device number>`.
     """
     kind, trainer = event["event"], event.get("trainer")
     is_consensus = trainer == "consensus"
     who = kind if trainer is None else "consensus" if is_consensus else f"trainer_{trainer}"
     fields = _SCALARS.get(kind, "").split()
-    # Totals are of the whole run and equal on all trainers' lines, so they are sent once.
+    # Totals count the whole run, and are equal on the lines of all trainers. So they are sent only
+    # with the line of the consensus model.
     fields = [name for name in fields if is_consensus or not name.endswith("_total")]
     named = {f"{name}/{who}": event.get(name) for name in fields}
     if event.get("step_s"):
@@ -58,7 +62,8 @@ def scalars(event: dict) -> dict[str, float]:
 def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     """Open a tracker that writes TensorBoard files to `tensorboard/` in the run's folder.
 
-    Older files in this folder are replaced.
+    The whole history is sent again, and TensorBoard hides what older files in this folder hold. The
+    context manager yields a function that sends a line of the ledger.
 
     Args:
       workdir: The run's folder.
@@ -68,7 +73,7 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     from tensorboardX import SummaryWriter
 
     folder = str(workdir / "tensorboard")
-    # The whole history is written again, because a killed process may have lost some of it.
+    # The history is sent again because a killed process may have lost the last part of its file.
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event):
@@ -82,13 +87,14 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
 @contextlib.contextmanager
 def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Open a tracker that sends a run to Weights & Biases.
+    """Open a tracker that sends a run to Weights & Biases (W&B).
 
-    With `WANDB_MODE=offline` it writes to `wandb/` in the run's folder instead.
+    With `WANDB_MODE=offline` the tracker writes to `wandb/` in the run's folder instead. The
+    context manager yields a function that sends a line of the ledger.
 
-    A run's id is a hash of the first `start` line in its ledger, so that a resumed run continues
-    the same W&B run. Steps that W&B already has are not sent again, because they cannot be
-    overwritten.
+    The id of the W&B run is a hash of the first `start` line in the ledger. So if a run is resumed,
+    the same W&B run continues. Rounds that W&B already has are not sent again, because W&B cannot
+    overwrite them.
 
     Args:
       workdir: The run's folder.
@@ -115,7 +121,8 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
             if numbers := scalars(event):
                 run.log(numbers, step=event["round"])
             if event["event"] in _AS_TEXT:
-                # At W&B's current step: a fault may name the next round, which would end this step.
+                # The text is sent without a step, so that W&B adds it to the current step. The line
+                # of a fault may name the next round; with this number, the current step would end.
                 run.log({event["event"]: json.dumps(event)}, commit=False)
 
         yield send
@@ -125,10 +132,10 @@ _TRACKERS = {"tensorboard": ("tensorboardX", tensorboard), "wandb": ("wandb", wa
 
 
 def check_installed(log: Log) -> None:
-    """Refuse trackers that the config names but that are not installed.
+    """Check that the trackers that the config names are installed.
 
     Raises:
-      ConfigError: If a tracker is not installed. The message names the extra to install.
+      ConfigError: If a tracker is not installed. The message has the command that installs it.
     """
     missing = [
         f"log.{name} = True: the package {package} is not installed;"
@@ -150,13 +157,13 @@ class Trackers:
         history: Sequence[dict],
         on_fault: Callable[[str, int, str], None],
     ):
-        """Store the arguments; a tracker is opened when the ledger has its `start` line.
+        """Store the arguments; trackers are opened later, when the `start` line is sent.
 
         Args:
           log: The config's group that names the trackers.
           workdir: The run's folder.
-          history: The earlier lines of a resumed run's ledger, which are sent again to each
-            tracker.
+          history: The earlier lines of the ledger, if the run is resumed. They are sent to each
+            tracker again.
           on_fault: Called when a tracker is dropped, with its name, the round and the cause.
         """
         self._names = [name for name in _TRACKERS if getattr(log, name)]
@@ -164,7 +171,7 @@ class Trackers:
         self._opened: dict[str, tuple[contextlib.ExitStack, Send]] = {}
 
     def __call__(self, event: dict) -> None:
-        """Send a line of the ledger to every tracker."""
+        """Send a line of the ledger to every tracker; the `start` line opens the trackers."""
         is_start = event["event"] == "start"
         for name in self._names if is_start else [*self._opened]:
             with self._dropped_if_it_raises(name, event.get("round", 0)):
@@ -174,8 +181,9 @@ class Trackers:
                     self._opened[name][1](event)
 
     def close(self) -> None:
-        """Close every tracker, which sends its buffered data."""
-        self._on_fault = lambda *_: None  # faults are no longer recorded: the ledger closes next
+        """Close every tracker; when it is closed, a tracker sends the data in its buffers."""
+        # Faults are no longer recorded, because the ledger is closed next.
+        self._on_fault = lambda *_: None
         for name, (stack, _) in [*self._opened.items()]:
             with self._dropped_if_it_raises(name, 0):
                 stack.close()
@@ -204,14 +212,18 @@ class Trackers:
 def open_ledger(
     run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
 ) -> Ledger:
-    """Open a run's ledger, truncated to the time of the restored checkpoint, and its trackers.
+    """Open the ledger of a run, and the trackers to which its lines are sent.
+
+    If the run is resumed from a checkpoint, the lines on later rounds are first removed from the
+    file. The run's config is also written to the folder again. All this happens in process 0; in
+    other processes the lines of the ledger are discarded.
 
     Args:
-      run: The data of the run. Process 0 also writes the run's config to the folder again.
-      stack: Receives the ledger and the trackers, to close them.
+      run: The data of the run.
+      stack: Receives the ledger and the trackers. It closes them when it is closed.
       position: Size and hash of the ledger when the restored checkpoint was written, see
-        `Ledger.position`.
-      progress: The terminal, which shows the name of a tracker that is dropped.
+        `Ledger.position`; `START` if the run starts.
+      progress: The terminal. If a tracker is dropped after an error, its name is written there.
     """
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
