@@ -1,4 +1,4 @@
 """The algorithm of the paper, AdLoCo, as pure functions on arrays.
 
-Nothing here uses a model, a config, a clock or a file.
+No module in this package imports a model or a config, or reads a clock or a file.
 """

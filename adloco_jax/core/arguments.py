@@ -16,10 +16,12 @@ from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
 
 
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Wrap `loss_fn` so that it takes only the floating-point parameters and returns (loss, aux).
+    """Make a loss function that takes only floating-point parameters and returns (loss, aux).
 
-    Without `has_aux`, `aux` is None. With it, arrays of `aux` are at least float32. While tracing,
-    the wrapped function raises ValueError if the loss is not one number.
+    The returned function passes the other leaves of `params` to `loss_fn` unchanged. If `has_aux`
+    is False, aux is None. If it is True, `loss_fn` returns a pair, and aux is the second element of
+    the pair, with its arrays cast to at least float32. While tracing, the returned function raises
+    ValueError if the loss is not one number.
     """
 
     def loss_of(values, batch, **more):
@@ -41,23 +43,33 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
 
 
 def takes(function: Callable, name: str) -> bool:
-    """Whether a function has a parameter of a given name."""
+    """Return whether `function` has a parameter with this name."""
     return name in inspect.signature(function).parameters
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """Make a loss that takes a `key` use the same key in every call, so that losses compare."""
+    """Bind a fixed random key to a loss function that takes `key`; return any other unchanged.
+
+    The losses of two calls then differ only by parameters and data, not by random numbers.
+    """
     return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
 
 
 def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
-    """Bind the settings whose names are parameters of `function`; leave out all others."""
+    """Bind those settings in `knobs` that are parameters of `function`; ignore all other settings.
+
+    `knobs` maps the name of each setting to its value. The caller of the returned function passes
+    only the parameters that no setting has filled in.
+    """
     named = {name: knobs[name] for name in knobs if takes(function, name)}
     return functools.partial(function, **named) if named else function
 
 
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
-    """Derive a random key for each element of the broadcast `numbers`: fold these into `key`."""
+    """Derive one random key for each element of the arrays `numbers`, broadcast to one shape.
+
+    To derive a key, the element of each array is folded into `key`, one array after another.
+    """
 
     def fold(*one):
         return functools.reduce(jax.random.fold_in, one, key)
@@ -70,7 +82,12 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
-    """Check that all leaves of a batch agree on the first three axes; return the first length."""
+    """Check the first three axes of all leaves of a batch; return the length of the first axis.
+
+    The axes must be [T, R, B] (micro-batches, workers, examples of a micro-batch). If
+    `num_accum_steps` is given, they must be [S, R, A*B] (updates, workers, examples of an update).
+    Other shapes raise ValueError; `name` is the name of the batch in the message.
+    """
     axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
     num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
     leaves = jax.tree.leaves(batch)
@@ -95,7 +112,10 @@ def checked_batch_length(
 
 
 def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
-    """Convert weights or learning rates to float32; raise ValueError for an unexpected shape."""
+    """Convert weights or learning rates to a float32 array; return None if they are None.
+
+    An array of another shape than `shape` raises ValueError; `name` is the argument in the message.
+    """
     if values is None:
         return None
     array = jnp.asarray(values, jnp.float32)
@@ -110,15 +130,17 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
 def checked_update(
     name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the `update` function of an optimizer; refuse states with a copy of the parameters.
+    """Return the `update` function of an optimizer, unless its state copies the parameters.
 
-    After an outer update the model has new parameters, but the copy would keep the old ones.
+    Such an optimizer is refused, because an outer update changes the parameters of the model but
+    not the copy. The optimizer would then continue from old parameters.
 
     Args:
-      name: The caller's name for the optimizer, for messages.
+      name: The name of the caller's argument that holds the optimizer, for messages.
       tx: The optimizer.
       state: A state of `tx`, or a stack of states; only the classes of its nodes are read.
-      refused: Classes of optax states that hold a copy, or that expect a pair of parameters.
+      refused: Classes of optax states that hold a copy of the parameters, or that expect a pair of
+        parameter trees.
 
     Returns:
       `update(grads, state, params, **extra)`. The arguments in `extra` are passed to `tx` if it
@@ -126,7 +148,8 @@ def checked_update(
       requires an argument that is missing.
 
     Raises:
-      ValueError: If the state has a node of a refused class (a SAM state only if it has a cache).
+      ValueError: If the state has a node of a refused class. A SAM state without a cache is
+        accepted, because it holds no copy.
     """
 
     def keeps_params(node):

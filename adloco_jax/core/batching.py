@@ -1,9 +1,10 @@
-"""Choose each trainer's batch size and round length: batch-size tests, caps, switch mode.
+"""Choose each trainer's batch size and round length: batch-size tests, limits, accumulation.
 
-The three batch-size tests are functions of `GradientStats` with the same signature. The tests use
-only ratios of the sums in these statistics. They accept NumPy arrays (float64 on the host, without
-a device) and JAX arrays (under `jit` and `vmap`). A run chooses a test or a schedule by its name in
-the table `BATCH_TESTS`.
+A batch-size test computes from gradient statistics the batch that a trainer requests: the smallest
+batch whose gradient has little noise. The three tests here take the same arguments, except for
+their thresholds. The tests use only ratios of the sums in `GradientStats`. They accept NumPy arrays
+(float64 on the host, without a device) and JAX arrays (under `jit` and `vmap`). A run chooses a
+test or a schedule by its name in the table `BATCH_TESTS`.
 """
 
 import math
@@ -32,28 +33,32 @@ def norm_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Smallest batch per worker whose gradient noise passes the norm test.
+    """Compute the smallest batch per worker that passes the norm test.
+
+    A batch passes if the noise of the averaged gradient is at most `eta` times the gradient's norm.
 
     Args:
-      stats: Statistics at one common point, of at least two examples; pooled over the trainer's
-        workers if there are several.
-      eta: Allowed ratio of the noise of the averaged gradient to its norm (dimensionless, > 0).
+      stats: Statistics at one common point, of at least two examples. The statistics of several
+        workers must be combined by `core.gradstats.pool`.
+      eta: Allowed ratio of the noise of the averaged gradient (root mean square) to the norm of the
+        true gradient G (dimensionless, > 0).
       num_workers: Workers whose gradients are averaged: all workers of the trainer with scope
         `trainer`, 1 with scope `worker` (the paper's equation).
-      mode: `unbiased` divides by the unbiased |G|^2, which is at least 1e-3 of the noise. `paper`
-        divides by the value that the plug-in |mean|^2 would have on the trainer's own batch, so the
-        request never exceeds batch_size / eta^2 and growth stops by itself.
-      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None means
-        that the tested examples are the whole batch.
+      mode: How |G|^2 is estimated. `unbiased` takes the unbiased estimate, raised to at least 1e-3
+        of the noise. `paper` takes the value that the squared norm of the mean gradient would have
+        on the trainer's own batch. This value includes noise, so the request never exceeds
+        batch_size / eta^2, and growth stops by itself.
+      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
+        tested examples are the whole batch.
 
     Returns:
       Requested sequences per worker, a float before rounding and limits; NaN if the statistics are
       degenerate (no noise and no signal).
 
     Raises:
-      ValueError: If `mode` is unknown, or `eta` is a number that is not positive.
+      ValueError: If `mode` is unknown, or `eta` is not positive. A traced `eta` is not checked.
 
-    Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10 (without `num_workers`).
+    Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10, which has no `num_workers`.
     """
     _require_positive(eta=eta)
     noise = stats.noise_sum / stats.noise_weight
@@ -68,30 +73,31 @@ def inner_product_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Smallest batch per worker that passes the inner-product test.
+    """Compute the smallest batch per worker that passes the inner-product test.
 
-    In such a batch the averaged gradient is a descent direction with high probability.
+    With such a batch the averaged gradient is a descent direction with high probability.
 
     Args:
       stats: Statistics taken with inner products, of at least four examples per worker. With fewer
         examples the result is NaN.
-      vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
+      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2 (> 0),
+        where G is the true gradient.
       num_workers: Workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also uses the plug-in variance of the
-        inner products, which is biased low.
-      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None means
-        that the tested examples are the whole batch.
+      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes the sample variance of the
+        inner products with the mean gradient, which is biased low.
+      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
+        tested examples are the whole batch.
 
     Returns:
       Requested sequences per worker, a float before rounding and limits.
 
     Raises:
-      ValueError: If `mode` is unknown, `vartheta` is a number that is not positive, or `stats` was
-        taken without inner products. Missing inner products cannot be detected while tracing; the
-        result is then NaN, or 0 in mode `paper`.
+      ValueError: If `mode` is unknown, `vartheta` is not positive, or `stats` was taken without
+        inner products. While tracing, missing inner products cannot be detected; they make the
+        result NaN, or 0 in mode `paper`.
 
-    Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 only
-      works with the reference's scaling errors (docs/algorithm.md, 2, "Constants").
+    Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
+      only with the scaling errors of the reference code (docs/algorithm.md, 2, "Constants").
     """
     _require_positive(vartheta=vartheta)
     signal = _signal(stats, mode, num_workers, batch_size)
@@ -108,30 +114,31 @@ def augmented_inner_product_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Smallest batch per worker that passes the augmented inner-product test.
+    """Compute the smallest batch per worker that passes the augmented inner-product test.
 
-    This test adds to the inner-product test a bound on the noise orthogonal to the gradient. In
-    high dimension nearly all noise is orthogonal, and the test is close to the norm test with
-    eta = nu.
+    A batch passes if it passes the inner-product test and if the noise that is orthogonal to the
+    gradient is small enough. In high dimension nearly all noise is orthogonal, so this test
+    requests nearly the same batch as the norm test with eta = nu.
 
     Args:
       stats: Statistics taken with inner products, of at least four examples per worker. With fewer
         examples the result is NaN.
-      vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
-      nu: Allowed ratio of the orthogonal noise to the norm of the gradient (> 0).
+      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2 (> 0),
+        where G is the true gradient.
+      nu: Allowed ratio of the orthogonal noise (root mean square) to the norm of G (> 0).
       num_workers: Workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also uses the plug-in variance of the
-        inner products, which is biased low.
-      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None means
-        that the tested examples are the whole batch.
+      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes the sample variance of the
+        inner products with the mean gradient, which is biased low.
+      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
+        tested examples are the whole batch.
 
     Returns:
       Requested sequences per worker, a float before rounding and limits: the larger of the
       inner-product request and the request for the orthogonal noise.
 
     Raises:
-      ValueError: If `mode` is unknown, a threshold is a number that is not positive, or `stats` was
-        taken without inner products.
+      ValueError: If `mode` is unknown, `vartheta` or `nu` is not positive, or `stats` was taken
+        without inner products.
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
@@ -155,16 +162,17 @@ def _require_positive(**thresholds: float) -> None:
 
 
 def constant(*, batch_size: int) -> int:
-    """The rule for a constant batch, as in DiLoCo and LocalSGD, in sequences per worker."""
+    """Return `batch_size`: the rule of DiLoCo and LocalSGD, in sequences per worker."""
     return batch_size
 
 
 def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
-    """A fixed schedule of batch sizes, the baseline for adaptive methods.
+    """Return the batch size of a round by a fixed schedule, a baseline for adaptive methods.
 
     Args:
-      schedule: Pairs (first round, sequences per worker), rounds increasing from 0.
-      round_index: Rounds completed.
+      schedule: Pairs (first round, sequences per worker). The first pair begins at round 0, and the
+        rounds increase from pair to pair.
+      round_index: Number of rounds completed before this one.
 
     Returns:
       Sequences per worker, from the last pair whose first round is at most `round_index`.
@@ -179,16 +187,16 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
 
 
 class BatchTest(NamedTuple):
-    """An entry of `BATCH_TESTS`: a function that computes a trainer's request for a batch."""
+    """An entry of `BATCH_TESTS`: the function that computes a request, and what it needs."""
 
     request: Callable[..., Scalar]
-    """`request(stats, *, ...) -> sequences per worker`, before rounding and caps. The function
-    receives the keywords that its signature names: `num_workers` and `mode` as in `norm_test`;
-    `batch_size`, the present sequences per worker; `round_index`, the number of completed rounds;
-    and any key of the config's group `batching`, such as `eta`."""
+    """`request(stats, *, ...) -> sequences per worker`: the batch that a trainer requests, before
+    rounding and limits. The function receives the keywords that its signature names: `num_workers`
+    and `mode` as in `norm_test`; `batch_size`, the present sequences per worker; `round_index`, the
+    number of completed rounds; and any key of the config's group `batching`, such as `eta`."""
     needs: Literal["norms", "inner_products", "nothing"] = "norms"
-    """The statistics that `request` reads. With "nothing" `stats` is None, and the result is used
-    without the growth limit and the cap."""
+    """The statistics that `request` reads: only those from gradient norms, also those from inner
+    products, or none. With "nothing", `stats` is None, and no limit is applied to the result."""
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
@@ -209,22 +217,24 @@ _ramp = ramp  # the knob has the same name
 def next_batch_size(
     requested: float, *, batch_size: int, max_growth: float, batch_cap: int, monotone: bool = True
 ) -> int:
-    """The next batch size: a test's request after rounding, growth limit and cap.
+    """Compute the next batch size: round a test's request up, and limit its growth and its size.
 
     Args:
-      requested: The result of a test. If it is not finite, the batch does not change.
+      requested: The result of a batch-size test, in sequences per worker. If it is not finite, the
+        batch does not change.
       batch_size: The present requested batch, in sequences per worker.
       max_growth: Largest factor by which one test may enlarge the batch.
       batch_cap: Upper limit of the batch, in sequences per worker.
-      monotone: Whether the batch may only grow; otherwise it may fall to 1.
+      monotone: Whether the batch may only grow. If False, it may also fall, at most to 1.
 
     Returns:
-      A whole number in [1, max(batch_size, batch_cap)].
+      Sequences per worker, a whole number in [1, max(batch_size, batch_cap)].
 
     Raises:
       ValueError: If `batch_size` or `batch_cap` is not a positive whole number.
 
-    Source: docs/algorithm.md, 2, "Then, always"; the reference has no cap (section 7, defect 7).
+    Source: docs/algorithm.md, 2, "What a request changes". The reference code has no upper limit
+      (section 7, defect 7).
     """
     batch_size = _whole("batch_size", batch_size)
     batch_cap = _whole("batch_cap", batch_cap)
@@ -244,20 +254,21 @@ def switch_mode(
 ) -> BatchPlan:
     """Choose the micro-batch and the number of accumulation steps for a requested batch.
 
-    A batch above `max_batch_size`, up to `multiplier` times this size, is clipped to
-    `max_batch_size`; this keeps updates frequent. A still larger batch is run with gradient
-    accumulation.
+    By default a batch of up to `max_batch_size` sequences runs as it is. A larger batch, up to
+    `multiplier` times this size, is clipped to `max_batch_size`, which keeps updates frequent. A
+    still larger batch is divided into micro-batches whose gradients are accumulated.
 
     Args:
       requested_batch_size: Sequences per worker and update, >= 1.
       max_batch_size: Sequences per worker in one micro-batch, >= 1.
-      multiplier: The paper's n, >= 1.
-      mode: `threshold`: as described above. `accumulate`: accumulate every batch above
-        `max_batch_size`. `clip`: never accumulate.
+      multiplier: The multiple of `max_batch_size` above which a batch is accumulated (the paper's
+        n), >= 1.
+      mode: `threshold`: clip or accumulate as described above. `accumulate`: accumulate every batch
+        above `max_batch_size`. `clip`: never accumulate.
 
     Returns:
-      The micro-batch and the number of accumulation steps. Their product covers the request, or is
-      `max_batch_size` if the batch is clipped.
+      The micro-batch and the number of accumulation steps. Their product is at least the request,
+      or `max_batch_size` if the batch is clipped.
 
     Raises:
       ValueError: If a number is not positive or not whole, or `mode` is unknown.
@@ -301,8 +312,8 @@ def _ip_variance(stats: GradientStats, mode: TestMode):
     products = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
     if not any(isinstance(field, jax.core.Tracer) for field in products):
         *sums, noise_sum = (np.asarray(field) for field in products)
-        # Measured plug-in sums add up to the noise, so both are zero only if they were not
-        # measured.
+        # By the identity S = V_ip / |mean|^2 + V_o, the measured plug-in sums are not both zero if
+        # there is noise. So if these values are zero, inner products were not measured.
         if np.any((noise_sum != 0) & np.logical_and.reduce([value == 0 for value in sums])):
             raise ValueError(
                 "stats: taken without inner products; for this test use"
@@ -314,17 +325,17 @@ def _ip_variance(stats: GradientStats, mode: TestMode):
 
 
 def _maximum(a, b):
-    """The larger of two NumPy or JAX arrays, without a branch, so that it can be traced."""
+    """Return the larger of two NumPy or JAX arrays without a branch, so that it can be traced."""
     return a.__array_namespace__().maximum(a, b)
 
 
 def fixed(*, steps_per_round: int) -> int:
-    """The rule for rounds of constant length: every round has `steps_per_round` inner steps."""
+    """Return `steps_per_round`: the rule for rounds of constant length, in inner steps."""
     return steps_per_round
 
 
 ROUND_LENGTHS: dict[str, Callable[..., float]] = {"fixed": fixed}
-"""Rules by name, for the knob `inner.round_length`.
+"""Rules for the length of a round by name, for the knob `inner.round_length`.
 
 `rule(*, ...) -> steps` returns the number of inner steps of a trainer's next round. A rule receives
 the keywords that its signature names: `next_rate`, the learning rate of the round's first update;

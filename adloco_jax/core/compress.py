@@ -1,10 +1,16 @@
 """Quantise outer gradients for communication: to bfloat16, or to four bits with block scales.
 
-Only the communication is smaller: sums and averages are computed in float32. A block of a leaf has
-one float32 scale, its largest magnitude divided by the largest code. Each entry is rounded to the
-nearest multiple of the scale. The blocks depend on the shape of a leaf, not on the devices. A
-block extends along all axes except the longest one. So the longest axis can be sharded over devices
-without cutting a block.
+Numbers are quantised only to be sent; sums and averages are computed in float32.
+
+For four bits, an array is divided into blocks of at most 128 entries. A block has one float32
+scale: the largest magnitude in the block, divided by the largest code, 7. An entry is sent as a
+code from -7 to 7, the whole number that is nearest to the entry divided by the scale.
+
+The blocks depend on the shape of an array, not on the devices. One axis of the array may be sharded
+over devices: the longest axis whose length is a multiple of 8, or the longest axis if there is no
+such length. If the other axes have more than 64 entries together, each block lies at one position
+of this axis, so sharding the axis cuts no block. In smaller arrays a block covers several
+neighbouring positions of the axis.
 """
 
 import math
@@ -17,13 +23,16 @@ from jaxtyping import PyTree
 
 Precision: TypeAlias = Literal["float32", "bfloat16", "int4"]
 
-SCALE_BLOCK = 128  # the most entries that share a float32 scale
+SCALE_BLOCK = 128  # largest number of entries that share a float32 scale
 LARGEST_CODE = 7  # largest int4 value in use; -8 is not used
-_EVEN_SHARES = 8  # an axis whose length is a multiple of it divides over 2, 4 or 8 devices
+_EVEN_SHARES = 8  # an axis whose length is a multiple of 8 divides over 2, 4 or 8 devices
 
 
 class Packed(NamedTuple):
-    """One quantised leaf; a pytree node. X, the leaf's first axis, counts trainers or workers."""
+    """One array, quantised to four bits by `pack`; a pytree node.
+
+    X, the first axis of the array, counts trainers or workers.
+    """
 
     codes: Array  # uint8, two codes to a byte [X, rows, blocks of a row, bytes of a block]
     scales: Array  # float32 [X, rows, blocks of a row]
@@ -38,16 +47,16 @@ class _Blocks(NamedTuple):
     rows: int  # number of rows
     positions: int  # positions of the axis in a row; 1 if a row has several blocks
     per_row: int  # number of blocks in a row
-    width: int  # entries of a block at each position
+    width: int  # entries of a block at each of its positions
 
     @property
     def size(self) -> int:
-        """Number of entries of a block with padding, an even number."""
+        """Number of entries of a block, made even by padding, because a byte holds two codes."""
         return self.positions * self.width + self.positions * self.width % 2
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError with the known names if a precision is unknown."""
+    """Raise ValueError, with the known names, if `precision` is not one of them."""
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise ValueError(f"precision={precision!r}: expected one of {known}")
@@ -57,20 +66,21 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     """Quantise arrays for communication.
 
     Args:
-      tree_X: Leaves [X, ...]; each index of the first axis is packed separately.
-      precision: The precision of an entry; "float32" changes nothing.
+      tree_X: Leaves [X, ...]; each index of the first axis is quantised separately.
+      precision: The format of an entry: "float32" (nothing changes), "bfloat16" or "int4".
 
     Returns:
-      For "int4" a `Packed` in place of each leaf; for "bfloat16" the leaves' bits as
-      uint16 [X, ...], which no compiler widens again. If an entry is not finite, no entry of its
-      block is finite.
+      With "int4", a `Packed` in place of each leaf. If an entry of a block is not finite, all
+      entries of the block are NaN after `unpack`. With "bfloat16", arrays uint16 [X, ...] that hold
+      the bits of the bfloat16 numbers. They are declared as whole numbers because a compiler might
+      convert bfloat16 numbers back to float32 before it sends them.
 
     Raises:
       ValueError: If `precision` is unknown.
 
-    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.4, which sends
-    4 bits per entry as floats with 3 exponent bits. Here entries are whole numbers with block
-    scales, rounded to nearest.
+    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.4, which sends 4
+      bits per entry as floats with 3 exponent bits. Here an entry is a whole number, rounded to
+      nearest, with a scale for its block.
     """
     check_precision(precision)
     if precision == "float32":
@@ -84,16 +94,16 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
 
 
 def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
-    """The inverse of `pack`, except for the rounding.
+    """Dequantise what `pack` returned: restore the arrays, except for the rounding.
 
     Args:
       packed_X: The result of `pack`.
       like_X: The pytree that was packed; only shapes and dtypes of its leaves are read.
-      precision: The precision that `pack` was given.
+      precision: The precision that was passed to `pack`.
 
     Returns:
-      Leaves of the shapes and dtypes of `like_X`. With "int4" the error of an entry is at most half
-      of its block's scale.
+      Leaves of the shapes and dtypes of `like_X`. With "int4" an entry differs from the original by
+      at most half of its block's scale.
     """
     if precision == "float32":
         return packed_X
@@ -107,14 +117,14 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
-    """Exact number of bytes of one model's parameters when they are sent, with scales and padding.
+    """Return how many bytes one model's parameters have when they are sent.
 
     Args:
       tree: One model's parameters, leaves [...]; only their shapes are read.
       precision: "float32", "bfloat16" or "int4".
 
     Returns:
-      Bytes; float32 takes four per parameter.
+      The exact number of bytes, with scales and padding; float32 takes four per parameter.
     """
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32), tree)
     sent = jax.eval_shape(lambda tree_X: pack(tree_X, precision), one)
@@ -122,7 +132,10 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
-    """Decide how a leaf of this shape is divided into blocks of at most `SCALE_BLOCK` entries."""
+    """Decide how an array of this shape is divided into blocks of at most `SCALE_BLOCK` entries.
+
+    `shape` is without the axis X. The module docstring says which axis is divided into rows.
+    """
     shape = shape or (1,)
     length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes
@@ -137,7 +150,7 @@ def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
 def _pack_leaf(leaf_X: Array) -> Packed:
     values = _to_blocks(leaf_X)
     scales = jnp.max(jnp.abs(values), axis=-1) / LARGEST_CODE
-    # A maximum may ignore a NaN.
+    # The maximum alone would not do, because it may ignore a NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
@@ -153,7 +166,10 @@ def _unpack_leaf(packed: Packed, shape: tuple[int, ...]) -> Array:
 
 
 def _to_blocks(leaf_X: Array) -> Array:
-    """Reshape [X, ...] to [X, rows, blocks of a row, entries of a block]; padding is zero."""
+    """Divide an array [X, ...] into blocks: [X, rows, blocks of a row, entries of a block].
+
+    Entries that do not fill a block are followed by a padding of zeros.
+    """
     num, dims = leaf_X.shape[0], leaf_X.shape[1:] or (1,)
     blocks = _blocks_of(dims)
     values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)
@@ -175,6 +191,6 @@ def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _fill(array: Array, last: tuple[int, ...]) -> Array:
-    """Pad an array with zeros until its last dimensions are `last`."""
+    """Pad the last axes of an array with zeros at their ends, to the lengths `last`."""
     sizes = array.shape[: array.ndim - len(last)] + last
     return jnp.pad(array, [(0, size - dim) for size, dim in zip(sizes, array.shape, strict=True)])

@@ -1,11 +1,15 @@
 """Per-example gradient statistics at one point, for the batch-size tests.
 
-With n_j = |g_j|^2, the mean gradient g and p_j = <g_j, g> over t examples (docs/algorithm.md, 2):
+Let g_j be the gradient of example j of t examples, g the mean of these gradients, n_j = |g_j|^2 and
+p_j = <g_j, g>. The statistics are (docs/algorithm.md, 2):
 
   noise    S = (sum n_j - t |g|^2) / (t - 1)            trace of the gradient covariance, unbiased
   signal   G2 = (t^2 |g|^2 - sum n_j) / (t (t - 1))     squared norm of the true gradient, unbiased
-  V        covariance of <g_j, g_1> and <g_j, g_2> over the last third, where g_1 and g_2 are the
-           means of the first two: the variance of inner products with the true gradient, unbiased
+  V        covariance of <g_j, g_1> and <g_j, g_2> over the examples j of the last third, where g_1
+           and g_2 are the mean gradients of the first and of the second third. V estimates the
+           variance of <g_j, true gradient> without bias.
+
+The tests' mode `paper` takes sums of the p_j instead of V.
 """
 
 import inspect
@@ -46,44 +50,49 @@ def gradient_stats(
     inner_products: bool = True,
     has_aux: bool = False,
 ) -> GradientStats:
-    """Statistics of the per-example gradients of `batch` at `params`.
+    """Measure statistics of the per-example gradients of `batch` at the point `params`.
 
     The estimators give the same numbers. They differ in cost and in the loss functions that they
     accept:
 
-      vmap    per-example gradients. Any loss function; memory is `chunk_size` times the parameters.
-      taps    one plain backward pass, for a `loss_fn` with the keyword `tap_B`, or one that passes
-              any keyword on. `tap_B` is float32 [B]: zero, or -1 for an example that is left out of
-              the parameters' gradient. The cotangent of `tap_B` must be the squared norms of the
-              examples' gradients of the mean loss, summed over all parameters (see
-              `models.layers`). The squares are float32, so gradients shorter than 1e-15 or longer
-              than 1e15 are not measured. If a parameter has no tap, or is used twice (tied
-              weights), the norms are wrong and this function cannot notice it. Compare the
-              statistics of a new model with those of `vmap` once.
-      auto    taps if `loss_fn` has a parameter named `tap_B`, else vmap.
+    - `vmap` computes the gradient of every example. It accepts any loss function. It needs memory
+      for `chunk_size` gradients, each of the size of the parameters.
+    - `taps` reads the norms of the examples' gradients from one plain backward pass. It accepts a
+      `loss_fn` that has the keyword `tap_B`, or that accepts any keyword and passes it on.
+    - `auto` means `taps` if `loss_fn` has a parameter named `tap_B`, else `vmap`.
 
-    Both estimators make one forward and backward pass over the batch. Inner products add a second
-    pass. For taps the second pass is a forward-mode pass of the single examples' losses, with three
-    directions for the last third of the batch and one for the rest. For vmap the second pass
-    computes the gradients again. Inner products also need six float32 copies of the parameters
-    (sums by third, and directions) instead of one.
+    For `taps`, `tap_B` is float32 [B]. An entry is zero, or -1 to leave its example out of the
+    parameters' gradient. The cotangent of `tap_B` must be, for each example, the squared norm of
+    the example's share of the gradient of the mean loss, summed over all parameters (see
+    `models.layers`). The squares are float32, so gradients shorter than 1e-15 or longer than 1e15
+    are not measured. If a parameter has no tap, or is used twice (tied weights), the norms are
+    wrong and this function cannot notice it. So compare the statistics of a new model with those of
+    `vmap` once.
+
+    Both estimators make one forward and backward pass over the batch. Inner products need a second
+    pass. With `vmap` this pass computes the gradients again. With `taps` it is a forward-mode pass
+    of the single examples' losses: in three directions for the last third of the batch, and in one
+    direction for the other two thirds. Without inner products, one float32 array of the size of the
+    parameters holds the sum of the gradients. With inner products there are six: the sums of the
+    three thirds, and the three directions.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples. `vmap` and the
         forward-mode pass call it with one example at a time, as a batch of size 1. If it takes a
         `key`, it receives the same key in every call.
-      params: Any pytree of arrays; the gradients are of its floating-point leaves.
+      params: Any pytree of arrays. Gradients are taken with respect to its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
-      estimator: See above.
+      estimator: `vmap`, `taps` or `auto`, as described above.
       chunk_size: Largest number of examples in one pass, which bounds memory. With inner products a
         pass stays within a third of the batch. None sets no bound.
-      num_examples: t <= B: only the first t examples count; the rest is padding and may hold
+      num_examples: t <= B: only the first t examples count; the others are padding and may hold
         anything. t may be traced, so one compiled program serves every t. None counts all examples.
       inner_products: Whether to measure inner products; the norm test does not need them.
-      has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output), which is ignored.
+      has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output). The auxiliary output is
+        ignored.
 
     Returns:
-      The statistics, fields of shape [].
+      The statistics; each field has shape [].
 
     Raises:
       ValueError: While tracing, if the estimator is unknown or does not accept `loss_fn`, `loss_fn`
@@ -109,33 +118,35 @@ def gradient_stats(
 def gradient_stats_of_means(
     mean: PyTree, norms_N: Float[Array, " N"], *, batch_size: int
 ) -> GradientStats:
-    """Gradient statistics from N mean gradients that a loop already has, at no extra cost.
+    """Compute gradient statistics from N mean gradients that a training loop has in any case.
 
     A data-parallel loop has a mean gradient on each device. A loop with accumulation has a mean
     gradient for each micro-batch. The distances of these gradients from their common mean measure
     the noise of single examples.
 
-    Noise and signal are unbiased, as in `gradient_stats`. Their spread is larger. The relative
-    standard error of the noise is sqrt(2 / ((N - 1) d)), where d = (tr Sigma)^2 / tr Sigma^2 is the
-    effective number of dimensions of the noise; with single examples N batch_size replaces N. The
-    error of the signal is the noise of the whole batch. So average the statistics over steps before
-    a test: convert each with `in_units_of(1.0)`, then average sums and weights separately, for
+    Noise and signal are unbiased, as in `gradient_stats`, but scatter more. The relative standard
+    error of the noise is sqrt(2 / ((N - 1) d)), where d = (tr Sigma)^2 / tr Sigma^2 is the
+    effective number of dimensions of the noise; `gradient_stats` on the same examples would have N
+    batch_size in place of N. The error of the signal comes from the noise of the mean gradient of
+    the whole batch. So average the statistics over several steps before a test: convert the
+    statistics of each step with `in_units_of(1.0)`, then average sums and weights separately, for
     instance 0.9 times the old value plus 0.1 times the new one.
 
-    One gradient (N = 1, as with a batch of 1) shows no noise. Its statistics have a weight of zero
-    and do not change an average. A test of such statistics alone returns NaN, and `next_batch_size`
-    then keeps the batch. A loop that begins with two micro-batches of 1 measures from the start.
+    A single gradient (N = 1, as with a batch of one example) shows no noise. Its statistics have
+    weights of zero, so they do not change an average. A test of such statistics alone returns NaN,
+    and `next_batch_size` then keeps the batch. A loop that begins with two micro-batches of one
+    example each has N = 2, so it measures noise from the first step.
 
     Args:
       mean: The mean of the N gradients, a pytree of leaves [...], as the optimizer receives it.
-      norms_N: The L2 norm of each of the N gradients, for instance `optax.global_norm`.
-      batch_size: Number of examples behind each of the N gradients.
+      norms_N: The L2 norm of each of the N gradients, for instance from `optax.global_norm`.
+      batch_size: Number of examples of which each of the N gradients is the mean.
 
     Returns:
-      The statistics for `norm_test`, without inner products; fields of shape [].
+      The statistics for `norm_test`, without inner products; each field has shape [].
 
     Raises:
-      ValueError: If `norms_N` has another shape than [N], or `batch_size` is below 1.
+      ValueError: If the shape of `norms_N` is not [N], or `batch_size` is below 1.
 
     Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, extended from 2 to N gradients.
     """
@@ -151,12 +162,13 @@ def gradient_stats_of_means(
 def _of_means(
     mean: PyTree, norms_X: Array, count: Array, batch_size: int
 ) -> tuple[GradientStats, Array, Array]:
-    """Statistics from gradients that are themselves means of `batch_size` examples.
-
-    Also returns the rms norm and |mean|^2.
+    """Compute statistics from gradients that are themselves means of `batch_size` examples.
 
     This is an analysis of variance. For single examples it gives S and G2 of the module docstring.
-    The first `count` entries of `norms_X` are used; the others are zero.
+    Only the first `count` entries of `norms_X` are norms; the others must be zero.
+
+    Returns the statistics, the root mean square of the norms (1 if all are zero), and the squared
+    norm of the mean gradient in units of the square of that root mean square.
     """
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
@@ -180,9 +192,10 @@ def _of_means(
 def _with_products(
     stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
-    """Add the fields for inner-product tests to statistics.
+    """Fill in those fields of the statistics that the inner-product tests read.
 
-    Products and |mean gradient|^2 are given in units of the scale.
+    `products_3B` are the inner products from `_multiply`, and `mean_norm` is the squared norm of
+    the mean gradient. Both are in units of `stats.scale`.
     """
     p_B, first_B, second_B = products_3B
     t, index_B = examples.count, jnp.arange(examples.size)
@@ -208,14 +221,14 @@ def _with_products(
 def pool(stats: GradientStats) -> GradientStats:
     """Combine the statistics of several workers at the same point, by adding sums and weights.
 
-    Only scalars are reduced, no vectors of model size. Each worker's inner products are with its
-    own mean gradient. The arrays may be NumPy's or JAX's.
+    Only scalars are added, no vectors of model size. The inner products of each worker were taken
+    with that worker's mean gradient. The arrays may be NumPy's or JAX's.
 
     Args:
-      stats: Fields of shape [n].
+      stats: The statistics of n workers; each field has shape [n].
 
     Returns:
-      Fields of shape [], in units of the largest scale.
+      The combined statistics, in units of the largest scale; each field has shape [].
 
     Source: docs/algorithm.md, 2, "Several workers".
     """
@@ -225,20 +238,24 @@ def pool(stats: GradientStats) -> GradientStats:
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Make `loss_fn` return only the loss, as a function of the floating-point parameters.
+    """Make a loss function that takes only floating-point parameters and returns only the loss.
 
-    A random key is the same in every call.
+    If `loss_fn` takes a random key, it receives the same key in every call.
     """
     loss_of = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
     return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
 
 
 class _Examples(NamedTuple):
-    """A batch that is processed in passes, with sums of gradients for thirds or for all of it."""
+    """A batch that is processed in several passes, and the places where its parts end.
+
+    Gradients are summed for each part. The parts are the thirds of the batch if inner products are
+    measured, else the whole batch is the only part.
+    """
 
     batch_B: PyTree  # leaves [B, 1, ...]
-    group: int  # examples of one pass
-    count: Array  # int32 []: number of valid examples; the rest is padding
+    group: int  # number of examples in one pass
+    count: Array  # int32 []: number of valid examples; the others are padding
     ends_P: Array  # int32 [P]: where each part ends
 
     @property
@@ -247,7 +264,13 @@ class _Examples(NamedTuple):
         return jax.tree.leaves(self.batch_B)[0].shape[0]
 
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
-        """Call `carry = body(i, index_C, valid_C, batch_C, carry)` for each pass over a part."""
+        """Call `carry = body(i, index_C, valid_C, batch_C, carry)` pass by pass; return `carry`.
+
+        The passes run through the parts with the numbers `parts_I`, one part after another. For
+        each pass, `i` is the position of its part in `parts_I`, `index_C` are the positions of its
+        examples in the batch, `valid_C` says which of these examples belong to the part, and
+        `batch_C` holds the examples.
+        """
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
         passes_I = -(-(ends_I - starts_I) // self.group)
@@ -270,7 +293,10 @@ class _Examples(NamedTuple):
 def _sum_gradients(
     loss_of: LossFn, params: PyTree, examples: _Examples, estimator: str
 ) -> tuple[PyTree, Array]:
-    """The sum of gradients of each part [P, ...], and the norm of each example's gradient [B]."""
+    """Sum the gradients of each part of a batch, and measure the norm of each example's gradient.
+
+    Returns the sums, float32 [P, ...], and the norms, float32 [B].
+    """
     measure, _ = _ESTIMATORS[estimator]
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
@@ -293,12 +319,12 @@ def _multiply(
     sums_3: PyTree,
     rms: Array,
 ) -> Array:
-    """Inner products of the examples' gradients with three means: float32 [3, B].
+    """Compute inner products of the examples' gradients with three mean gradients: float32 [3, B].
 
-    The unit is `rms**2`.
-
-    The three means are those of all gradients, of the first third and of the second third. Only
-    gradients of the last third are multiplied by the last two.
+    The three means are those of all gradients, of the first third and of the second third. Every
+    gradient is multiplied with the first of these means. Only gradients of the last third are
+    multiplied with the other two; the remaining products are zero. The unit of the products is
+    `rms**2`.
     """
     thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
     shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / examples.count, *thirds_23]) / rms
@@ -326,11 +352,11 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
     """Return the name of the estimator that `gradient_stats` uses for a loss function.
 
     Args:
-      estimator: A name, or `auto`.
+      estimator: `vmap`, `taps` or `auto`.
       loss_fn: The loss whose gradients are measured.
 
     Returns:
-      `vmap` or `taps`.
+      `vmap` or `taps`. For `auto` it is `taps` if the loss has a parameter named `tap_B`.
 
     Raises:
       ValueError: If the estimator is unknown, or does not accept `loss_fn`.
@@ -355,7 +381,11 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
 def _examples(
     batch: PyTree, chunk_size: int | None, num_examples: Array | int | None, inner_products: bool
 ) -> _Examples:
-    """Divide a batch into parts (thirds, or one) and these into passes."""
+    """Divide a batch into parts, and choose how many examples a pass takes.
+
+    The parts are three thirds if inner products are measured, else the whole batch is the only
+    part.
+    """
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(
@@ -383,7 +413,7 @@ def _example_grads(loss_fn: LossFn, params: PyTree, batch_C: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
 
 
-# The next two functions return the sum of a group's valid gradients, and each gradient's norm.
+# The next two functions return the sum of the gradients of a pass's valid examples, and each norm.
 
 
 def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
@@ -417,14 +447,14 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
             "loss_fn: takes the keyword tap_B without using it, so that it gives no gradient norms;"
             " hand it to the layers (`models.layers`), or use estimator='vmap'"
         )
-    # The loss is a mean: an example's gradient is `size` times its share of the mean gradient.
+    # The loss is a mean, so an example's gradient is `size` times its share of the mean gradient.
     return jax.tree.map(lambda leaf: size * leaf.astype(jnp.float32), grad), size * jnp.sqrt(
         norms_B.astype(jnp.float32)
     )
 
 
-# The next two functions return inner products of directions [E, ...] with a group's gradients:
-# [E, C].
+# The next two functions return the inner products of directions [E, ...] with the gradients of the
+# examples of a pass: [E, C].
 
 
 def _products_by_vmap(loss_fn, params, batch_C, directions_E):
@@ -446,7 +476,7 @@ def _products_by_jvp(loss_fn, params, batch_C, directions_E):
     return jax.vmap(slopes)(directions_E)
 
 
-# For each estimator two functions: the sum of gradients with each norm, and the inner products.
+# For each estimator: the function for sums and norms, and the function for inner products.
 _ESTIMATORS: dict[str, tuple[Callable[..., tuple[PyTree, Array]], Callable[..., Array]]] = {
     "vmap": (_gradients_by_vmap, _products_by_vmap),
     "taps": (_gradients_by_taps, _products_by_jvp),

@@ -29,7 +29,7 @@ from adloco_jax.core.types import (
     with_trainable,
 )
 
-# Optimizer states with a second copy of the parameters. An outer update would not change the copy.
+# Optimizer states that hold a copy of the parameters, which an outer update would not change.
 _KEEPS_PARAMS = (
     optax.LookaheadState,
     optax.contrib.SAMState,
@@ -51,10 +51,11 @@ def inner_steps(
     worker_parallelism: int | None = None,
     examples_per_pass: int | None = None,
 ) -> tuple:
-    """Run T micro-batches on every worker; workers do not communicate.
+    """Train every worker on T micro-batches; the workers do not communicate.
 
-    `update_T` is an array, not a static argument. So one compiled program serves every accumulation
-    count, and a long round can be divided anywhere into calls of equal shape.
+    `update_T` says which micro-batches complete an update. It is an array, not a static argument,
+    so one compiled program serves every number of accumulation steps. A long round can be divided
+    at any micro-batch into calls of equal shape.
 
     A worker skips an update if the loss is not finite, or if the gradient's squared norm is not
     finite in float32. Its parameters and inner state then do not change. The decision is made
@@ -64,32 +65,36 @@ def inner_steps(
       workers: The result of `start_round` or of an earlier call.
       batch_TRB: Pytree of leaves [T, R, B, ...].
       loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples.
-      inner_tx: Transformation of a worker's gradients; `outer_step` lists those that are refused.
-      learning_rate_TR: Factor on the update that ends with micro-batch t; None means 1.
+      inner_tx: Transformation of a worker's gradients. The docstring of `outer_step` lists the
+        transformations that are refused.
+      learning_rate_TR: For each micro-batch and worker, a factor on the update that the micro-batch
+        completes. None means 1.
       update_T: True where a micro-batch completes an update. The update uses the mean of all
-        gradients since the last update. None: every micro-batch is an update.
-      key_TRB: A typed key for each example, for a loss that takes `key`. The loss receives the key
-        of its first example, so calls that begin with the same example have the same key.
+        gradients since the last update. None: every micro-batch completes an update.
+      key_TRB: A typed key for each example, for a loss that takes `key`. In each call the loss
+        receives only the key of the first example of the call. So calls that begin with the same
+        example have the same key, however many examples follow.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
       worker_parallelism: Number of workers that run their T micro-batches at once, as one batch,
-        before the next workers begin; None for all. One worker at a time needs the memory of one
-        worker's activations, and is fastest on a CPU. Results differ by rounding. If workers are
-        spread over devices, call the function for the workers of each device (`jax.shard_map`).
-      examples_per_pass: Largest number of examples in one forward and backward pass; the gradients
-        of equal passes are averaged in float32. None for the whole micro-batch. Smaller passes need
-        less memory; on a CPU they are faster if activations stay in the cache. Results differ by
-        rounding.
+        before the next workers begin. It is lowered to a divisor of R. None: all workers at once.
+        One worker at a time needs the memory of one worker's activations, and is fastest on a CPU.
+        The number changes results only by rounding. If workers are spread over devices, call the
+        function for the workers of each device (`jax.shard_map`).
+      examples_per_pass: Largest number of examples in one forward and backward pass; it is lowered
+        to a divisor of B. The gradients of the passes are averaged in float32. None: the whole
+        micro-batch in one pass. Smaller passes need less memory; on a CPU they are faster if
+        activations stay in the cache. The number changes results only by rounding.
 
     Returns:
-      The workers; the mean loss of every micro-batch, float32 [T, R]; whether the worker skipped
-      the update that ended with the micro-batch, bool [T, R]; and with `has_aux` the auxiliary
-      output, leaves [T, R, ...].
+      The workers after their updates; the mean loss of every micro-batch, float32 [T, R]; whether
+      the worker skipped the update that the micro-batch completes, bool [T, R]; and, only with
+      `has_aux`, the auxiliary output, leaves [T, R, ...].
 
     Raises:
       ValueError: While tracing, if `worker_parallelism` or `examples_per_pass` is below 1, if
         `update_T` is given for workers from `start_round` without `accumulate`, if the loss needs a
-        key that is not given, or if the batch, learning rates, parameters, `loss_fn` or `inner_tx`
-        are invalid in the sense of `outer_step`.
+        key that is not given, or if `outer_step` would refuse the batch, the learning rates, the
+        parameters, `loss_fn` or `inner_tx`.
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
@@ -130,7 +135,10 @@ def inner_steps(
 def _value_and_grad(
     loss_fn: LossFn, has_aux: bool, params: PyTree, inputs_B: tuple[PyTree, Array | None]
 ) -> tuple[tuple[Array, PyTree], PyTree]:
-    """Compute ((loss, aux), gradient of the floating-point parameters) on some examples."""
+    """Compute the loss of some examples and its gradient; return ((loss, aux), gradient).
+
+    The gradient is taken with respect to the floating-point parameters.
+    """
     batch_B, key_B = inputs_B
     key = {} if key_B is None else {"key": key_B[0]}
     loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)
@@ -138,11 +146,16 @@ def _value_and_grad(
 
 
 def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
-    """Add the gradient of a micro-batch to the sum; update if it is the last one of an update."""
+    """Process one micro-batch of one worker, as the body of a `lax.scan` over micro-batches.
+
+    The gradient is added to the sum of gradients of the current update. If the micro-batch
+    completes the update, the mean of these gradients is applied. Returns the new carry, and (loss,
+    whether an update was skipped, auxiliary output).
+    """
     params, state, grad_sum, is_finite = carry
     inputs_B, learning_rate, flags = step
     (loss, aux), grads = value_and_grad(params, inputs_B)
-    if flags is None:  # each micro-batch is an update, without a buffer for its gradient
+    if flags is None:  # each micro-batch completes an update, so no sum of gradients is kept
         *updated, skipped = _update(
             transform, (params, state), grads, jnp.isfinite(loss), learning_rate
         )
@@ -171,9 +184,9 @@ def _update(
     is_finite: Array,
     learning_rate: Array | None,
 ) -> tuple[PyTree, PyTree, Array]:
-    """Apply an update of the inner optimizer, unless loss or gradient are not finite.
+    """Apply an update of the inner optimizer, unless the loss or the gradient is not finite.
 
-    Returns parameters, inner state, and whether the update was skipped.
+    Returns the new parameters, the new inner state, and whether the update was skipped.
     """
     params, state = before
     is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
@@ -195,7 +208,10 @@ def _update(
 def _in_passes(
     value_and_grad: Callable, limit: int | None, params: PyTree, inputs_B: PyTree
 ) -> PyTree:
-    """Loss and gradient of a micro-batch, as means over passes of at most `limit` examples."""
+    """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples.
+
+    All passes have the same size, so the results are the means over the passes.
+    """
     num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
     size = _at_once(num_examples, limit, "examples_per_pass")
     if size == num_examples:
@@ -213,7 +229,10 @@ def _in_passes(
 
 
 def _at_once(count: int, limit: int | None, name: str) -> int:
-    """The largest divisor of `count` that is not above the limit."""
+    """Return the largest divisor of `count` that is not above `limit`.
+
+    Without a limit this is `count`. `name` is the name of the limit in an error message.
+    """
     if limit is None:
         return count
     if limit < 1:
@@ -224,9 +243,10 @@ def _at_once(count: int, limit: int | None, name: str) -> int:
 def _map_workers(
     run: Callable, carry_R: PyTree, inputs_R: PyTree, parallelism: int | None
 ) -> tuple[PyTree, PyTree]:
-    """Call `run(carry, inputs) -> (carry, outputs)` for all workers, `parallelism` at once.
+    """Call `run(carry, inputs) -> (carry, outputs)` for each worker, `parallelism` at a time.
 
-    Workers that run one after another are updated in place; `lax.map` would hold all workers twice.
+    Workers that run one after another are updated in place, in the carry of a scan; `lax.map` would
+    hold all workers in memory twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
     at_once = _at_once(num_workers, parallelism, "worker_parallelism")
@@ -254,9 +274,10 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
-    """The number of gradients accumulated so far.
+    """Count the gradients that have been accumulated for the current update.
 
-    The results are the number after all micro-batches, int32 [], and the number at each one, [T].
+    Returns the number after the last micro-batch, int32 [], and the number at each micro-batch,
+    including the micro-batch's own gradient, int32 [T].
     """
 
     def count(num_grads, ends_update):
@@ -272,7 +293,10 @@ def _swap(tree: PyTree) -> PyTree:
 
 
 def adamw(inner: Any) -> optax.GradientTransformation:
-    """Make the optimizer AdamW with the config's decay rates; weight decay is decoupled."""
+    """Make an AdamW optimizer from the settings' group `inner`, with learning rate 1.
+
+    The settings give the decay rates of both moments, and the weight decay, which is decoupled.
+    """
     return optax.adamw(1.0, b1=inner.beta1, b2=inner.beta2, weight_decay=inner.weight_decay)
 
 
@@ -280,9 +304,9 @@ INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
     "sgd": lambda inner: optax.sgd(1.0),
 }
-"""Factories by name, for the knob `inner.tx`: `factory(settings.inner) -> transformation`.
+"""Factories of inner optimizers by name, for the knob `inner.tx`.
 
-The transformation has learning rate 1; a round multiplies each of its updates by a learning rate. A
-factory with a parameter `label_params` receives the function with which the model labels its
-parameters, see `contrib.muon`.
+`factory(settings.inner) -> transformation` returns an optax transformation with learning rate 1. A
+round multiplies each of its updates by a learning rate. A factory with a parameter `label_params`
+receives the function with which the model labels its parameters, see `contrib.muon`.
 """

@@ -24,19 +24,21 @@ from adloco_jax.core.types import (
 
 
 class Candidate(NamedTuple):
-    """What a merge policy knows about a trainer: requested batch, loss, age."""
+    """What a merge policy knows about a trainer: its requested batch, its loss and its age."""
 
-    requested_batch_size: int  # sequences per worker
+    requested_batch_size: int  # sequences per worker, times the growth of the round length
     guard_loss: float = math.nan  # nats/token on held-out rows that only decisions use
     age: int = 0  # rounds completed
 
 
 def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """Select the `width` trainers with the smallest requested batches.
+    """Select the `width` trainers with the smallest requested batches for a merge.
 
-    The representative is the selected trainer with the largest request. A small requested batch
-    means that the gradient is large compared with its noise. Such trainers gain least from staying
-    separate.
+    Returns the positions of the selected trainers. The first is the representative, the trainer
+    that absorbs the others: of the selected trainers, the one with the largest request.
+
+    A small requested batch means that the gradient is large compared with its noise. Such trainers
+    gain least from staying separate.
 
     Source: AdLoCo algorithm 2, lines 2-4.
     """
@@ -45,9 +47,10 @@ def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int,
 
 
 def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """Select the trainer with the largest requested batch, and those with the smallest.
+    """Select for a merge the trainer with the largest requested batch and those with the smallest.
 
-    The trainer with the largest request is the representative.
+    Returns the positions of `width` trainers. The first is the representative, the trainer that
+    absorbs the others: the one with the largest request.
     """
     by_size = _smallest_first(trainers)
     best = max(by_size, key=lambda m: (trainers[m].requested_batch_size, -m))
@@ -55,8 +58,11 @@ def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, 
 
 
 MergePolicy: TypeAlias = Callable[..., tuple[int, ...]]
-"""`policy(trainers, *, width) -> positions`: the trainers to merge, the representative first. An
-empty result means no merge. `trainers` is a sequence of at least two `Candidate`."""
+"""`policy(trainers, *, width) -> positions` chooses the trainers that merge.
+
+`trainers` is a sequence of at least two `Candidate`. The first position is that of the
+representative, the trainer that absorbs the others. An empty result means no merge.
+"""
 
 MERGE_POLICIES: dict[str, MergePolicy] = {
     "worst_with_worst": worst_with_worst,
@@ -71,10 +77,9 @@ def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
 
 
 def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple[int, ...]:
-    """Return the positions of the members, with the representative first.
+    """Order the members of a merge: first the representative, then the others by position.
 
-    The representative is the member with the largest requested batch. The others are sorted by
-    position.
+    The representative, which absorbs the others, is the member with the largest requested batch.
     """
     first = max(members, key=lambda m: (trainers[m].requested_batch_size, -m))
     return (first, *sorted(m for m in members if m != first))
@@ -83,7 +88,7 @@ def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple
 def choose_merge(
     requested_batch_sizes: Sequence[int], *, policy: str, width: int
 ) -> tuple[int, ...]:
-    """Choose the trainers to merge, by a policy that uses batch sizes only.
+    """Choose the trainers to merge, by a policy that reads only requested batch sizes.
 
     Args:
       requested_batch_sizes: Each trainer's requested batch in sequences per worker, in stack order.
@@ -91,9 +96,10 @@ def choose_merge(
       width: Number of trainers to merge, >= 2. If there are fewer trainers, all are merged.
 
     Returns:
-      Positions of the trainers to merge: the representative first, then the others in stack order.
-      Of trainers with equal requests, the one at the lower position comes first. Empty if there are
-      fewer than two trainers.
+      Positions of the trainers to merge: first the representative, which absorbs the others, then
+      the others in stack order. If trainers have equal requests, the one at the lower position is
+      chosen first. The result is empty if there are fewer than two trainers, or the policy merges
+      none.
 
     Raises:
       ValueError: If `policy` is unknown or `width` below 2.
@@ -114,19 +120,23 @@ def choose_merge(
 def merge(
     ensemble: Ensemble, members: Sequence[int], *, weights: Sequence[float] | Float[Array, " n"]
 ) -> Ensemble:
-    """Merge trainers into the first of them.
+    """Merge several trainers into the first of them.
 
-    The first member is the representative; the others are absorbed and leave the stack. Parameters
-    and the floating-point outer state (momentum) become the weighted mean of the members, computed
-    in float32 (in float64 for float64). Values that are equal in all members do not change. A
-    member is masked out, not weighted by zero, if it has a non-finite value where members differ,
-    or if its weight is not positive and finite. If no weight is usable, the finite members count
-    equally.
+    The first member is the representative. The other members are absorbed: they leave the stack,
+    and their workers join the representative. `reassign` can then move these workers.
 
-    The absorbed trainers' workers join the representative; `reassign` can then move them. The
-    representative's own workers keep their inner state. The remaining trainers keep their order. If
-    workers have their own parameters, the members' workers all start at the merged parameters.
-    Unsynchronised worker updates are then lost, so call `outer_update` before.
+    The parameters of the representative and the floating-point part of its outer state (momentum)
+    become weighted means over the members. The means are computed in float32, or in float64 for
+    float64 arrays. Values that are equal in all members do not change. A member is left out of the
+    means if its weight is not positive and finite, or if it has a value that is not finite and that
+    is not the same in all members. It is masked out, because multiplying by a weight of zero would
+    keep a NaN. If no finite member has a usable weight, all finite members count equally. If no
+    member is finite, the representative stays as it is.
+
+    The representative's own workers keep their inner state, and the workers that join take the mean
+    of these states. The remaining trainers keep their order. If workers have their own parameters,
+    all workers of the members start at the merged parameters. Worker updates that are not yet
+    synchronised are then lost, so call `outer_update` before.
 
     Args:
       ensemble: The stack of M trainers.
@@ -134,10 +144,11 @@ def merge(
       weights: One weight for each member; the paper uses the requested batch sizes.
 
     Returns:
-      A stack of M - len(members) + 1 trainers.
+      The ensemble with M - len(members) + 1 trainers.
 
     Raises:
-      ValueError: If a position repeats or is out of range, or the number of weights differs.
+      ValueError: If a position repeats or is out of range, or the number of weights differs from
+        that of members.
 
     Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
       in the paper (docs/algorithm.md, 4).
@@ -176,7 +187,8 @@ def merge(
         return leaf_M.at[representative].set(mean)[np.array(survivors)]
 
     params_M, outer_state_M = jax.tree.map(merge_leaf, stacked)
-    # The inner state that continues: the representative's, unless the representative is broken.
+    # The trainer whose workers keep their inner states: the first member that is not masked out,
+    # normally the representative.
     heir = jnp.asarray(chosen)[origin]
     is_member_R = np.isin(ensemble.owner_R, chosen)
     owners = tuple(survivors.index(representative if m in absorbed else m) for m in ensemble.owners)
@@ -199,13 +211,14 @@ def merge(
 
 @on_any_mesh(like_ensemble)
 def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
-    """Move workers between trainers; workers may join the pool or retire from it.
+    """Move workers between trainers, add workers to the pool, or retire workers from it.
 
     A worker that stays with its trainer keeps its inner state. A worker that joins a trainer takes
     the mean inner state of the workers that the trainer already had, so that it does not restart or
-    distort that trainer's optimizer. Whole numbers, such as Adam's count of updates, are rounded.
-    Values that are equal in all workers do not change. A PRNG key is copied from the first worker.
-    If workers have their own parameters, a joining worker starts at its trainer's parameters.
+    distort that trainer's optimizer. In this mean, whole numbers such as Adam's count of updates
+    are rounded, and values that are equal in all these workers do not change. A PRNG key cannot be
+    averaged, so the key of the trainer's first worker is copied. If workers have their own
+    parameters, a worker that joins a trainer starts at the trainer's parameters.
 
     Args:
       ensemble: The stack of trainers and the pool of workers.
@@ -213,11 +226,11 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
         worker. Entries beyond the present pool are new workers.
 
     Returns:
-      The ensemble with the new pool, without the retired workers. The others keep their order.
+      The ensemble with the new pool. Retired workers are gone; the others keep their order.
 
     Raises:
-      ValueError: If an entry names no trainer, the list is shorter than the pool, or a trainer is
-        left without a worker.
+      ValueError: If an entry is neither -1 nor the position of a trainer, the list is shorter than
+        the pool, or a trainer is left without a worker.
 
     Source: docs/algorithm.md, 4. AdLoCo, section 4.3, divides the workers again after each merge.
     """
@@ -238,10 +251,11 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
 
 def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Add workers to a trainer; they start at its parameters.
+    """Add new workers to a trainer; they start at the parameters of the trainer.
 
-    New workers are added at the end of the pool. They take the mean inner state of the trainer's
-    workers, as in `reassign`. An average directly after spawning changes nothing.
+    New workers are added at the end of the pool. They take the mean inner state of the workers that
+    the trainer already had, as in `reassign`. They have the parameters of the trainer, so averaging
+    its workers directly after spawning changes nothing.
 
     Args:
       ensemble: The stack of trainers and the pool of workers.
@@ -269,19 +283,21 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
 def divide_workers(
     owners: Sequence[int], members: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
-    """Assign each worker to a trainer after a merge, for given numbers of workers.
+    """Assign each worker to a trainer after a merge, given how many workers each trainer gets.
 
-    Each trainer first keeps its own workers. The representative next keeps the workers of the
-    trainers that it absorbed. A trainer that still lacks workers takes unassigned workers, in the
-    order of their positions.
+    The workers are assigned in this order, until each trainer has its number of workers. First,
+    each trainer keeps its own workers. Then the representative keeps workers of the trainers that
+    it absorbed. Finally, trainers that still lack workers take unassigned workers, in the order of
+    the workers' positions.
 
     Args:
       owners: Position of each worker's trainer before the merge.
       members: Positions of the merged trainers, the representative first.
-      sizes: Number of workers of each remaining trainer, in stack order; their sum is the pool.
+      sizes: Number of workers of each remaining trainer, in stack order; their sum is the size of
+        the pool.
 
     Returns:
-      For each worker the position of its trainer after the merge: the argument `owner_R` of
+      For each worker the position of its trainer after the merge. It is the argument `owner_R` for
       `reassign` on the merged ensemble.
     """
     absorbed = members[1:]
@@ -300,11 +316,14 @@ def divide_workers(
 
 
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
-    """Divide the pool in proportion to the requested batch sizes.
+    """Divide the workers of the pool among trainers in proportion to their requested batch sizes.
 
-    Every trainer gets at least one worker. The other workers are divided by the largest remainder
-    of the proportional shares of the whole pool. If remainders are equal, the trainer at the lower
-    position gets the worker.
+    A trainer's exact share of the pool is proportional to its request, and need not be whole. Every
+    trainer gets the whole part of its share, but at least one worker. The workers that are left go
+    one by one to the trainer that lacks most of its share (largest remainder). If the minimum of
+    one worker has given out more workers than there are, trainers with several workers give back
+    those that exceed their shares most. Of equal trainers, the one at the lower position gets the
+    worker.
 
     Args:
       requested_batch_sizes: Each trainer's requested batch, positive, in stack order.
@@ -316,8 +335,8 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     Raises:
       ValueError: If the pool is too small, or a requested batch is not positive.
 
-    Source: AdLoCo section 4.3; the reference rounds and may leave a trainer without a worker
-      (docs/algorithm.md, 7, defect 16).
+    Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
+      a worker (docs/algorithm.md, 7, defect 16).
     """
     requested = [int(b) for b in requested_batch_sizes]
     if not requested or num_workers < len(requested):

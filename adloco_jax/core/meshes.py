@@ -15,14 +15,22 @@ from jaxtyping import PyTree
 
 
 def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
-    """Decorate a function so that it accepts arrays on meshes with explicit axes.
+    """Make a decorator with which a function also accepts arrays on meshes with explicit axes.
 
-    With explicit axes each operation would have to name the sharding of its result. So the function
-    runs with automatic axes, and `shardings(whole, result, *args, **kwargs)` returns the shardings
-    of the function's results, as a prefix of their tree. `whole` is the replicated sharding.
-    `result` has the shapes of the results. `args` and `kwargs` are the function's arguments, with
-    each array replaced by its sharding. An axis that does not divide over its devices is
-    replicated.
+    On explicit axes JAX requires that many operations name the sharding of their result. The
+    decorated function therefore runs with automatic axes, on which the compiler chooses these
+    shardings. Only the shardings of the final results are prescribed. If no argument is on a mesh
+    with explicit axes, the function is called as it is.
+
+    Args:
+      shardings: `shardings(whole, result, *args, **kwargs)` returns the shardings of the function's
+        results, as a prefix of their tree. `whole` is the sharding of an array that is replicated
+        on all devices. `result` has the shapes and dtypes of the results. `args` and `kwargs` are
+        the arguments of the decorated function, with each array replaced by its sharding.
+
+    Returns:
+      The decorator. If an axis of a result cannot be divided evenly over its devices, the decorator
+      replicates the result along this axis.
     """
 
     def sharding_of(leaf):
@@ -76,9 +84,10 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
 
 def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
-    """The `shardings` argument of `on_any_mesh` for a function that returns an ensemble.
+    """Return the shardings of a function's result that is an ensemble, for use by `on_any_mesh`.
 
-    The result is sharded like the ensemble in the argument.
+    The parameters and optimizer states of the result are sharded like those of the argument
+    `ensemble`. The count of rounds is replicated (`whole`).
     """
     return jax.tree.map(lambda _: whole, result).replace(
         params_M=ensemble.params_M,

@@ -1,10 +1,11 @@
 """One round: every worker's inner updates, then one outer update per trainer (AdLoCo algorithm 1).
 
-`outer_step` runs a whole round in one call. A host loop can run a long, accumulated round in
-pieces. It then calls the three parts of the round: `start_round`, `inner_steps`, `outer_update`. If
-workers run in other processes, `pack_differences` and `apply_differences` replace `outer_update`.
-If one fragment of the parameters is synchronised at a time, `outer_update_fragment` and
-`receive_fragment` replace `outer_update`.
+`outer_step` runs a whole round in one call. A host loop can also run a round in pieces, for
+instance a long round with gradient accumulation. The loop then calls the three parts of the round:
+`start_round` once, `inner_steps` once or several times, `outer_update` once. If workers run in
+other processes, `pack_differences` and `apply_differences` replace `outer_update`. If the
+parameters are synchronised in fragments, one after another, `outer_update_fragment` and
+`receive_fragment` of `contrib.streaming` replace it.
 """
 
 import functools
@@ -50,21 +51,21 @@ Aggregator: TypeAlias = Callable[..., PyTree]
 
 `difference_W` has float32 leaves [W, ...]: the trainer's parameters minus each worker's. `share_W`,
 float32 [W], holds the workers' weights, which sum to 1. A worker that is left out has a share of
-zero and differences of zero. The result has leaves [...]. A rule receives the keywords that its
-signature names: keys of the config's group `outer`, and `label_params`, the function with which
-`model.arch`'s entry labels parameters.
+zero and differences of zero. The result has leaves [...]. An aggregator receives the keywords that
+its signature names: settings of the config's group `outer`, and `label_params`, the function with
+which the model's entry in `ARCHITECTURES` labels its parameters.
 """
 
 
 def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
-    """The weighted mean of the workers' differences.
+    """Compute the weighted mean of the differences of a trainer's workers, as in DiLoCo.
 
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
       share_W: Weights that sum to 1.
 
     Returns:
-      Leaves [...].
+      The pseudo-gradient, leaves [...].
 
     Source: DiLoCo (arXiv 2311.08105), algorithm 1, line 12.
     """
@@ -76,14 +77,18 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
 
 
 def labels_of(label_params: Callable[[PyTree], PyTree] | None, difference_W: PyTree) -> PyTree:
-    """The label of each parameter, for functions that treat parameters by label; "" if none."""
+    """Return the label of each parameter; aggregators may treat each label differently.
+
+    The labels come from `label_params`, applied to the differences of one worker. If `label_params`
+    is None, every label is the empty string.
+    """
     if label_params is None:
         return jax.tree.map(lambda _: "", difference_W)
     return label_params(jax.tree.map(lambda leaf_W: leaf_W[0], difference_W))
 
 
 AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
-"""Rules by name, for the knob `outer.aggregator`. To use your own rule, add an entry."""
+"""Aggregators by name, for the knob `outer.aggregator`. To use one of your own, add an entry."""
 
 
 def by_trainers(
@@ -96,8 +101,9 @@ def by_trainers(
 ) -> tuple[PyTree, Array]:
     """Aggregate the differences of each trainer's workers: leaves [R, ...] -> [M, ...].
 
-    Only workers with a positive finite weight count. If a trainer has no such worker, its usable
-    workers count equally. The second result, bool [M], says which trainers have a usable worker.
+    A worker counts if it is usable and its weight is positive and finite. If a trainer has no such
+    worker, its usable workers count equally. The second result, bool [M], says for each trainer
+    whether it has a usable worker.
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
 
@@ -117,11 +123,12 @@ OUTER_OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "sgd": lambda outer: optax.sgd(1.0),
     "adamw": lambda outer: optax.adamw(1.0, weight_decay=0.0),
 }
-"""Factories by name, for the knob `outer.tx`: `factory(settings.outer) -> transformation`.
+"""Factories of outer optimizers by name, for the knob `outer.tx`.
 
-The transformation has learning rate 1; its updates are multiplied by `outer.learning_rate`. A
-transformation whose `update` has the keyword `interval` receives the length of each trainer's round
-as a multiple of the base length, see `contrib.nesterov_by_interval`.
+`factory(settings.outer) -> transformation` returns an optax transformation with learning rate 1;
+its updates are multiplied by `outer.learning_rate`. A transformation whose `update` has the keyword
+`interval` receives the length of each trainer's round, as a multiple of the length of a base round;
+see `contrib.nesterov_by_interval`.
 """
 
 
@@ -144,22 +151,25 @@ def outer_step(
 ) -> tuple[Ensemble, RoundMetrics]:
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
-    Pure and not jitted; wrap it in `jax.jit` with the functions and `num_accum_steps` fixed.
-    Buffers are not donated here. Updates and differences that are not finite are left out, see
-    `inner_steps` and `outer_update`. Arrays may be sharded over a mesh with automatic or explicit
-    axes; the ensemble keeps its shardings, and metrics are replicated.
+    The function is pure and not jitted. Wrap it in `jax.jit`, with `num_accum_steps` and those
+    arguments that are functions bound to fixed values. It donates no buffers. Updates and
+    differences that are not finite are left out, as `inner_steps` and `outer_update` describe.
+    Arrays may be sharded over a mesh with automatic or explicit axes; the ensemble keeps its
+    shardings, and metrics are replicated.
 
-    Parameters are the floating-point leaves of any pytree: a dict, a named tuple, `flax.nnx.State`,
-    the arrays of a partitioned Equinox module. Other leaves, such as typed PRNG keys and counts,
-    are passed to `loss_fn` and do not change. Transformations receive only gradients, state and
-    parameters; `outer_update` can give an `outer_tx` extra arguments. Some are refused:
+    Parameters are the floating-point leaves of any pytree: a dict, a named tuple, a
+    `flax.nnx.State`, or the arrays of a partitioned Equinox module. Other leaves, such as typed
+    PRNG keys and counts, are passed to `loss_fn` and do not change. Transformations receive only
+    gradients, state and parameters (`outer_update` can give `outer_tx` extra arguments). These
+    transformations are refused:
 
-    - Transformations that need a `value`, the loss: `optax.contrib.reduce_on_plateau`,
+    - Transformations that need the loss (`value`): `optax.contrib.reduce_on_plateau`,
       `optax.lbfgs`, `optax.polyak_sgd`, line searches.
-    - As `inner_tx`, transformations whose state holds parameters, because the outer update would
-      not move these: `optax.contrib.schedule_free`, and `optax.contrib.sam` unless opaque. As
-      `outer_tx` both work. With schedule-free, a trainer's parameters are the point at which
-      gradients are taken; evaluate it at `optax.contrib.schedule_free_eval_params`.
+    - As `inner_tx`, transformations whose state holds parameters, because an outer update would not
+      change these: `optax.contrib.schedule_free`, and `optax.contrib.sam` unless it is opaque. Both
+      are accepted as `outer_tx`. With `schedule_free`, the parameters of a trainer are the point at
+      which gradients are taken. Evaluate such a trainer at the parameters that
+      `optax.contrib.schedule_free_eval_params` returns.
     - `optax.lookahead`, because it expects a pair of parameters; the outer update replaces it.
 
     Args:
@@ -171,19 +181,18 @@ def outer_step(
       inner_tx: Transformation of a worker's gradients (AdamW in the paper).
       outer_tx: Transformation of a trainer's pseudo-gradient (Nesterov in DiLoCo, SGD in AdLoCo).
       num_accum_steps: A >= 1; gradients of A micro-batches are averaged for one update.
-      learning_rate_SR: Factors on the updates of `inner_tx`, which then has learning rate 1. None
-        leaves the updates unchanged.
+      learning_rate_SR: For each update and worker, a factor on the update of `inner_tx`, which
+        should then have learning rate 1. None leaves the updates unchanged.
       weights_R: Relative weights of the workers in their trainer's mean, for instance the number of
         examples of each; None weighs them equally.
-      key: For a loss that takes `key`. Each micro-batch gets a separate typed key: this one folded
-        with the position of the trainer, the position of the worker, and the number of examples
-        that the worker has used before in this round.
+      key: A typed key, for a loss that takes `key`. Each micro-batch gets a separate key. It is
+        made from this one by folding in the position of the trainer, the position of the worker,
+        and the number of examples that the worker has used before in this round.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays). The metrics then have
         the mean of these arrays for each update.
       aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
         `AGGREGATORS`, or a function with the same signature.
-      precision: Precision of differences and updates in communication: "float32", "bfloat16" or
-        "int4".
+      precision: Format in which differences and updates are sent: "float32", "bfloat16" or "int4".
       skip_single: Whether a trainer with one worker takes the worker's parameters without
         `outer_tx`. The state of `outer_tx` then does not change until there is a second worker.
 
@@ -238,7 +247,10 @@ def outer_step(
 
 
 def _workers_shardings(whole: NamedSharding, _, ensemble: Ensemble, **__) -> Workers:
-    """Shardings of the result of `start_round`: arrays [R, ...] are sharded like inner states."""
+    """Return the shardings of the result of `start_round`, for use by `on_any_mesh`.
+
+    Arrays [R, ...] are sharded over the workers as the inner states of the ensemble are.
+    """
     spec = next((at.spec for at in jax.tree.leaves(ensemble.inner_state_R)), P())
     pool = NamedSharding(whole.mesh, P(*spec[:1]))
     shardings: list[Any] = [pool, ensemble.inner_state_R, pool, whole, pool]
@@ -254,15 +266,16 @@ def start_round(
 ) -> Workers:
     """Start a round: give every worker the parameters and the inner state that it starts with.
 
-    Workers start at their own parameters (`params_R`) if the ensemble has these, else at the
-    parameters of their trainer.
+    A worker starts at its own parameters if the ensemble has such (`params_R`), else at the
+    parameters of its trainer.
 
     Args:
       ensemble: Trainers and workers between two rounds.
-      accumulate: Whether `inner_steps` will receive `update_T` (which micro-batches complete an
-        update). Each worker then needs one more float32 buffer of the size of the parameters.
-      reset_tx: The inner transformation, if workers start each round with a fresh inner state (as
-        in the reference implementation). None keeps the inner state (as in DiLoCo).
+      accumulate: Whether several micro-batches make an update, so that `inner_steps` receives
+        `update_T`. Each worker then needs one more float32 array of the size of the parameters, for
+        the sum of gradients.
+      reset_tx: The inner transformation, if every worker shall start the round with a fresh inner
+        state (as in the reference code of AdLoCo). None keeps the inner state (as in DiLoCo).
 
     Returns:
       The workers at the start of a round.
@@ -301,49 +314,51 @@ def outer_update(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """End a round: aggregate the workers' differences and apply the outer optimizer.
 
-    This is the only communication between the workers of a trainer. With a precision below float32
-    both directions are quantised (`core.compress`). Workers send quantised differences. Their
-    aggregate is computed in float32 and is not rounded before the outer optimizer. The optimizer's
-    updates are quantised too. All workers dequantise the same bits, so their copies of the
-    parameters agree. Single-worker trainers bypass quantisation.
+    This is the only communication between the workers of a trainer. With a precision below float32,
+    numbers are quantised in both directions (`core.compress`). Workers send quantised differences.
+    The aggregate of the differences is computed in float32, and the outer optimizer receives it
+    unrounded. The updates that the outer optimizer returns are quantised before they are sent back.
+    All workers dequantise the same bits, so their copies of the parameters agree. Trainers with a
+    single worker bypass quantisation.
 
-    A worker whose difference is not finite is left out of the aggregate by selection. A trainer
-    without a finite pseudo-gradient keeps its parameters and outer state bit for bit. After the
-    update all workers have their trainer's parameters, even if they had their own before.
+    A worker whose difference is not finite is masked out of the aggregate. A trainer without a
+    finite pseudo-gradient keeps its parameters and outer state bit for bit. After the update all
+    workers have their trainer's parameters, even if they had their own before.
 
     Args:
       ensemble: The ensemble at the start of the round.
       workers: The workers after their inner updates.
-      outer_tx: Transformation of the pseudo-gradient. That is the aggregate, in float32, of the
-        trainer's parameters minus each worker's parameters. `outer_step` lists the transformations
-        that are refused.
+      outer_tx: Transformation of the pseudo-gradient. The pseudo-gradient is the aggregate, in
+        float32, of the workers' differences, and a difference is the trainer's parameters minus the
+        worker's. The docstring of `outer_step` lists the transformations that are refused.
       weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
       aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
         `AGGREGATORS`, or a function with the same signature.
-      precision: Precision of differences and updates in communication: "float32", "bfloat16" or
-        "int4".
-      extra_M: Extra arguments for `outer_tx`, as a dict from the name to an array with one number
-        for each trainer: `{"interval": ...}` for `contrib.nesterov_by_interval`. Other
-        transformations ignore them.
+      precision: Format in which differences and updates are sent: "float32", "bfloat16" or "int4".
+      extra_M: Extra arguments for `outer_tx`, as a dict from names to arrays with one number for
+        each trainer. An example is `{"interval": ...}` for `contrib.nesterov_by_interval`. A
+        transformation without extra arguments ignores them.
       skip_single: Whether a trainer with one worker takes the worker's parameters without
         `outer_tx`. The state of `outer_tx` then does not change until there is a second worker.
-      reduce_scatter: Applied before averaging to pytrees of leaves [R, ...]: the packed differences
-        of the workers, and whether they are usable. If workers are spread over devices, this is a
-        sharding constraint: each device holds its shard of the parameters for all workers.
-      all_gather: Applied to the packed updates [M, ...] of the trainers. It is not called in
-        float32: there the sharding of the new parameters decides what is all-gathered.
+      reduce_scatter: A function that is applied before the aggregation, to two pytrees with leaves
+        [R, ...]: the packed differences of the workers, and whether each worker is usable. If
+        workers are spread over devices, pass a sharding constraint after which each device holds
+        one shard of the parameters for all workers.
+      all_gather: A function that is applied to the packed updates [M, ...] of the trainers. It is
+        not called with precision float32, where the sharding of the new parameters decides what is
+        all-gathered.
 
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
       NaN if a trainer has no finite pseudo-gradient.
 
     Raises:
-      ValueError: While tracing, if `weights_R`, `precision`, the parameters or `outer_tx` are
-        invalid in the sense of `outer_step`, or if an array of `extra_M` does not have shape [M].
+      ValueError: While tracing, if `outer_step` would refuse `weights_R`, `precision`, the
+        parameters or `outer_tx`, or if an array of `extra_M` does not have shape [M].
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
-    sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4. There the outer optimizer
-    runs on every worker. Here it runs once for each shard, and its updates are sent back.
+      sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4. There the outer optimizer
+      runs on every worker. Here it runs once for each shard, and its updates are sent back.
     """
     difference = pack_differences(ensemble, workers, precision=precision)
     ensemble, norm_M = apply_differences(
@@ -362,10 +377,15 @@ def outer_update(
 
 
 class Differences(NamedTuple):
-    """The differences of workers from their trainers in the form that is sent; a pytree node."""
+    """The trainers' parameters minus those of their workers, in the form that is sent.
+
+    This is a pytree node.
+    """
 
     packed_R: PyTree  # [R, ...] from `core.compress.pack`
-    exact_W: PyTree  # [W, ...] float32: of W single-worker trainers; None if nothing is quantised
+    # [W, ...] float32: the differences of the W single-worker trainers. None if there is no such
+    # trainer, or if `packed_R` is not quantised.
+    exact_W: PyTree
     usable_R: Bool[Array, " R"]  # whether a worker's difference is finite
 
 
@@ -377,18 +397,18 @@ def pack_differences(
     precision: Precision = "float32",
     single_R: Sequence[bool] | None = None,
 ) -> Differences:
-    """The first half of `outer_update`: the differences that workers send to their trainers.
+    """Compute the differences that workers send to trainers, the first half of `outer_update`.
 
     Args:
       ensemble: The ensemble at the start of the round; only the owners and `params_M` are read.
       workers: The workers after their inner updates.
-      precision: Precision of differences in communication: "float32", "bfloat16" or "int4". The
-        differences of single-worker trainers are not sent and stay in float32.
-      single_R: For each worker, whether its trainer has no other worker. None: computed from the
-        owners. A process that holds only some of the workers must pass this argument.
+      precision: Format in which differences are sent: "float32", "bfloat16" or "int4". The
+        differences of single-worker trainers are not sent, so they stay in float32.
+      single_R: For each worker, whether its trainer has no other worker. None: this is computed
+        from the owners. A process that holds only some of the workers must pass this argument.
 
     Returns:
-      The differences, for `apply_differences` with the same precision.
+      The differences. Pass them to `apply_differences` with the same precision.
 
     Raises:
       ValueError: While tracing, if `precision` is unknown, or if parameters are complex or none is
@@ -429,21 +449,22 @@ def apply_differences(
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
-    """The second half of `outer_update`: aggregate the differences and update the trainers.
+    """Aggregate differences and update the trainers, the second half of `outer_update`.
 
     For a worker whose difference is missing, pass any finite difference and False in `usable_R`.
 
     Args:
       ensemble: The ensemble at the start of the round; inner states are not read.
       differences: The result of `pack_differences`, or the concatenated results of several calls.
-      outer_tx: As in `outer_update`, like all arguments below.
+      outer_tx: Transformation of the pseudo-gradient. `outer_update` says more about this argument
+        and those below.
       weights_R: Relative weights of the workers in their trainer's mean.
       aggregate: Computes a trainer's pseudo-gradient from its workers' differences.
       precision: The precision in which the differences were packed.
-      extra_M: Extra arguments for `outer_tx`.
+      extra_M: Extra arguments for `outer_tx`: names, and arrays with one number for each trainer.
       skip_single: Whether a trainer with one worker takes the worker's parameters directly.
-      reduce_scatter: Applied to the packed differences and to `usable_R`.
-      all_gather: Applied to the packed updates of the trainers.
+      reduce_scatter: A function that is applied to the packed differences and to `usable_R`.
+      all_gather: A function that is applied to the packed updates of the trainers.
 
     Returns:
       The ensemble after the round, with unchanged inner states, and the L2 norm of each trainer's
@@ -505,12 +526,12 @@ def apply_differences(
 
 
 def _are_single(ensemble: Ensemble) -> np.ndarray:
-    """Whether a worker is the only worker of its trainer: bool [R]."""
+    """Return for each worker whether it is the only worker of its trainer: bool [R]."""
     return (np.bincount(ensemble.owners) == 1)[ensemble.owner_R]
 
 
 def _are_finite(tree_X: PyTree) -> Array:
-    """For each index of the leaves' first axis, whether all numbers are finite: bool [X]."""
+    """Return whether all numbers are finite, for each index of the leaves' first axis: bool [X]."""
     leaves = jax.tree.leaves(tree_X)
     found = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
     return functools.reduce(jnp.logical_and, found)
@@ -519,7 +540,10 @@ def _are_finite(tree_X: PyTree) -> Array:
 def _send(
     tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """Quantise, send and dequantise arrays; entries of single-worker trainers stay as they are."""
+    """Quantise arrays, send them by calling `move`, and dequantise them.
+
+    Entries of single-worker trainers (`single_X`) are returned unchanged.
+    """
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
     if precision == "float32" or not single_X.any():
         return arrived_X
@@ -527,7 +551,11 @@ def _send(
 
 
 def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:
-    """Make a random key for each example [T, R, B], from trainer, worker and position."""
+    """Make a random key for each example of a batch: [T, R, B].
+
+    A key is `key` with three numbers folded in: the position of the trainer, the position of the
+    worker, and the number of examples that the worker uses before this one.
+    """
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
     return fold_in_each(

@@ -10,8 +10,8 @@ Dimension key, used in names, einsum strings and shape annotations:
   B  sequences in a micro-batch          K  head size
   N  layers                              V  vocabulary
 
-An array carries its axes as a suffix (`tokens_SRBL`); a pytree whose leaves have a leading
-worker axis is `params_R`.
+The name of an array ends with its axes (`tokens_SRBL`). The name of a pytree ends with the axes
+that its leaves begin with: the leaves of `params_R` have the workers as first axis.
 """
 
 import functools
@@ -31,28 +31,30 @@ from adloco_jax.core.meshes import like_ensemble, on_any_mesh
 LossFn: TypeAlias = Callable[..., Any]
 """`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`.
 
-A loss function may have a parameter `key`, for instance for dropout. A loss function that is used
-with `has_aux=True` returns `(scalar, aux)`.
+A loss function may have a parameter `key`, a random key, for instance for dropout. A loss function
+that is used with `has_aux=True` returns a pair `(scalar, auxiliary output)`.
 """
 
 
 class Ensemble(struct.PyTreeNode):
     """All trainers and all workers between two rounds; a pytree.
 
-    A trainer is identified by its position in the stack, which changes at a merge. The assignment
-    of workers to trainers is static: it changes only when shapes change too.
+    Trainers are stacked along the first axis M of their arrays, workers along the first axis R. A
+    trainer is identified by its position in the stack, which changes at a merge. `owners`, the
+    assignment of workers to trainers, is static: each assignment needs a program of its own. The
+    assignment changes at merges and when workers join, which change the shapes of arrays too.
     """
 
     params_M: PyTree  # [M, ...] each trainer's parameters
     outer_state_M: PyTree  # [M, ...] each trainer's outer optimizer state
     inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
-    owners: tuple[int, ...] = struct.field(pytree_node=False)  # [R] position of worker's trainer
+    owners: tuple[int, ...] = struct.field(pytree_node=False)  # [R] position of a worker's trainer
     round: Array  # int32 []: rounds completed
-    params_R: PyTree = None  # [R, ...] workers' own parameters; None: workers have none
+    params_R: PyTree = None  # [R, ...] workers' own parameters; None: a round starts at params_M
 
     @property
     def owner_R(self) -> np.ndarray:
-        """Int32 [R]: position in the stack of each worker's trainer."""
+        """Position in the stack of each worker's trainer, as an array int32 [R]."""
         return np.array(self.owners, np.int32)
 
     @property
@@ -67,7 +69,7 @@ class Ensemble(struct.PyTreeNode):
 
 
 class Workers(struct.PyTreeNode):
-    """The workers in the middle of a round, with parameters that differ between them; a pytree."""
+    """The workers in the middle of a round, when their parameters differ; a pytree."""
 
     params_R: PyTree  # [R, ...]
     inner_state_R: PyTree  # [R, ...]
@@ -77,7 +79,7 @@ class Workers(struct.PyTreeNode):
 
 
 class RoundMetrics(struct.PyTreeNode):
-    """The losses, skipped updates and norms that a round returns."""
+    """What a round measures: losses, skipped updates, and norms of outer gradients."""
 
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
     skipped_SR: Array  # bool [S, R]: updates with a loss or gradient that is not finite
@@ -86,16 +88,21 @@ class RoundMetrics(struct.PyTreeNode):
 
 
 class GradientStats(struct.PyTreeNode):
-    """Per-example gradient statistics at one point, as sums with their weights.
+    """Statistics of per-example gradients at one point, as sums with their weights.
 
-    A quantity is `sum / weight`. To combine statistics of several workers or rounds, add or average
-    sums and weights separately, see `core.gradstats.pool`.
+    A quantity such as the noise is its sum divided by its weight. To combine the statistics of
+    several workers or rounds, add or average the sums and the weights separately, see
+    `core.gradstats.pool`.
 
-    The sums are in units of `scale`, those of inner products in units of `scale**2`. So no sum
-    under- or overflows in float32, even for a tiny gradient; the tests use only ratios. If squared
-    norms are outside float32's range, `scale` is 0 or infinite. The ratios of one worker's
-    statistics are valid even then, but `noise`, `signal` and pooled statistics are not. On the host
-    the fields are NumPy float64.
+    The sums are in units of `scale`, and those of inner products in units of `scale**2`. So no sum
+    under- or overflows in float32, even if gradients are tiny. The batch-size tests use only ratios
+    of sums. If squared norms are outside the range of float32, `scale` is 0 or infinite. The ratios
+    of one worker's statistics are valid even then, but `noise`, `signal` and pooled statistics are
+    not. On the host the fields are NumPy float64.
+
+    In the comments on the fields, t is the number of examples, mean is the mean gradient, and n_j
+    and p_j belong to example j: the squared norm of its gradient, and the inner product of its
+    gradient with the mean gradient.
     """
 
     scale: Array | np.ndarray  # mean squared norm of a per-example gradient
@@ -110,7 +117,10 @@ class GradientStats(struct.PyTreeNode):
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
-        """Express the sums in units of another scale; noise, signal and ratios do not change."""
+        """Return the same statistics with the sums in units of another scale.
+
+        Noise, signal and ratios of sums do not change.
+        """
         ratio = self.scale / (scale + (scale == 0))
         linear = {
             name: getattr(self, name) * ratio
@@ -121,24 +131,27 @@ class GradientStats(struct.PyTreeNode):
 
     @property
     def noise(self) -> Array | np.ndarray:
-        """Unbiased estimate of tr(Sigma), the gradient noise (S_hat of docs/algorithm.md, 2)."""
+        """Unbiased estimate of the gradient noise, the trace of the gradients' covariance Sigma.
+
+        It is called S_hat in docs/algorithm.md, 2.
+        """
         return self.scale * (self.noise_sum / self.noise_weight)
 
     @property
     def signal(self) -> Array | np.ndarray:
-        """Unbiased estimate of |G|^2; may be negative."""
+        """Unbiased estimate of the squared norm of the true gradient; may be negative."""
         return self.scale * (self.signal_sum / self.signal_weight)
 
 
 class BatchPlan(NamedTuple):
-    """Size and number of the micro-batches that one worker uses for an inner update."""
+    """Size and number of the micro-batches of one inner update of a worker."""
 
     micro_batch_size: int
     num_accum_steps: int
 
 
 def trainable(params: PyTree) -> PyTree:
-    """Select the floating-point leaves; other leaves, such as PRNG keys and counts, become None.
+    """Keep the floating-point leaves; replace others, such as PRNG keys and counts, by None.
 
     Raises:
       ValueError: If a leaf is complex, because norms and means here are for real numbers, or if no
@@ -164,22 +177,29 @@ def trainable(params: PyTree) -> PyTree:
 
 
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
-    """Replace the floating-point leaves of `params` by `values`, a tree as `trainable` returns."""
+    """Replace the floating-point leaves of `params` by those of `values`.
+
+    `values` has the form of a result of `trainable`: None for every other leaf.
+    """
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which values are computed: float64 for float64 values, else float32."""
+    """Return the dtype in which to compute: float64 for float64 values, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def is_key(leaf: Array) -> bool:
-    """Whether an array holds typed PRNG keys, which cannot be averaged or converted."""
+    """Return whether an array holds typed PRNG keys, which cannot be averaged or converted."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
-    """Cast `tree` to the dtypes of `like`; an optax update may widen the dtypes of its state."""
+    """Cast the leaves of `tree` to the dtypes of the leaves of `like`; leave PRNG keys as they are.
+
+    The state that an optax update returns needs this cast, because its dtypes may be wider than
+    before.
+    """
     return jax.tree.map(
         lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
     )
@@ -197,19 +217,20 @@ def init(
 ) -> Ensemble:
     """Stack `num_trainers` trainers that all start from `params`, and a pool of workers.
 
-    To give trainers different parameters, replace `params_M` of the result (and `params_R`, if
-    there is one). Random keys in an optimizer's state (`optax.add_noise`) are equal in all workers
-    too. To give each worker different noise, replace the keys in `inner_state_R`.
+    All trainers and all workers are equal at first. To give trainers different parameters, replace
+    `params_M` of the result (and `params_R`, if workers have their own parameters). Random keys in
+    the state of an inner optimizer, such as `optax.add_noise`, are equal in all workers. To give
+    each worker different noise, replace these keys in `inner_state_R`.
 
     Args:
       params: Parameters of one model, any pytree of arrays. Optimizers receive the floating-point
         leaves; other leaves, such as typed PRNG keys and counts, do not change.
       num_trainers: M >= 1.
-      num_workers: R >= M, all trainers together.
-      inner_tx: Transformation of the workers' gradients; its state belongs to the worker.
-      outer_tx: Transformation of the trainers' pseudo-gradients.
-      owner_R: Position of each worker's trainer. None divides the workers as evenly as possible,
-        in order.
+      num_workers: R >= M, the workers of all trainers together.
+      inner_tx: Transformation of the workers' gradients; each worker has a state of it.
+      outer_tx: Transformation of the trainers' pseudo-gradients; each trainer has a state of it.
+      owner_R: Position of each worker's trainer. None divides the workers as evenly as possible:
+        the first workers belong to the first trainer, and so on.
       own_params: Whether workers keep their own parameters from round to round. Streaming DiLoCo
         needs this, because it synchronises one fragment of the parameters at a time.
 
@@ -217,9 +238,9 @@ def init(
       The ensemble before its first round.
 
     Raises:
-      ValueError: If there are fewer workers than trainers, if `owner_R` names a trainer that
-        does not exist or leaves a trainer without a worker, or if `params` has a leaf that is no
-        array, a complex leaf, or no floating-point leaf.
+      ValueError: If there are fewer workers than trainers, if `owner_R` names a trainer that does
+        not exist or leaves a trainer without a worker, or if `params` has a leaf that is no array,
+        a complex leaf, or no floating-point leaf.
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
@@ -253,11 +274,11 @@ def init(
 
 @on_any_mesh(like_ensemble)
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
-    """The sub-ensemble of some trainers and their workers, which can run a separate round.
+    """Take some trainers with their workers out of the stack, to run a round of them separately.
 
-    The result has the `round` of the whole stack, which counts the rounds of all trainers together.
-    If a loop runs a round in groups, take every group from the stack at the start of the round, or
-    set `round` at its end, see `put`.
+    The result has the count `round` of the whole stack. So if a loop runs one round in several
+    groups of trainers, either take every group from the stack as it was at the start of the round,
+    or set `round` at the end of the round. `put` describes both ways.
 
     Args:
       ensemble: The whole stack.
@@ -283,28 +304,26 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
 
 @on_any_mesh(like_ensemble)
 def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
-    """Write back a sub-ensemble after a round: the inverse of `take`.
+    """Write trainers and workers that `take` returned back into the stack, after a round.
 
-    The `round` of the result is the larger of the two. So groups that were all taken before any of
-    them was put back count as one round:
+    The count `round` of the result is the larger of the counts of `ensemble` and `sub`. So if all
+    groups are taken before any of them is put back, they count as one round together:
 
-      start = ensemble
-      for trainers in groups:
+      start = ensemble for trainers in groups:
           sub, _ = step(take(start, trainers), ...)
           ensemble = put(ensemble, trainers, sub)
 
     If a loop takes the next group from the result of `put`, for instance because `start` was
-    donated, each group counts as a round. End such a loop with
-    `ensemble.replace(round=<round at the start> + 1)`.
+    donated, each group counts as a round. Such a loop should end with `ensemble.replace(round=first
+    + 1)`, where `first` is the count at the start of the round.
 
     Args:
       ensemble: The whole stack.
       trainers: The positions given to `take`, in the same order.
-      sub: The sub-ensemble, with the trainers and workers that `take` gave it.
+      sub: The result of `take` after the round, with the same trainers and workers.
 
     Returns:
-      The whole stack with these trainers and workers replaced. The owners do not change. The round
-      is the larger of the two.
+      The whole stack with these trainers and workers replaced. The owners do not change.
 
     Raises:
       ValueError: If `sub` has another number of trainers or workers than `take` returned, or if a
@@ -331,9 +350,10 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
 
 
 def block_size(owners: Sequence[int]) -> int | None:
-    """Number of workers of each trainer, if it is the same for all and workers are in order.
+    """Return the number of workers of each trainer if the workers form equal blocks, else None.
 
-    In order means that workers of a trainer at a lower position come first. Otherwise None.
+    They form equal blocks if all trainers have the same number of workers, and first come all
+    workers of trainer 0, then all workers of trainer 1, and so on.
     """
     size = list(owners).count(0)
     equal = tuple(m for m in range(max(owners) + 1) for _ in range(size))
@@ -349,11 +369,12 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
 
 
 def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: Sequence[int]):
-    """Call `function(tree_W)` on the workers of each trainer; returns leaves [M, ...].
+    """Call `function(tree_W)` on the workers of each trainer; return the results, leaves [M, ...].
 
-    Trainers with the same number of workers share one `vmap`, so there is no padding: time and
-    memory grow only with R. If all trainers have equally many workers, in order, the grouping is a
-    reshape. XLA's partitioner then sees that workers of different trainers are independent.
+    There is one `vmap` for each number of workers that a trainer has. So no padding is needed, and
+    time and memory grow only with R. If the workers form equal blocks (`block_size`), workers are
+    grouped by a reshape. XLA's partitioner then sees that workers of different trainers are
+    independent.
     """
     counts_M = np.bincount(owners)
     mapped = jax.vmap(function)
@@ -372,7 +393,10 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: S
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """For each index of the leaves' first axis: take `tree_X` where true, else `other_X`."""
+    """Take `tree_X` at those indices of the leaves' first axis where the condition holds.
+
+    At the other indices take `other_X`.
+    """
 
     def select(leaf, other):
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
@@ -381,7 +405,7 @@ def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTr
 
 
 def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
-    """Normalise weights to shares that sum to 1; also return which entries count, bool [X].
+    """Normalise weights to shares that sum to 1; return the shares, and which entries count.
 
     An entry counts if it is usable and its weight is positive and finite. If there is no such
     entry, all usable entries count equally. If no entry is usable, all shares are zero.
@@ -399,20 +423,20 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
 
 
 def squared_norms(tree_X: PyTree) -> Array:
-    """Squared L2 norms over all leaves [X, ...], one for each index of the first axis: float32 [X].
+    """Compute squared L2 norms, one for each index of the leaves' first axis: float32 [X].
 
-    It is infinite if it overflows.
+    A norm is taken over all leaves [X, ...] together. A square that overflows is infinite.
     """
     squares = (_sum_entries(jnp.square(leaf_X)) for leaf_X in _as_float32(tree_X))
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
 def norms(tree_X: PyTree) -> Array:
-    """L2 norms over all leaves [X, ...], one for each index of the first axis: float32 [X].
+    """Compute L2 norms, one for each index of the leaves' first axis: float32 [X].
 
-    They do not under- or overflow, because values are divided by the largest one before they are
-    squared. If a value is not finite, the norm is not finite. Where the norm is zero, its gradient
-    is zero.
+    A norm is taken over all leaves [X, ...] together. It does not under- or overflow, because
+    values are divided by the largest one before they are squared. If a value is not finite, the
+    norm is not finite. The derivative of a norm that is zero is zero.
     """
     leaves_X = _as_float32(tree_X)
     peaks = [
@@ -443,13 +467,18 @@ def moved_states(
     stays_R: Array | np.ndarray,
     owner_R: Array | np.ndarray,
 ) -> PyTree:
-    """The workers' inner states after some workers have moved to other trainers.
+    """Return the inner states of workers, some of which have moved to other trainers.
 
-    A worker that stays keeps its state; a worker that moves takes a mean.
+    A worker that stays with its trainer keeps its state. A worker that moves takes the mean state
+    of the workers that its new trainer already had. In the mean, whole numbers such as Adam's count
+    of updates are rounded, and an entry that is equal in all these workers does not change. A PRNG
+    key is copied from the first of these workers.
 
-    The mean is over the workers that the new trainer already had. Whole numbers, such as Adam's
-    count of updates, are rounded. An entry that is equal in all workers does not change. A PRNG key
-    is copied from the first worker. `source` and `owner_R` are positions in `ensemble`.
+    Args:
+      ensemble: The ensemble before workers move.
+      source: For each worker of the result, its position in the pool of `ensemble`.
+      stays_R: For each worker of the result, whether it stays with its trainer.
+      owner_R: For each worker of the result, the position of its new trainer in `ensemble`.
     """
 
     def join(leaf_W):
@@ -471,12 +500,16 @@ def moved_states(
 def moved_params(
     ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
 ) -> PyTree:
-    """The workers' own parameters after some workers have moved to other trainers.
+    """Return the workers' own parameters after some workers have moved to other trainers.
 
-    A worker that moves copies the parameters of its new trainer.
+    A worker that stays with its trainer keeps its parameters. A worker that moves copies the
+    parameters of its new trainer. The result is None if workers have no parameters of their own.
 
-    `source` are positions of workers in `ensemble`; `owners` are positions of the new trainers in
-    its stack. Returns None if workers have no parameters of their own.
+    Args:
+      ensemble: The ensemble with the parameters of the new trainers.
+      source: For each worker of the result, its position in the pool of `ensemble`.
+      stays_R: For each worker of the result, whether it stays with its trainer.
+      owners: For each worker of the result, the position of its new trainer in `ensemble`.
     """
     if ensemble.params_R is None:
         return None
@@ -488,7 +521,8 @@ def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
     """Check that positions on an axis are distinct and in range; return them as int64.
 
     Raises:
-      ValueError: If an index repeats or lies outside the axis.
+      ValueError: If there is no position, or one repeats or is not below `size`. `name` is the name
+        of the positions in the message.
     """
     chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
     if len(chosen) == 0 or len(set(chosen.tolist())) != len(chosen):
@@ -512,7 +546,7 @@ def check_owners(owners: np.ndarray, num_trainers: int) -> None:
 
 
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
-    """Positions of the workers of some trainers, trainer by trainer."""
+    """Return the positions of the workers of some trainers, sorted by trainer."""
     return np.concatenate([np.flatnonzero(ensemble.owner_R == m) for m in trainers])
 
 
