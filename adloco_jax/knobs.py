@@ -1,7 +1,8 @@
-"""How a knob is declared: its type with the allowed values, its default, meaning and resume rule.
+"""How a knob, one setting of a run, is declared: type, default, meaning and resume rule.
 
-This module does not import JAX: a knob has the name of its table, and the table is read when a
-config is validated.
+The type includes the allowed values. The resume rule says whether the knob may change when a run is
+resumed. A knob whose values are entries of a public table has only the table's name, and the table
+is read when a config is validated. So this module does not import JAX.
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 Change = Literal["harmless", "accepted", "refused"]
 
-# The annotation of a type contains the allowed interval. Counts are int32 on a device.
+# The annotation of a type is the interval of its allowed values. Counts have to fit into int32,
+# because devices store them so.
 Count: TypeAlias = Annotated[int, "[1, 2147483647]"]
 Number: TypeAlias = Annotated[int, "[0, 2147483647]"]
 Several: TypeAlias = Annotated[int, "[2, 2147483647]"]
@@ -32,17 +34,17 @@ class Knob:
     """The declaration of a knob, which is one setting of a run.
 
     Attributes:
-      default: The value of the knob in `default_config()`. For an optional knob it is the way to
-        write that the knob is unset.
+      default: The value of the knob in `default_config()`. For an optional knob this is None, or
+        another value that means "unset", such as "auto".
       doc: The meaning of the knob, with unit and source.
-      table: Empty, or the name of a public table, such as "BATCH_TESTS", followed by the table's
-        shipped entries. The value of the knob is then the name of an entry.
+      table: Empty, or the name of a public table, such as "BATCH_TESTS", followed by the names of
+        the entries that come with the package. If it is not empty, the value of the knob is the
+        name of an entry.
       resume: Whether the knob may change when a run is resumed: "harmless" (yes), "accepted" (with
-        the flag --accept-config-change) or "refused". If it is empty in a declaration, the rule of
-        the knob's group applies.
-      size: For a knob that is a size of the model: the value if neither the config nor a checkpoint
-        sets it.
-      type: The annotation of the knob.
+        the flag --accept-config-change) or "refused". Empty: the rule of the knob's group applies.
+      size: For a knob that is a size of the model, the value that applies if neither the config nor
+        a checkpoint sets one. None for all other knobs.
+      type: The annotation of the knob: its type with the allowed values.
     """
 
     default: Any
@@ -54,42 +56,58 @@ class Knob:
 
     @property
     def is_optional(self) -> bool:
-        """Whether the knob may be unset; in `Settings` it is then None, or a size of the model."""
+        """Whether the knob may be unset.
+
+        An unset knob is None in `Settings`, except for a size of the model: `Settings` then has the
+        size from the checkpoint, or else the default size.
+        """
         return NoneType in get_args(self.type) or self.size is not None
 
     @property
     def kind(self) -> Any:
-        """The type of the knob's value if the knob is set."""
+        """The type of the knob's value when the knob is set."""
         return get_args(self.type)[0] if NoneType in get_args(self.type) else self.type
 
     def entries(self) -> Mapping[str, Any]:
-        """The present entries of the knob's table, including those that a config file has added."""
+        """Return the entries of the knob's table, including those that a config file has added."""
         return getattr(importlib.import_module("adloco_jax"), self.table[0])
 
 
 def knob(default: object, doc: str, **more: Any) -> Any:
-    """Declare a knob as a field of its group, with the attributes of `Knob`."""
+    """Declare a knob as a field of its group.
+
+    `more` are further attributes of `Knob`: `table`, `resume` or `size`.
+    """
     return dataclasses.field(metadata={"knob": Knob(default, doc, **more)})
 
 
-# Declare knobs whose resume rule differs from their group's rule.
+# These declare a knob whose resume rule differs from the rule of its group.
 harmless = functools.partial(knob, resume="harmless")
 accepted = functools.partial(knob, resume="accepted")
 refused = functools.partial(knob, resume="refused")
 
 
 def size(value: float, doc: str) -> Any:
-    """Declare a knob for a size of the model; if unset, the size comes from `model.init_from`."""
+    """Declare a knob for a size of the model, which need not be set.
+
+    If it is unset, the size comes from the checkpoint `model.init_from`, or else is `value`.
+    """
     return knob(None, f"{doc} Unset: read from the checkpoint, else {value}.", size=value)
 
 
 def group(resume: Change) -> Any:
-    """Declare a group of knobs; a knob without a resume rule has the resume rule of the group."""
+    """Declare a group of knobs as a field of `Settings`.
+
+    `resume` is the resume rule of those knobs in the group that declare none.
+    """
     return dataclasses.field(metadata={"resume": resume})
 
 
 def declared(group: Any, prefix: str = "", resume: str = "") -> dict[str, Knob]:
-    """The knobs of a group and of the groups in it, by full key such as `inner.tx`."""
+    """Return the knobs of a group and of the groups in it, by full key such as `inner.tx`.
+
+    The resume rule and the type of each knob are filled in.
+    """
     knobs = {}
     for field in dataclasses.fields(group):
         if knob := field.metadata.get("knob"):

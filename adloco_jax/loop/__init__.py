@@ -1,1 +1,4 @@
-"""The training loop of AdLoCo, and the decisions of the host in it; reads no files and clocks."""
+"""The training loop of AdLoCo, and the decisions that the host makes in it.
+
+No module in this package reads a file or a clock.
+"""

@@ -1,8 +1,8 @@
 """AdLoCo (arXiv 2508.18182, algorithms 1 to 3): the training loop and the host's decisions.
 
-`adloco` is the method, one line for each step of the paper. It runs on an `Engine`, which owns the
-devices. Observers are called after each round: they write, print, evaluate and save. `State` holds
-everything that determines how a run continues.
+The function `adloco` is the method of the paper, with one line for each step. It calls an `Engine`,
+the object that owns the devices. After each round it calls observers, which write, print, evaluate
+and save. `State` holds everything that determines how a run continues.
 """
 
 import copy
@@ -29,33 +29,40 @@ from adloco_jax.settings import Settings
 
 
 class State(NamedTuple):
-    """All that determines how a run continues after a round: arrays, and the host's numbers."""
+    """Everything that determines how a run continues after a round.
+
+    `ensemble` holds the arrays of trainers and workers, and `control` the numbers on the host.
+    """
 
     ensemble: Ensemble
     control: Control
 
 
 class Boundary(NamedTuple):
-    """The results of a round, and the changes at its end.
+    """The results of a round, and what changed for trainers and workers at its end.
 
     Observers receive it together with the state after the round.
     """
 
-    metrics: Any  # the metrics that the engine returned
+    metrics: Any  # the metrics of the round that `Engine.finish` returned
     decisions: list[Decision]  # one for each trainer, in the stack order of the round
-    # Ledger fields of all changes since the round, in order, each with `event`: quarantined
-    # trainers, flushes, the merge or its refusal, workers that joined.
+    # One dict for each change since the round, in order: the fields of its line in the ledger, with
+    # the kind of change under `event`. Changes are quarantined trainers, flushes, a merge or its
+    # refusal, and workers that joined.
     changes: list[dict]
-    # True if the slowest trainer has completed one more round. False if only others have, because
-    # each trainer runs at its own pace.
+    # Whether the slowest trainer has completed one more round. It is False only if trainers run at
+    # their own pace, and only faster trainers have completed a round.
     advanced: bool = True
 
 
 class Diverged(Exception):
-    """Error: every trainer of the run had updates that are not finite, so none is left."""
+    """Raised when no trainer is left, because updates of every trainer were not finite."""
 
     def __init__(self, state: State, boundary: Boundary):
-        """Keep the state after the failed round, and its `Boundary`, which observers do not get."""
+        """Keep the state after the failed round, and the round's results in a `Boundary`.
+
+        Observers receive neither of them.
+        """
         super().__init__(f"round {state.control.round}")
         self.state, self.boundary = state, boundary
 
@@ -66,54 +73,70 @@ Observer = Callable[[State, Boundary], None]
 class Engine(Protocol):
     """The interface between the training loop and the devices on which trainers and workers run.
 
-    A method returns before the devices have the results, unless its docstring says that it waits.
-    Some methods also return changes: one dict for each line to write to the run's ledger file, with
-    the key `event`.
+    A method returns before the devices have computed its results, unless its docstring says that it
+    waits. Some methods return changes: one dict for each line to write to the ledger, the log file
+    of the run. The key `event` of the dict has the kind of the change.
     """
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the states that trainers send in a merge, and that moving workers receive."""
+        """Sizes in bytes of the states that are sent when trainers merge or workers move."""
 
     def ready(self, state: State) -> list[int]:
-        """Positions of the trainers whose round the loop runs next; waits until there is one.
+        """Return the positions of the trainers whose round the loop runs next.
 
-        If each trainer runs at its own pace, the rounds of these trainers have already begun.
+        An engine whose trainers run at their own pace begins their rounds itself. It waits until at
+        least one of these rounds has ended, and returns the trainers of all rounds that have ended.
         """
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
         """Read the next sequences for the workers of the trainers in `plans`.
 
-        Every worker reads from a separate data stream.
+        Every worker reads from a data stream of its own.
         """
 
     def gradient_stats(self, state: State, batch: Any) -> Stats:
-        """Measure gradient statistics at trainers' parameters, on the round's first sequences."""
+        """Measure gradient statistics for the batch-size tests, at the trainers' parameters.
+
+        They are measured on the first sequences of the round, before the round's updates.
+        """
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """Start a round of the trainers whose sequences are in `batch`; `finish` waits for it."""
+        """Start a round of the trainers whose sequences are in `batch`.
+
+        Returns the state that the round leads to, and the round under way, an argument of `finish`.
+        """
 
     def look_ahead(self, control: Control) -> None:
-        """Prepare the round that follows from `control`; the loop may run another round instead."""
+        """Prepare the round that would follow from `control`, while the present round runs.
+
+        The loop may run another round instead, for instance because trainers merge.
+        """
 
     def finish(self, state: State, underway: Any) -> tuple[State, Any, list[dict]]:
-        """Wait for a round; return the state, the metrics, and the changes (lines for the ledger).
+        """Wait for a round; return the state, the round's metrics, and the changes.
 
-        Trainers whose workers all skip their updates are removed from the state. If no trainer is
-        left, the state's ensemble is meaningless.
+        A trainer is removed from the state if all its workers have skipped several updates in a
+        row. If no trainer is left, the ensemble of the state must not be used.
         """
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Synchronise worker updates that Streaming DiLoCo has not sent.
+        """Synchronise worker updates that Streaming DiLoCo has not sent yet.
 
-        Also returns the changes (lines for the ledger).
+        Returns the new state and the changes.
         """
 
     def guard_losses(self, state: State) -> list[float]:
-        """Wait for each trainer's loss on the held-out rows for decisions, in nats/token."""
+        """Compute each trainer's loss on the guard rows, in nats/token; wait for the losses.
+
+        Guard rows are held-out rows that decide about merges and that no reported loss uses.
+        """
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Wait for the loss of a planned merge on the held-out rows for decisions, nats/token."""
+        """Compute the loss that trainers would have if they were merged; wait for it.
+
+        It is measured on the guard rows, held-out rows that decide about merges, in nats/token.
+        """
 
     def merge(
         self,
@@ -125,7 +148,7 @@ class Engine(Protocol):
         """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`)."""
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers of the pool to a trainer (`core.spawn`)."""
+        """Add new workers to a trainer (`core.spawn`), up to the number `num_workers`."""
 
 
 def adloco(
@@ -133,21 +156,21 @@ def adloco(
 ) -> State:
     """Train for the configured number of rounds or tokens: algorithms 1 to 3 of AdLoCo.
 
-    At the end of a round its results are known, and observers are called before the next round
-    begins. While devices run a round, the host prepares the next one. Before the end of the round
-    it waits only for the gradient statistics, which are ready before the updates.
+    While the devices run a round, the host prepares the next one. During the round it waits only
+    for the gradient statistics, which are computed before the updates. At the end of the round it
+    waits for the results, and calls the observers before it starts the next round.
 
     Args:
       state: The state to start or continue from, for instance one that an observer received.
       settings: The run's settings.
-      engine: Runs the trainers.
+      engine: Runs the trainers and workers on devices.
       observers: Called in order after each round, with the state and the round's results.
 
     Returns:
       The state after the last round.
 
     Raises:
-      Diverged: If no trainer is left after a round. Observers are not called for this round.
+      Diverged: If no trainer is left after a round. Observers are not called for that round.
 
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
@@ -186,12 +209,11 @@ def adloco(
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
-    """The host's data (`Control`) before the first round.
+    """Return the host's data (`Control`) as they are before the first round.
 
-    Workers are divided among the trainers as evenly as possible.
-
-    With `whole_pool` the workers that join later are included, because devices need memory for
-    these too.
+    Workers are divided among the trainers as evenly as possible. Without `whole_pool` these are the
+    workers that begin. With `whole_pool` they include the workers that join later, whose memory has
+    to be planned for too.
     """
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
     initial = None if whole_pool else ensemble.initial_workers
@@ -207,7 +229,11 @@ def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) 
 
 
 def merge_due(control: Control, settings: Settings) -> bool:
-    """Whether trainers may merge at the end of the round that has just been counted."""
+    """Return whether trainers may merge now, at the end of a round that is already counted.
+
+    They may if there are at least two, if a merge policy is set, and if the number of rounds is a
+    multiple of `merge.every_rounds`.
+    """
     merge = settings.merge
     is_round = control.round % merge.every_rounds == 0 < control.round
     return merge.policy != "none" and is_round and len(control.trainers) > 1
@@ -216,7 +242,12 @@ def merge_due(control: Control, settings: Settings) -> bool:
 def choose_members(
     control: Control, guard_losses: Sequence[float], settings: Settings
 ) -> tuple[int, ...]:
-    """Choose the trainers to merge, the representative first (CheckMerge); empty: no merge."""
+    """Choose the trainers to merge by the configured policy (CheckMerge in the paper).
+
+    `guard_losses` are the losses of all trainers on held-out rows. Returns the positions of the
+    chosen trainers. The first is the representative, the trainer that absorbs the others. An empty
+    result means no merge.
+    """
     candidates = [
         Candidate(trainer.demand, loss, trainer.rounds)
         for trainer, loss in zip(control.trainers, guard_losses, strict=True)
@@ -231,18 +262,25 @@ def merge_trainers(
     settings: Settings,
     engine: Engine,
 ) -> tuple[State, list[dict]]:
-    """Merge trainers, unless the loss would rise too much, and reassign the workers (DoMerge).
+    """Merge trainers, unless the loss would rise too much, and reassign workers (DoMerge).
+
+    A merge is refused if the loss of the merged trainer exceeds the mean loss of the members by
+    more than `merge.max_barrier`. After a refusal `merge.on_refusal` decides. With "keep" nothing
+    changes. With "retire" only the representative remains of the members, with the parameters that
+    it had. After a merge, and after "retire", the workers are divided again among the remaining
+    trainers.
 
     Args:
       state: The state before the merge.
-      members: Positions of the trainers to merge, the representative first.
-      losses: Losses of all trainers on the held-out rows for decisions, from the engine.
+      members: Positions of the trainers to merge, the representative (which absorbs the others)
+        first.
+      losses: Losses of all trainers on the guard rows, from `Engine.guard_losses`.
       settings: The run's settings.
-      engine: Measures the loss of the merged trainer, and moves the parameters.
+      engine: Measures the loss of the merged trainer, and merges the arrays.
 
     Returns:
       The new state, and the lines for the ledger: those of flushes before the merge, then the line
-      of the merge.
+      of the merge or of its refusal.
     """
     rule, trainers = settings.merge, state.control.trainers
     state, changes = engine.flush(state, members)
@@ -288,14 +326,16 @@ def merge_trainers(
 def _join(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
-    """Merge the members into one trainer.
+    """Merge the members into the first of them, and divide the workers again.
 
-    Also return the number of workers that change trainers, and the ledger's lines of flushes.
+    Returns the new state, the number of workers that changed their trainer, and the ledger's lines
+    for flushes. If the merge was refused, `weights` are 1 for the first member and 0 for the
+    others.
     """
     before = state.control
     changed = after_merge(before, members, refused=refused)
     owners = changed.owners
-    left = [  # for each worker that moves, the trainer it leaves
+    left = [  # for each worker that moves, the position of the trainer that it leaves
         old
         for old, new in zip(before.owners, owners, strict=True)
         if changed.trainers[new].id != before.trainers[old].id
@@ -307,13 +347,18 @@ def _join(
 
 
 def after_merge(control: Control, members: Sequence[int], *, refused: bool = False) -> Control:
-    """The host's data (`Control`) after a merge, with the workers divided by demand.
+    """Return the host's data (`Control`) as they are after a merge.
+
+    The representative takes its batch and its round length from the member with the largest demand,
+    and the mean of the members' smoothed statistics. The workers are divided among the remaining
+    trainers in proportion to demand. Demand is the requested batch times the round length.
 
     Args:
       control: The host's data before the merge.
-      members: Positions of the merged trainers, the representative first.
-      refused: Whether the merge was refused. The representative then stays as it is, and the other
-        members leave.
+      members: Positions of the merged trainers, the representative (which absorbs the others)
+        first.
+      refused: Whether the merge was refused. The representative then keeps its own batch, round
+        length and statistics, and the other members leave the run.
     """
     changed = copy.deepcopy(control)
     if not refused:
@@ -331,7 +376,12 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
-    """List the trainers that gain workers now, as pairs (position, new number of workers)."""
+    """List the trainers that get workers from the pool now, each with its new number of workers.
+
+    The list has pairs (position of the trainer, number of workers). With `ensemble.spawn_frac`, all
+    workers join after that fraction of the run. Otherwise a trainer gets the workers that its
+    batch-size tests have requested, as long as there are free ones.
+    """
     ensemble, num_trainers = settings.ensemble, len(control.trainers)
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
@@ -353,7 +403,10 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
 
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
-    """Add workers to a trainer in the host's data (`Control`); they read unused data streams."""
+    """Return the host's data (`Control`) after new workers have joined a trainer.
+
+    The new workers read data streams that no worker reads yet.
+    """
     joining = num_workers - control.owners.count(trainer)
     unused = (stream for stream in itertools.count() if stream not in control.streams)
     return dataclasses.replace(
@@ -372,7 +425,9 @@ def spawn_workers(
     *,
     merged_now: bool = False,
 ) -> tuple[State, dict]:
-    """Add workers of the pool to a trainer, in one communication.
+    """Let workers of the pool that have not started yet join a trainer.
+
+    The trainer's parameters are sent to these workers in one communication.
 
     Args:
       state: The state before workers join.
@@ -380,11 +435,12 @@ def spawn_workers(
       num_workers: Number of the trainer's workers afterwards.
       settings: The run's settings.
       engine: Copies the parameters.
-      merged_now: Whether trainers were merged, or a merge was refused, after the same round. The
-        workers join in the communication of the merge, which is already counted.
+      merged_now: Whether trainers were merged, or a merge was refused, after the same round. If so,
+        the workers receive the parameters in the communication of the merge, which is already
+        counted.
 
     Returns:
-      The new state, and the line for the ledger as a dict, including `event`.
+      The new state, and the fields of the line for the ledger, including `event`.
     """
     before = state.control.owners.count(trainer)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)

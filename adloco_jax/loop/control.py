@@ -18,27 +18,31 @@ class Size(NamedTuple):
     def total(self) -> int:
         """The size as one number: workers times round length times batch.
 
-        It counts the sequences that all workers read in a round, divided by
-        `inner.steps_per_round`, if no rule such as `qsr` makes rounds longer. `batching.max_growth`
-        limits its growth.
+        Multiplied by `inner.steps_per_round`, it is the number of sequences that the trainer
+        requests for all its workers in a round, unless a rule such as `qsr` makes rounds longer. At
+        one batch-size test the total grows at most by the factor `batching.max_growth`.
         """
         return self.num_workers * self.round_length * self.batch_size
 
 
 @dataclass
 class Trainer:
-    """The host's data about an active trainer; the parameters are in the ensemble (`core.init`)."""
+    """The numbers that the host keeps about one active trainer.
+
+    The parameters of the trainer are in the ensemble (`core.init`).
+    """
 
     id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
     round_length: int = 1  # in multiples of inner.steps_per_round
     requested_workers: int = 0  # 0: no request
-    measured_size: int = 0  # `Size.total` when a signal was last measured; 0: never
+    measured_size: int = 0  # `Size.total` at the last positive signal, or the first test; 0: none
     rounds: int = 0  # rounds completed
-    updates: int = 0  # inner updates so far, per worker; drives the learning rate
-    cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
-    smoothing: dict[str, float] = field(default_factory=dict)  # averaged sums of GradientStats
-    skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # skipped updates, by stream
+    updates: int = 0  # inner updates of a worker so far; the learning rate depends on it
+    cursors: dict[str, int] = field(default_factory=dict)  # by stream, number of sequences read
+    smoothing: dict[str, float] = field(default_factory=dict)  # moving averages of GradientStats
+    # By stream: number of the last updates that the stream's worker has skipped in a row.
+    skipped_in_a_row: dict[str, int] = field(default_factory=dict)
 
     @property
     def demand(self) -> int:
@@ -46,7 +50,7 @@ class Trainer:
         return self.requested_batch_size * self.round_length
 
     def grow_to(self, size: Size) -> None:
-        """Request workers, round length and batch for the next rounds."""
+        """Store the workers, round length and batch that the trainer requests from now on."""
         self.requested_workers, self.round_length, self.requested_batch_size = size
 
 
@@ -54,49 +58,47 @@ class Trainer:
 class Control:
     """The host's part of a run's state: sizes, counts and costs of all trainers and workers.
 
-    It can be saved as JSON.
-
-    Trainers and workers are in the order of the ensemble's stack. Functions that change the data
-    return a changed copy.
+    Trainers and workers are listed in the order of the ensemble's stack. Functions that change the
+    data return a changed copy. The data can be saved as JSON.
     """
 
     trainers: list[Trainer]
-    owners: list[int]  # trainer position of each worker
-    streams: list[int]  # the data stream of each worker, which is the worker's permanent id
-    max_batch_size: int  # present limit: sequences per worker that a device holds at once
-    eval_batch_size: int  # the limit at the start; a fixed batch keeps evaluations comparable
-    round: int = 0  # rounds completed by every trainer: the count of the slowest
+    owners: list[int]  # for each worker, the position of its trainer
+    streams: list[int]  # for each worker, its data stream, which is also its permanent id
+    max_batch_size: int  # largest micro-batch at present, in sequences per worker
+    eval_batch_size: int  # `max_batch_size` at the start; it stays, so that evaluations compare
+    round: int = 0  # rounds that every trainer has completed: the count of the slowest trainer
     tokens_total: int = 0
     updates_total: int = 0
     syncs_total: int = 0
     bytes_total: int = 0
-    counts: dict[str, int] = field(default_factory=dict)  # number of tests by outcome
+    counts: dict[str, int] = field(default_factory=dict)  # number of batch-size tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def demands(self) -> tuple[float, ...]:
-        """The demand of each trainer: its weight in the average of all trainers."""
+        """The demand of each trainer, which is its weight in the average of all trainers."""
         return tuple(float(trainer.demand) for trainer in self.trainers)
 
     def rounds_of(self, position: int) -> int:
-        """Number of rounds that the trainer at a position has completed.
+        """Return the number of rounds that the trainer at `position` has completed.
 
-        It is at least `round`, which counts the rounds of the slowest trainer.
+        It is at least `round`, the count of the slowest trainer.
         """
         return max(self.round, self.trainers[position].rounds)
 
     def workers_of(self, trainer: int) -> list[int]:
-        """Positions of the workers that belong to the trainer at a position."""
+        """Return the positions of the workers of the trainer at position `trainer`."""
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
 
     def reads(self, worker: int) -> tuple[int, int, int]:
-        """Say where a worker reads next, as (trainer id, data stream, position in the stream)."""
+        """Return where a worker reads next: (trainer id, data stream, position in the stream)."""
         trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
         return trainer.id, stream, trainer.cursors.get(str(stream), 0)
 
     def size(self, position: int) -> Size:
-        """The workers, round length and batch of the trainer at a position."""
+        """Return the number of workers, round length and batch of the trainer at `position`."""
         trainer = self.trainers[position]
         return Size(self.owners.count(position), trainer.round_length, trainer.requested_batch_size)
 
@@ -120,11 +122,11 @@ class RoundPlan(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the states that trainers and workers send in a merge, or when workers move."""
+    """Sizes in bytes of what is sent when trainers merge or workers move to other trainers."""
 
     params: int  # parameters of one trainer, in their own dtype
-    outer_state: int  # outer state of one trainer that a merge averages: momentum
-    inner_state: int  # inner state that a joining worker receives: AdamW's moments
+    outer_state: int  # the part of one trainer's outer state that a merge averages: momentum
+    inner_state: int  # inner state that a worker receives when it joins a trainer: AdamW's moments
 
 
 def count_round(
@@ -136,20 +138,21 @@ def count_round(
     num_syncs: int = 1,
     counted: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Control, list[dict[str, int]]]:
-    """Count a round that has ended; return the host's data and each trainer's costs.
+    """Count a round that has ended; return the new host's data and each trainer's costs.
 
-    The costs are in stack order, as dicts for the ledger.
+    The costs are a list of dicts in stack order, one for each trainer that ran: its updates,
+    tokens, communications (`syncs`) and bytes. They are added to the totals of the run.
 
     Args:
       control: The host's data before the round.
-      plans: The sizes of the round of each trainer that ran; the key is the position of the
-        trainer.
+      plans: The sizes of the round for each trainer that ran, by the trainer's position.
       sequence_length: Tokens of a sequence.
       sync_bytes: Bytes of one worker's outer gradient as it is sent, see `sync_cost`.
-      num_syncs: Synchronisations of a round, one for each fragment.
-      counted: The numbers of updates and of sequences of each worker that took part in the outer
-        update; the key is the position of the worker. Each trainer has at least one. None: all
-        workers, with the planned numbers.
+      num_syncs: Number of synchronisations in a round. With Streaming DiLoCo it is the number of
+        fragments.
+      counted: For each worker that took part in the outer update, by the worker's position, its
+        number of updates and its number of sequences. At least one worker of each trainer took
+        part. None: all workers took part, with the planned numbers.
     """
     control = copy.deepcopy(control)
     spent = []
@@ -177,7 +180,11 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Count a synchronisation outside a round; return the host's data and a line for the ledger."""
+    """Count a flush; return the new host's data and the line for the ledger.
+
+    A flush is a synchronisation of all parameters outside a round. Streaming DiLoCo needs it before
+    a merge and at the end of a run.
+    """
     costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     ids = [control.trainers[m].id for m in trainers]
@@ -186,7 +193,7 @@ def count_flush(
 
 
 def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
-    """Add the cost of a communication to the totals of a run."""
+    """Return the host's data with the cost of a communication added to the totals of the run."""
     return dataclasses.replace(
         control,
         syncs_total=control.syncs_total + cost["syncs"],
@@ -195,12 +202,18 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 
 
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
-    """Number of communications and bytes of a trainer's synchronisations in a round.
+    """Return the number of communications and of bytes of a trainer's synchronisations in a round.
 
-    The bytes are summed over the workers of the trainer.
+    A ring all-reduce among m workers moves 2 (m - 1) outer gradients, all workers together. A
+    trainer with one worker communicates nothing (docs/algorithm.md, section 6).
 
-    A ring all-reduce among m workers moves 2 (m - 1) outer gradients. A trainer with one worker
-    communicates nothing (docs/algorithm.md, accounting).
+    Args:
+      num_workers: Number of workers that are synchronised.
+      sync_bytes: Bytes of one worker's outer gradient as it is sent.
+      num_syncs: Number of synchronisations in the round.
+
+    Returns:
+      The number of communications (`syncs`) and their bytes in all (`bytes`).
     """
     return {
         "syncs": num_syncs * (num_workers > 1),
@@ -211,19 +224,20 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
 def merge_cost(
     state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
 ) -> dict[str, int]:
-    """Number of communications and bytes of a merge, or of a refused merge.
+    """Return the number of communications and of bytes of a merge, or of a refused merge.
 
-    They include the move of workers to other trainers.
-
-    The merge and the reallocation are one blocking communication. Each absorbed trainer sends its
-    parameters and, unless the merge is refused, its outer momentum. Each worker that joins a
-    trainer receives the parameters and an inner state (docs/algorithm.md, accounting).
+    The move of workers to other trainers is included: together with the merge it is one blocking
+    communication. Each absorbed trainer sends its parameters and, unless the merge is refused, its
+    outer momentum. Each worker that joins a trainer receives the parameters and an inner state
+    (docs/algorithm.md, section 6).
 
     Args:
-      state_bytes: Bytes of each part that is sent.
-      num_absorbed: Trainers that send their parameters to the representative.
-      num_joining: Workers whose trainer changes, including those of absorbed trainers.
-      refused: Whether the merge was refused; the parameters were sent only for the merged loss.
+      state_bytes: Sizes in bytes of the parameters and states that are sent.
+      num_absorbed: Number of trainers that send their parameters to the representative, the trainer
+        that absorbs them.
+      num_joining: Number of workers whose trainer changes, including those of absorbed trainers.
+      refused: Whether the merge was refused. The parameters were then sent only to measure the loss
+        of the merged trainer.
     """
     absorbed_bytes = state_bytes.params + (0 if refused else state_bytes.outer_state)
     joining_bytes = state_bytes.params + state_bytes.inner_state

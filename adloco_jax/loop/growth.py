@@ -1,4 +1,8 @@
-"""Decide the next requested batch of each trainer, by a batch-size test or a schedule."""
+"""Decide how each trainer grows, by a batch-size test or a schedule.
+
+A batch-size test measures the noise of gradients. A trainer with more noise gets more workers,
+longer rounds or a larger batch.
+"""
 
 import copy
 import math
@@ -15,35 +19,40 @@ from adloco_jax.loop.control import Control, Size, Trainer
 from adloco_jax.settings import Settings
 
 Stats: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, GradientStats]]
-"""Gradient statistics by groups of trainers that run the same program. For each group: the
-positions of its trainers; each worker's trainer, as an index into these positions; the number of
-examples that each worker tested; the statistics, arrays [R] that may not be computed yet."""
+"""Gradient statistics, one tuple for each group of trainers that run the same program.
+
+A tuple has the positions of the group's trainers; for each worker of the group its trainer, as an
+index into these positions; the number of examples on which each worker measured; and the
+statistics, arrays [R] that may not be computed yet.
+"""
 
 
 class Decision(NamedTuple):
-    """The outcome of a trainer's batch-size test: new sizes, the reason, measured values."""
+    """The outcome of a trainer's batch-size test: the new size, the reason, and measured values."""
 
-    size: Size  # size of the trainer in the next rounds
-    reason: str
-    noise: float | None = None  # S_hat
-    signal: float | None = None  # |G|^2
-    test_value: float | None = None  # sequences per worker
+    size: Size  # size that the trainer requests for the next rounds
+    reason: str  # one word, such as "grew" or "capped"
+    noise: float | None = None  # S_hat, the estimated gradient noise of this test alone
+    signal: float | None = None  # estimate of |G|^2 of this test alone
+    test_value: float | None = None  # the test's result before limits, in sequences per worker
 
 
 def measures_gradients(settings: Settings) -> bool:
-    """Whether the configured batch size depends on measured gradients, not on a schedule."""
+    """Return whether the configured batch-size test measures gradients, unlike a schedule."""
     return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings, trainers: Iterable[int] | None = None
 ) -> tuple[Control, list[Decision]]:
-    """Set the sizes that trainers request for their next rounds; waits for the statistics.
+    """Decide the sizes that trainers request for their next rounds.
+
+    This function waits until the devices have computed the gradient statistics.
 
     Args:
       control: The host's data about the run, with the round already counted.
-      stats: The gradient statistics that the engine measured; trainers that were not tested are
-        missing.
+      stats: The gradient statistics that the engine measured, without trainers that were not
+        tested.
       settings: The run's settings.
       trainers: Positions of the trainers that have completed a round. None: all trainers.
 
@@ -71,7 +80,10 @@ def with_batch_sizes(
 
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
-    """The host's data as if each trainer's test had requested `growth` times the present size."""
+    """Return the host's data as if every trainer had requested `growth` times its present size.
+
+    This foresees the sizes of the next rounds, so that their programs can be compiled ahead.
+    """
     control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)
@@ -83,9 +95,10 @@ def with_growth(control: Control, growth: float, settings: Settings) -> Control:
 
 
 def free_workers(control: Control, settings: Settings) -> int:
-    """Number of workers of the run that have not started yet.
+    """Return the number of workers of the run that have not started yet and may still join.
 
-    Workers that belonged to quarantined trainers do not count, because they never start again.
+    Workers of quarantined trainers (which left the run with their workers) never start again, so
+    they are not counted.
     """
     if settings.ensemble.initial_workers is None:
         return 0
@@ -94,36 +107,38 @@ def free_workers(control: Control, settings: Settings) -> int:
 
 
 def _workers_for_tests(control: Control, settings: Settings) -> int:
-    """Number of workers, not started yet, that a batch-size test may add to a trainer."""
+    """Return the number of workers that have not started yet and that batch-size tests may add.
+
+    It is 0 with `ensemble.spawn_frac`, because then workers join at a fixed time.
+    """
     return 0 if settings.ensemble.spawn_frac is not None else free_workers(control, settings)
 
 
 def grown(
     now: Size, request: float, settings: Settings, *, limit: int, free_workers: int = 0
 ) -> Size:
-    """Grow a trainer's workers, round length and batch until they meet a requested batch.
+    """Grow a trainer's workers, round length and batch until they provide a requested batch.
 
-    The quantities grow in the order of `batching.growth`. A quantity grows up to its cap before the
-    next one grows.
+    The quantities grow in the order of `batching.growth`. Each grows up to its cap before the next
+    one grows. Nothing shrinks.
 
     Args:
       now: The trainer's present size.
-      request: Sequences per worker, for the present number of workers. If it is not finite, nothing
-        changes.
+      request: The requested batch in sequences per worker, for the present number of workers. If it
+        is not finite, nothing changes.
       settings: The run's settings.
       limit: Upper bound of the new `Size.total`, at least the present one.
       free_workers: Number of workers that may join.
 
     Returns:
-      The new size: more workers (at most twice as many), longer rounds or a larger batch. Nothing
-      shrinks.
+      The new size, with at most twice as many workers.
     """
     if not math.isfinite(request):
         return now
     batching, inner, size = settings.batching, settings.inner, now
     request = min(request, limit / now.num_workers)
     for name in batching.growth:
-        # The request per worker, including the workers that have just joined.
+        # The request per worker, if the workers that have just been added share it.
         share = request * (now.num_workers / size.num_workers)
         if name == "workers":
             each = size.round_length * size.batch_size
@@ -151,7 +166,10 @@ def grown(
 
 
 def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
-    """The statistics of each tested trainer, pooled over the workers, in float64 on the host."""
+    """Return the statistics of each tested trainer, by the trainer's position.
+
+    The statistics of its workers are pooled, in float64 on the host.
+    """
     pooled = {}
     for trainers, owners, count_R, stats_R in stats:
         fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
@@ -164,7 +182,10 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
 
 
 def _request(control: Control, position: int, settings: Settings) -> Callable:
-    """The configured batch-size test of a trainer, as a function of gradient statistics alone."""
+    """Return a trainer's batch-size test as a function of gradient statistics alone.
+
+    The settings and the numbers of the trainer are bound to the test's other parameters.
+    """
     batching, trainer = settings.batching, control.trainers[position]
     num_workers = len(control.workers_of(position))
     available = {
@@ -184,9 +205,9 @@ def _tested(
     free_workers: int,
     settings: Settings,
 ) -> Decision:
-    """Decide a trainer's next sizes by the batch-size test and the limits of growth.
+    """Decide a trainer's next size by the batch-size test and the limits of growth.
 
-    The trainer's smoothed sums are updated in place.
+    The moving averages of its statistics (`trainer.smoothing`) are updated in place.
     """
     batching = settings.batching
     if stats is None:
@@ -194,12 +215,13 @@ def _tested(
     noise, signal = float(stats.noise), float(stats.signal)
     if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
         return Decision(now, "degenerate", noise, signal)
-    # In float64 sums need no scale. Scales would differ from test to test.
+    # Use units that are equal for all tests. In float64 the sums do not overflow in these units.
     sums = {name: float(value) for name, value in vars(stats.in_units_of(1.0)).items()}
     if batching.mode == "unbiased":
         decay = batching.smoothing
         old = trainer.smoothing or dict.fromkeys(sums, 0.0)
-        # Both sides of a ratio carry the same bias correction 1 - decay^n, which cancels.
+        # The averages start at zero and are too small by the factor 1 - decay^n. The factor is the
+        # same for a sum and its weight, so it cancels in their ratio.
         sums = {name: decay * old[name] + (1 - decay) * value for name, value in sums.items()}
         trainer.smoothing = sums
     smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})

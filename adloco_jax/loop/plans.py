@@ -13,29 +13,31 @@ from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.settings import Settings
 
 AUTO_TEST_FRAC = 0.04  # share of a trainer's sequences in a round that its batch-size test uses
-AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # limits of the number of sequences of that test
+AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # least and largest number of sequences of that test
 
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """The fraction of the run that is done; the run ends when the fraction reaches 1.
+    """Return the fraction of the run that is done; the run ends when it reaches 1.
 
-    With a limit of rounds and one of tokens, the larger fraction counts.
+    The fraction is `rounds` divided by the limit of rounds. If there is a limit of tokens too, the
+    larger of the two fractions counts.
     """
     by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
     return max(rounds / settings.num_rounds, by_tokens)
 
 
 def is_over(control: Control, settings: Settings) -> bool:
-    """Whether the run has reached its limit of rounds or of tokens."""
+    """Return whether the run has reached its limit of rounds or of tokens."""
     return share_done(control.round, control.tokens_total, settings) >= 1
 
 
 def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
-    """The sizes of the next round of some trainers, by position (AdLoCo section 4.4).
+    """Return the sizes of the next round of some trainers, by the trainer's position.
 
-    Without `trainers` the result has all trainers.
+    The micro-batch and the accumulation follow section 4.4 of AdLoCo. If `trainers` is None, the
+    result has all trainers.
     """
     chosen = range(len(control.trainers)) if trainers is None else trainers
     return {
@@ -45,14 +47,12 @@ def round_plans(
 
 
 def _round_steps(control: Control, position: int, settings: Settings) -> int:
-    """Number of updates in a trainer's next round.
+    """Return the number of updates in a trainer's next round.
 
-    It is the number that the rule for round lengths gives, times the growth that batch-size tests
-    have requested.
-
-    The rule's number (`inner.round_length`) is rounded down to a multiple of `steps_per_round`. It
-    is at least one such multiple. If the run has a token limit, a round is no longer than the rest
-    of the run.
+    The rule `inner.round_length` gives a number. It is rounded down to a multiple of
+    `steps_per_round`, but not below one such multiple. It is multiplied by the trainer's
+    `round_length`, the growth that batch-size tests have requested. The result is limited by the
+    tokens that the run has left, and by `max_steps_per_round`.
     """
     inner, trainer = settings.inner, control.trainers[position]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
@@ -65,14 +65,18 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
     }
     wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
     left = np.ceil(_base_rounds_left(control, settings))
-    # 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
+    # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
     length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     steps = inner.steps_per_round * max(int(min(trainer.round_length * length, left)), 1)
     return min(steps, inner.max_steps_per_round or steps)
 
 
 def _micro_batches(control: Control, position: int, settings: Settings) -> tuple[int, int]:
-    """The micro-batch size of a trainer's next round, and how many micro-batches make an update."""
+    """Return the micro-batch size of a trainer's next round, and the micro-batches of an update.
+
+    The second number is how many micro-batches make an update. The size is rounded up to one of the
+    sizes in `batching.buckets`.
+    """
     largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[position].requested_batch_size,
@@ -84,9 +88,9 @@ def _micro_batches(control: Control, position: int, settings: Settings) -> tuple
 
 
 def _base_rounds_left(control: Control, settings: Settings) -> float:
-    """Number of rounds of `steps_per_round` updates that the token limit still allows.
+    """Return how many rounds of `steps_per_round` updates the token limit still allows.
 
-    It is infinite without a token limit.
+    The number need not be whole. It is infinite without a token limit.
     """
     if settings.num_tokens is None:
         return math.inf
@@ -98,19 +102,19 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
 def learning_rate(
     settings: Settings, *, updates: int | np.ndarray, tokens: float | np.ndarray
 ) -> np.ndarray:
-    """The learning rate of inner updates, for one update or for arrays of updates.
+    """Return the learning rate of inner updates, for one update or for arrays of updates.
 
-    The rate depends on the trainer's own count of updates, so neither a reset of the inner state
-    nor a merge restarts a schedule. If the run has a token limit, a schedule depends on the tokens
-    of all trainers.
+    The warm-up depends on the trainer's own count of updates, not on the optimizer's count. So
+    neither a reset of the inner state nor a merge restarts it. The schedule after it depends on the
+    same count, or, if the run has a token limit, on the tokens of all trainers.
 
     Args:
       settings: The run's settings.
-      updates: The trainer's inner updates before each update.
-      tokens: Tokens of all trainers together before each update.
+      updates: Number of the trainer's inner updates before the update.
+      tokens: Number of tokens of all trainers together before the update.
 
     Returns:
-      Float64, of the shape to which the arguments broadcast.
+      The rate, float64, of the shape to which the arguments broadcast.
     """
     inner = settings.inner
     warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
@@ -126,9 +130,9 @@ def learning_rate(
 def learning_rates(
     control: Control, position: int, plan: RoundPlan, settings: Settings, *, round_tokens: int
 ) -> np.ndarray:
-    """The learning rate of the update that each micro-batch belongs to, float32 [T].
+    """Return, for each micro-batch of a round, the learning rate of its update: float32 [T].
 
-    `round_tokens` are the tokens of all trainers in this round.
+    `round_tokens` is the number of tokens of all trainers in this round.
     """
     update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
     rate_T = learning_rate(
@@ -140,14 +144,15 @@ def learning_rates(
 
 
 def update_flags(plan: RoundPlan) -> np.ndarray:
-    """Whether a micro-batch is the last one of an update, for each micro-batch: bool [T]."""
+    """Return for each micro-batch whether it is the last one of an update: bool [T]."""
     return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
 
 
 def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
-    """The length of a round relative to `steps_per_round` updates at the full learning rate.
+    """Return the length of a round as a multiple of a base round.
 
-    An update counts by its learning rate. So the length is the sum of the rates of the round's
+    A base round has `steps_per_round` updates at the full learning rate. An update counts in
+    proportion to its learning rate. So the length is the sum of the learning rates of the round's
     updates, divided by `steps_per_round` times the full rate.
     """
     inner = settings.inner
@@ -156,13 +161,17 @@ def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
 
 
 def least_test_sequences(settings: Settings) -> int:
-    """The smallest number of sequences per worker that the batch-size test needs."""
+    """Return the smallest number of sequences per worker with which the batch-size test works."""
     needs = BATCH_TESTS[settings.batching.test].needs
     return MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
 
 
 def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
-    """Number of the round's first sequences that a worker uses for the batch-size test; 0: none."""
+    """Return on how many sequences a worker measures gradients for the batch-size test.
+
+    These are the first sequences of the worker's round. The number is 0 if there is no test in this
+    round.
+    """
     if BATCH_TESTS[settings.batching.test].needs == "nothing":
         return 0
     least, total = least_test_sequences(settings), settings.batching.test_batch_size
@@ -174,7 +183,7 @@ def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
 
 
 def planned(control: Control, position: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:
-    """The fields of a trainer's line in the ledger that are known before the round."""
+    """Return the fields of a trainer's ledger line that are known before its round is run."""
     trainer = control.trainers[position]
     return {
         "round": control.rounds_of(position) + 1,
