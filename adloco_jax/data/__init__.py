@@ -1,8 +1,9 @@
 """Turn text into rows of tokens: sources, tokenizers, rows on disk, and their order in a run.
 
-`load_corpus` makes the rows before anything compiles, or finds them in the user's cache. The rows
-that a worker reads are then a pure function, `Corpus.batch(trainer, stream, start, count)`. So a
-checkpoint needs only one number for each worker's stream: the position in the stream (cursor).
+`load_corpus` makes the rows before anything compiles, or finds them in the user's cache. A stream
+is the endless sequence of rows that one worker reads. The pure function `Corpus.batch(trainer,
+stream, start, count)` computes any part of a stream. So a checkpoint needs only one number for each
+stream: the position up to which the worker has read (cursor).
 """
 
 from adloco_jax.data.arrays import ArrayRows

@@ -1,4 +1,4 @@
-"""Make the corpus of a run from its settings: prepared rows, and the batches of each worker.
+"""Make the corpus of a run from its settings: the rows, and the order in which workers read them.
 
 A row of L+1 tokens gives the model L inputs and L targets: the first token is only an input, and
 the last is only a target.
@@ -35,17 +35,20 @@ Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Rows of tokens on disk, and the order in which the stream of each worker reads them.
+    """Rows of tokens on disk, and the order in which each worker reads them.
 
     Attributes:
-      rows: Token ids [num_sequences, L+1], integers of any width. A row of a labelled text [2 + L]
-        holds the class, the number n of real tokens, and L tokens (zeros from n on).
-      heldout_rows: Rows of held-out documents, none of which is in `rows`.
+      rows: Rows to train on, token ids [num_sequences, L+1], integers of any width. The row of a
+        labelled text has 2 + L integers: the class, the number n of real tokens, and L tokens, of
+        which all after the first n are zeros.
+      heldout_rows: Rows of held-out documents, which have no row in `rows`.
       tokenizer: The tokenizer that made the ids.
-      manifest: The description of the rows and of the files they were made from.
-      order: The order of rows in the workers' streams. It does not affect which rows are held out.
-      tokens_per_byte: Held-out tokens divided by held-out UTF-8 bytes. Nats per token times this
-        number are nats per byte. None for labelled texts, whose loss is not per token.
+      manifest: The description of the rows, and of the files from which they were made.
+      order: The order in which each worker reads the rows. It does not affect which rows are held
+        out.
+      tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes. A loss
+        in nats per token, times this number, is the loss in nats per byte. None for labelled texts,
+        whose loss is not per token.
     """
 
     rows: np.ndarray
@@ -63,7 +66,7 @@ class Corpus:
 
     @property
     def commit(self) -> str:
-        """Commit of the data set on the hub from which the rows are; empty for other data."""
+        """Commit of the hub's data set from which the rows were made; empty for other data."""
         return str(self.manifest.request.get("commit", ""))
 
     @property
@@ -72,14 +75,15 @@ class Corpus:
         return self.manifest.files
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count - 1` of one worker's stream, as int32 [count, L+1].
+        """Return rows `start` to `start + count - 1` of a worker's stream, as int32 [count, L+1].
 
-        The result depends only on the arguments, the corpus and the seed.
+        A stream is the endless sequence of rows that one worker reads. The result depends only on
+        the arguments, the corpus and the seed.
 
         Args:
           trainer: Permanent id of the trainer.
-          stream: Stream number in [0, num_streams).
-          start: Number of rows that the stream has already given out (the cursor).
+          stream: Number of the stream in [0, num_streams).
+          start: Number of rows of the stream that were read before (the cursor).
           count: Number of rows to return.
         """
         index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
@@ -108,7 +112,10 @@ class Corpus:
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
-    """Decode a row of tokens to one line of at most `max_chars`, with marks between documents."""
+    """Decode a row of tokens to one line of at most `max_chars` characters.
+
+    The text `<end of text>` marks the ends of documents.
+    """
     pieces = np.split(row, np.flatnonzero(row == tokenizer.eot_id))
     text = "<end of text>".join(
         tokenizer.decode(piece[piece != tokenizer.eot_id]) for piece in pieces
@@ -124,23 +131,25 @@ def load_corpus(
     commit: str = "",
     note: Note = print,
 ) -> Corpus:
-    """Read, tokenise, split and pack the configured text, or open rows that were made before.
+    """Make rows of tokens from the configured text, or open rows that were made before.
 
-    Without `data.heldout_path` or `data.heldout_split`, a share of whole documents is held out,
+    Without `data.heldout_path` or `data.heldout_split`, a fraction of the documents is held out,
     evenly along the reading order. The seed does not affect the choice, so runs that differ by seed
     have the same held-out text. If the text is a single file, the end of the file is held out
     instead. A document is not trained on if a held-out document has the same tokens. With
-    `data.num_sequences`, reading stops soon after there is enough text. Labelled texts are all
-    read, and rows are drawn at random.
+    `data.num_sequences`, reading stops soon after there is enough text. But labelled texts are all
+    read, and the wanted number of them is drawn at random.
 
-    The rows are saved in the user's cache, under a hash of all settings that determine them. With
-    `data.source=tokens`, the prepared folder itself is used.
+    The rows are saved in the user's cache, in a folder whose name is a hash of all settings that
+    determine the rows. With `data.source=tokens`, the rows in the folder `data.path` are used as
+    they are.
 
     Args:
       settings: The run's settings; `data.source` names an entry of `DATA_SOURCES`.
       num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
         into rows.
-      commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
+      commit: The commit of a data set on the hub that is to be read. Empty: the commit to which the
+        setting `data.revision` (a branch, tag or commit) now leads.
       note: Called with each line to show to the user.
 
     Returns:
@@ -155,7 +164,7 @@ def load_corpus(
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
     if DATA_SOURCES[data.source].is_folder:
         manifest, (train, heldout) = _open_prepared(data, tokenizer)
-        for array in (train, heldout):  # the folder may come from somebody else
+        for array in (train, heldout):  # ids are checked, because others may have made the folder
             if array.max() >= tokenizer.vocab_size:
                 raise DataError(f"{where_of(data)}: token id {array.max()}; prepare the data again")
         train = train[: data.num_sequences]
@@ -169,7 +178,11 @@ def load_corpus(
 
 
 def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, Any]) -> Opened:
-    """Open the rows in the user's cache; make them first if they are not there."""
+    """Open the rows in the user's cache; make them first if they are not there.
+
+    If the hub does not answer, the newest rows that were made with the same settings are used. If
+    nothing may or can be written to the cache, the rows are made in a temporary folder.
+    """
     try:
         job = make_job(data, tokenizer, **options)
     except hub.Unreachable:
@@ -202,7 +215,12 @@ def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, 
 
 
 def _open_prepared(data: Data, tokenizer: Tokenizer) -> Opened:
-    """Open the rows of a prepared folder; raise ConfigError if they do not fit the config."""
+    """Open the rows in the folder `data.path`, which `adloco prepare` made.
+
+    Raises:
+      ConfigError: If the rows have another length or tokenizer than the config says.
+      DataError: If there are no such rows, or they are damaged.
+    """
     where = where_of(data)
     if not prepared.is_prepared(data.path):
         raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
@@ -232,11 +250,11 @@ def check_corpus(settings: Settings) -> list[str]:
       settings: The run's settings.
 
     Returns:
-      A line for each property of the data that cannot be checked before `load_corpus` reads them.
+      A line for each property of the data that only `load_corpus` can check, because it reads them.
 
     Raises:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
-      DataError: If a path leads nowhere, or to a prepared folder that is damaged.
+      DataError: If a path leads nowhere, or to a damaged folder of prepared rows.
     """
     data, source = settings.data, DATA_SOURCES[settings.data.source]
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
@@ -250,10 +268,11 @@ def check_corpus(settings: Settings) -> list[str]:
 
 
 def is_on_hub(data: Data) -> bool:
-    """Whether `data.path` is the name of a data set on the hub.
+    """Whether `data.path` is the name of a data set on the hub, and not the path of files.
 
     Raises:
-      ConfigError: If a key is set that does not apply to a data set on the hub, or to files.
+      ConfigError: If it is such a name and `data.heldout_path` is set, or if it is a path and
+        `data.name` or `data.heldout_split` is set.
     """
     path = local_path(data.path, key="data.path")
     is_file = path.exists() or path.suffix in sources.FILE_ENDINGS
@@ -269,7 +288,10 @@ def is_on_hub(data: Data) -> bool:
 
 
 def where_of(data: Data, *, heldout: bool = False) -> str:
-    """Name the setting of the text's source as "key=value", for messages."""
+    """Name the setting that says where the text is from, as "key=value", for messages.
+
+    With `heldout`, this is the setting for separate held-out text, if there is one.
+    """
     if heldout and data.heldout_path:
         return f"data.heldout_path={data.heldout_path}"
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
@@ -279,7 +301,10 @@ def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
     """Find the files with training text, and the files with held-out text if there are any.
 
     Args:
-      data: The config's group `data`. There are no files if the source needs no path.
+      data: The config's group `data`.
+
+    Returns:
+      Two dicts of files, in reading order. Both are empty if the source of the text needs no path.
 
     Raises:
       ConfigError: If a file is both training text and held-out text.
@@ -294,7 +319,8 @@ def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
         raise ConfigError(
             f"{where_of(data)}: a saved data set of several splits; name the folder of one split"
         )
-    files, heldout = (  # only the files of a saved data set that hold rows
+    # A data set that the library `datasets` saved has rows only in its .arrow files.
+    files, heldout = (
         {name: file for name, file in side.items() if name.endswith(".arrow")} or side
         for side in (files, heldout)
     )
@@ -315,15 +341,17 @@ def make_job(
     num_heldout_rows: int | None = None,
     commit: str = "",
 ) -> Job:
-    """Describe how rows are to be prepared, with all settings that determine them.
+    """Describe a preparation of rows (`Job`): the files to read, and all settings that matter.
 
     Args:
       data: The config's group `data`.
       tokenizer: The configured tokenizer.
       num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
         into rows.
-      num_heldout_rows: Upper limit of the rows of a held-out split on the hub.
-      commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
+      num_heldout_rows: Largest number of rows that are read from a held-out split on the hub. None:
+        the whole split is read.
+      commit: The commit of a data set on the hub that is to be read. Empty: the commit to which the
+        setting `data.revision` (a branch, tag or commit) now leads.
 
     Raises:
       ConfigError: If a file is both training text and held-out text, or the hub has no such data

@@ -1,4 +1,4 @@
-"""Files on this machine: find the files of a path, hash files, locate the user's cache."""
+"""Files on this machine: find the files of a path, compare two reads, locate the user's cache."""
 
 import errno
 import fnmatch
@@ -11,10 +11,10 @@ from adloco_jax.errors import ConfigError, DataError
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of this package below the user's cache; it need not exist.
+    """Return the path of a folder of this package in the user's cache; it need not exist.
 
     Args:
-      name: "data" or "programs".
+      name: "data" for rows of tokens, "programs" for compiled programs.
 
     Raises:
       OSError: If there is no home folder.
@@ -27,11 +27,11 @@ def cache_folder(name: str) -> Path:
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """Describe how the files of two reads of the data differ, one line for each file.
+    """Describe how the files with the text have changed between two reads, one line for each file.
 
     Args:
-      before: Records of the earlier read, see `Manifest.files`.
-      after: Records of the later read.
+      before: A record of each file at the earlier read, see `Manifest.files`.
+      after: A record of each file at the later read.
     """
     old = {record["name"]: record.get("sha256") for record in before}
     new = {record["name"]: record.get("sha256") for record in after}
@@ -44,15 +44,17 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
 
 
 def local_path(name: str, *, key: str) -> Path:
-    """The path that a value of the config names, with `~` expanded; it need not exist.
+    """Convert a value of the config to a path, with `~` expanded; the path need not exist.
 
     Args:
       name: The value.
-      key: The config key, for messages.
+      key: The config's key, for messages.
 
     Raises:
-      ConfigError: If the value is the address of a server, which may contain a password.
-      DataError: If the path is too long, of an unknown user, or in a folder without access.
+      ConfigError: If the value is the address of a server. The message does not repeat the address,
+        which may contain a password.
+      DataError: If the path is too long, begins with `~` and an unknown user, or leads through a
+        folder to which this process has no access.
     """
     if "://" in name:
         raise ConfigError(f"{key}: is an address; give a path, or a name on the Hugging Face hub")
@@ -66,20 +68,20 @@ def local_path(name: str, *, key: str) -> Path:
 
 
 def find_files(path: str, *, key: str) -> dict[str, Path]:
-    """Find the files of a path, folder or glob in the config, in the order of their paths.
+    """Find the files that a path in the config names, in the order of their paths.
 
     Links are followed. A file or folder is read once, however many links lead to it. Names that
-    begin with a dot are left out unless the glob contains the dot.
+    begin with a dot are left out unless the glob contains the dot. A path that exists is never
+    interpreted as a glob.
 
     Args:
       path: A file, a folder (every regular file in it, at any depth), or a glob, in which `**`
         stands for folders at any depth.
-      key: The config key, for messages.
+      key: The config's key, for messages.
 
     Returns:
-      The paths of at least one file. The key of a file is the path relative to the folder, or
-      relative to the part of the glob before the first pattern. An existing path is never
-      interpreted as a glob.
+      The paths of the files, at least one. The key of a file is its path relative to the folder, or
+      relative to the part of the glob before the first wildcard.
 
     Raises:
       ConfigError: If `path` is empty.
@@ -111,7 +113,10 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
 
 
 def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
-    """Yield files below a folder that match the parts of a glob; visits no folder twice."""
+    """Yield the files in a folder that match a glob, which is given as a list of its parts.
+
+    `entered` holds the folders that were visited, so that a loop of links comes to an end.
+    """
     visit = folder.resolve(), tuple(parts)
     if visit in entered:  # for instance by a link to a parent folder
         return

@@ -1,8 +1,9 @@
-"""A folder of prepared rows: `train.npy` and `heldout.npy`, described by `prepared.json`.
+"""Read a folder of prepared rows, which were made from text before training.
 
-The description is written last and holds the SHA-256 of both arrays. Training checks only the sizes
-of the arrays, not their hashes, so that it starts quickly. An unfinished preparation keeps its
-tokens on disk (`Kept`), so that it can continue after a kill.
+The folder has the arrays `train.npy` and `heldout.npy`, and their description `prepared.json`. The
+description is written last and has the SHA-256 of both arrays. A run that reads the folder checks
+only the sizes of the arrays, not their hashes, so that it starts quickly. While rows are being
+prepared, their tokens are saved on disk (`Kept`), so that a killed preparation can continue.
 """
 
 import contextlib
@@ -35,15 +36,16 @@ class Manifest:
       fingerprint: The tokenizer's fingerprint, see `Tokenizer`.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
-      shapes: Shapes of the training rows and of the held-out rows. A row has L+1 integers. The row
-        of a labelled text has two more integers than tokens.
+      shapes: Shapes of the two arrays, of training rows and of held-out rows. A row has L+1 tokens.
+        The row of a labelled text has two integers before the tokens: class and number of tokens.
       hashes: SHA-256 (hex) of `train.npy` and of `heldout.npy`.
-      documents: Numbers of training and of held-out documents. The last document may be cut.
-      tokens_per_byte: Held-out tokens divided by held-out UTF-8 bytes.
-      files: A record per file: `name`, `rows` (number of documents) and, for a file on this
-        machine, `bytes` and `sha256`.
-      copies: Number of documents that are not trained on because a copy is held out.
-      truncated: Number of labelled texts that were longer than a row.
+      documents: Number of documents to train on, and number of held-out documents. The last
+        document of an array may be cut.
+      tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes.
+      files: A record for each file of text: `name`, `rows` (number of documents) and, for a file on
+        this machine, `bytes` and `sha256`.
+      copies: Number of documents that are not trained on because a copy of them is held out.
+      truncated: Number of labelled texts that were cut because they were longer than a row.
     """
 
     format: int
@@ -62,12 +64,15 @@ class Manifest:
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
-    """The dtype of rows on disk: the smallest that holds the ids, int32 for labelled texts."""
+    """Return the dtype of rows on disk.
+
+    It is the smallest that holds all token ids, except that rows of labelled texts are int32.
+    """
     return np.dtype(np.int32) if labelled else np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder contains a `prepared.json`, and so prepared rows."""
+    """Whether a folder contains prepared rows, which means that it has a `prepared.json`."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError):  # not a valid path: opening it raises a clear error
@@ -98,9 +103,9 @@ def read_prepared(folder: Path) -> Manifest:
 
 
 def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the training rows and the held-out rows of a folder.
+    """Memory-map the training rows and the held-out rows of a folder; return both arrays.
 
-    The content of the rows is not checked.
+    Their shapes and dtypes are checked, but not their content.
 
     Raises:
       DataError: If an array is missing, is a link to another folder, or differs from the
@@ -132,22 +137,30 @@ def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]
 DOCUMENT = np.dtype(
     [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
 )
-"""A document: number of tokens with the end of text, number of UTF-8 bytes, hash of the ids without
-the end of text, class, and side (1: separate held-out text, 0: other text)."""
+"""The description of a document. `length` is the number of tokens, with the end of text.
+`num_bytes` is the number of UTF-8 bytes. `digest` is a hash of the token ids, without the end of
+text. `label` is the class. `side` is 1 if the document is from separate held-out text, else 0."""
 
 
 class Kept:
-    """The tokens and documents that an unfinished preparation has saved on disk, in pieces.
+    """The documents that an unfinished preparation of rows has tokenised and saved on disk so far.
+
+    They are saved in pieces, each with the tokens of many documents.
 
     Attributes:
-      part: Index of the text file to read next.
-      documents: Number of documents of that file that are already saved.
+      part: Index of the file of text that is read next.
+      documents: Number of documents of this file that are already saved.
       files: Records of the files that were read to their end.
       num_tokens: Number of tokens of all saved documents.
     """
 
     def __init__(self, partial: Path, request: dict):
-        """Read the pieces that an earlier preparation has saved in the folder `partial`."""
+        """Read the pieces that a killed preparation has saved in the folder `partial`, if any.
+
+        Raises:
+          ConfigError: If that preparation had another request (other settings or text).
+          DataError: If a piece is damaged.
+        """
         self._folder, self._about = partial, [np.empty(0, DOCUMENT)]
         self._counts: list[int] = []
         self.files: list[dict] = []
@@ -170,7 +183,14 @@ class Kept:
     def add(
         self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
     ) -> None:
-        """Save another piece: documents, records of files that end in it, and where to read on."""
+        """Save another piece on disk.
+
+        Args:
+          tokens: The tokens of the documents in the piece.
+          about: The description (`DOCUMENT`) of each of these documents.
+          files: Records of the files that were read to their end with this piece.
+          **position: Where reading goes on: the new values of `part` and `documents`.
+        """
         progress = np.array(json.dumps({"files": files} | position))
         arrays = {"tokens": tokens, "about": about, "progress": progress}
         with replaced_file(self._path(len(self._counts))) as file:
@@ -178,7 +198,7 @@ class Kept:
         self._note(about, files, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield the tokens of each saved piece, with the slice of all documents that it holds."""
+        """Yield the tokens of each saved piece, and the slice of `about` with its documents."""
         first = 0
         for number, count in enumerate(self._counts):
             with self._opened(self._path(number)) as content:
@@ -205,7 +225,10 @@ class Kept:
 
 
 def require_same(folder: Path, there: dict, wanted: dict) -> None:
-    """Raise ConfigError if rows in a folder were made, or begun, with other settings."""
+    """Raise ConfigError if the rows in a folder were made, or begun, with other settings.
+
+    `there` has the settings of the rows in the folder, `wanted` the settings that are needed.
+    """
     keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
     if keys:
         raise ConfigError(

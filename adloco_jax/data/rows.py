@@ -1,14 +1,16 @@
-"""Make rows from text: tokenise documents, hold some out, pack the others, write to disk.
+"""Make rows from text: tokenise documents, hold some of them out, pack them into rows, save these.
 
-Documents are concatenated, and the end-of-text token closes each of them. The stream is cut every
-L+1 tokens, without padding or overlap. A labelled text becomes one row `[label, number of tokens,
-tokens...]`. A document is not trained on if a copy of it is held out. Copies have equal ids; texts
+The documents are joined to one sequence of tokens, in which an end-of-text token closes each
+document. The sequence is cut every L+1 tokens, without padding or overlap. If texts are labelled,
+each text becomes one row `[label, number of tokens, tokens...]` instead. A document is not trained
+on if a copy of it is held out. Two documents are copies if all their token ids are equal; so texts
 that differ in one character are not copies.
 
-The folder `<folder>.partial` holds unfinished work. Tokens are saved there in pieces of a million
-characters, so that a preparation that was killed continues at the next document. When all documents
-are known, the held-out ones and their copies are chosen, the rows are written, and the folder is
-renamed. Memory holds the tokens of one piece, or of one longer document, and 40 bytes per document.
+While the rows of `<folder>` are being prepared, tokens are saved in `<folder>.partial`, in pieces
+of a million characters. A preparation that was killed continues after the last piece. When all
+documents are known, the held-out ones and their copies are determined, the rows are written, and
+the finished folder is renamed to `<folder>`. The preparation keeps in memory the tokens of one
+piece, or of one longer document, and 40 bytes for each document.
 """
 
 import contextlib
@@ -37,17 +39,20 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import file_sha256, sync
 from adloco_jax.settings import Data
 
-MIN_HELDOUT_ROWS = 2  # one for reported losses, one for the merge guard
-MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, at most half of the held-out rows
+# Held-out rows have two uses: most measure the losses that are reported, and some (guard rows)
+# measure the losses on which decisions about merges depend.
+MIN_HELDOUT_ROWS = 2  # one for each use
+MAX_GUARD_ROWS = 32  # most guard rows of a run; they are at most half of the held-out rows
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
-_CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time; reading stops after them
-_OURS = re.compile(r"request\.json|whole|\.lock|\d+\.npz|\..+\.partial")  # names in the folder
+_CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
+# The names of the files that a preparation writes to `<folder>.partial`.
+_OURS = re.compile(r"request\.json|whole|\.lock|\d+\.npz|\..+\.partial")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """How rows are to be prepared: the text, the tokenizer and the settings.
+    """The description of a preparation of rows: the text, the tokenizer and the settings.
 
     Attributes:
       data: The config's group `data`.
@@ -55,12 +60,13 @@ class Job:
       num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
         into rows.
       request: All settings that determine the rows, as plain JSON.
-      parts: Returns the parts to read: first those with separate held-out text, then the others.
-      where: The settings of the training text and of the held-out text as "key=value", for
+      parts: Returns two lists of parts (files) to read: those with separate held-out text, and all
+        others.
+      where: The settings that name the training text and the held-out text, as "key=value", for
         messages.
-      heldout_limit: Number of rows after which reading of separate held-out text stops; None reads
-        all of it.
-      cuts: Whether there is a single text, whose end is held out.
+      heldout_limit: Number of rows after which no more separate held-out text is read. None: all of
+        this text is read.
+      cuts: Whether the text is a single document, which is cut in two. The end of it is held out.
     """
 
     data: Data
@@ -79,7 +85,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Hash of all settings that determine the rows; it names the folder in the cache."""
+        """Hash of all settings that determine the rows; the name of their folder in the cache."""
         content = json.dumps(self.request, sort_keys=True).encode()
         return hashlib.sha256(content).hexdigest()[:32]
 
@@ -87,8 +93,8 @@ class Job:
 def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:
     """Make a folder of rows, or continue an unfinished one; a finished folder is not changed.
 
-    The result depends on the request and the text alone, not on interruptions. If several processes
-    prepare the same folder, one makes it and the others wait.
+    The rows depend on `job.request` and the text alone, not on interruptions. If several processes
+    prepare the same folder, one of them makes it, and the others wait.
 
     Args:
       job: The description of the preparation.
@@ -101,7 +107,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     Raises:
       ConfigError: If the folder was made for other settings, or contains other files.
       DataError: If text is missing or damaged, or there is too little text.
-      OSError: If the folder cannot be written. Once there is space, the same call continues.
+      OSError: If the folder cannot be written. After space has been made, the same call continues.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if not partial.exists() and (found := _finished(folder, job.request)):
@@ -131,7 +137,12 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
 
 
 def _finished(folder: Path, request: dict) -> Manifest | None:
-    """The description of a folder that is finished; None if the folder is missing or empty."""
+    """Return the description of a finished folder; None if the folder is missing or empty.
+
+    Raises:
+      ConfigError: If the folder contains something else, or rows with another request.
+      DataError: If the description is damaged.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not prepared.is_prepared(folder):
@@ -145,7 +156,11 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 
 
 def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
-    """Read and tokenise the documents that are not saved yet, separate held-out text first."""
+    """Read, tokenise and save the documents that are not saved yet.
+
+    Separate held-out text is read first. So the copies of it are known when the text to train on is
+    counted.
+    """
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
     if kept.num_tokens:
@@ -162,9 +177,10 @@ def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
 
 
 def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm) -> None:
-    """Read and tokenise training text, or held-out text, until there is enough of it.
+    """Read, tokenise and save the documents of one side, until there is enough text.
 
-    Documents that are saved already are skipped.
+    Side 1 is separate held-out text, side 0 is all other text. Documents that are already saved are
+    skipped.
     """
     pending: list[Document] = []
     files: list[dict] = []
@@ -194,7 +210,9 @@ def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm
                 num_chars, enough = 0, _is_enough(job, kept, side)
                 if enough:
                     break
-        if part.path is not None:  # read to the end of the file, where gzip has its checksum
+        # A file is read to its end even if there is enough text, so that it is counted whole, and
+        # because gzip has its checksum there.
+        if part.path is not None:
             number += sum(1 for _ in rest)
         files.append(_file_record(part, number))
         number = 0
@@ -204,12 +222,16 @@ def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm
 
 
 def _is_enough(job: Job, kept: Kept, side: int) -> bool:
-    """Whether the saved documents fill the wanted number of training (or held-out) rows."""
+    """Whether the saved documents of a side fill the wanted number of rows.
+
+    Side 1 is separate held-out text, side 0 is all other text. Labelled texts are always all read.
+    """
     limit = job.heldout_limit if side else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
     needed = limit * job.row_length
-    if side or kept.num_tokens < needed:  # separate held-out text is read first
+    # Separate held-out text is read first. While it is read, all saved tokens belong to it.
+    if side or kept.num_tokens < needed:
         return kept.num_tokens >= needed
     about = kept.about
     held = about["side"] == 1
@@ -256,12 +278,14 @@ def _file_record(part: Part, num_documents: int) -> dict:
 
 
 def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Whether each of some documents is held out; later documents do not change the choice.
+    """Say for each of `count` documents whether it is held out, by its index alone.
+
+    So documents that are added to the end of the text do not change the choice.
 
     Args:
-      first: Index of the first document, in reading order.
+      first: Index of the first of these documents, in reading order.
       count: Number of documents, from the first one on.
-      heldout_frac: Share to hold out, in [0, 1).
+      heldout_frac: Fraction of the documents to hold out, in [0, 1).
 
     Returns:
       bool[count]. Of the first n documents in reading order, round(n · heldout_frac) are held out.
@@ -271,11 +295,12 @@ def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
 
 
 def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Masks bool [N]: the documents to train on, and the documents to hold out.
+    """Choose the documents to train on, and those to hold out; return a mask bool [N] for each.
 
-    If there is separate held-out text, it is held out. Otherwise a rounded share of the documents
-    (of each class) is held out, evenly along the reading order. Training documents that are copies
-    of held-out documents are in neither mask.
+    If there is separate held-out text, it is held out. If a single document was cut in two, the
+    second part is held out. Otherwise a fraction of the documents (of each class, if they are
+    labelled) is held out, evenly along the reading order. Other documents that are copies of
+    held-out documents are in neither mask.
     """
     heldout, frac = about["side"] == 1, job.data.heldout_frac
     if not heldout.any() and job.cuts:
@@ -293,7 +318,9 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
-    """After all text has been read, write the rows and their description to the folder.
+    """Write the rows and their description to the folder `whole`; return the description.
+
+    All text has been read and tokenised before.
 
     Raises:
       DataError: If there is too little text.
@@ -344,7 +371,11 @@ Masks = tuple[np.ndarray, np.ndarray]
 
 
 def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write documents one after another, cut into rows, for text; return the arrays' shapes."""
+    """Write the rows of text that is not labelled; return the shapes of both arrays.
+
+    The documents of an array are written one after another. Tokens at the end that do not fill a
+    row, and rows beyond the wanted number, are left out.
+    """
     lengths, ends, shapes = kept.about["length"], [], []
     dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
     for file, mask, limit in zip(
@@ -367,12 +398,13 @@ def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks)
 
 
 def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write one row [class, n, tokens...] for each labelled text; return the arrays' shapes.
+    """Write one row [class, n, tokens...] for each labelled text; return the shapes of both arrays.
 
-    A text becomes `[first] tokens [last]`. `first` and `last` are the tokenizer's classification
-    and separator tokens; a tokenizer without these uses its end-of-text token for both. The width
-    of the rows is the length of the longest text, rounded up to a power of two or to the midpoint
-    of two powers. So data of similar length use the same compiled programs.
+    The n tokens of a row are `[first] tokens [last]`, where a long text is cut. `first` is the
+    tokenizer's classification token, or else its end-of-text token. `last` is its end-of-text
+    token, or else its separator token. All rows have room for the longest text, rounded up to a
+    power of two or to the midpoint of two powers, but at most to `data.sequence_length` tokens. So
+    data of similar length use the same compiled programs.
     """
     encoder, about, longest = job.encoder, kept.about, job.data.sequence_length
     first = encoder.eot_id if encoder.first_id is None else encoder.first_id
@@ -404,7 +436,10 @@ def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Mask
 
 
 def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
-    """Choose at most `limit` of these rows at random, because files are often sorted by class."""
+    """Choose at most `limit` of the rows at random, and keep their order.
+
+    The first `limit` rows would often be of one class, because files are often sorted by class.
+    """
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]

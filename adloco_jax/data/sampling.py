@@ -1,7 +1,7 @@
-"""The order in which workers read rows: permutations that are computed and never stored.
+"""Compute the order in which workers read rows, by permutations that are never stored.
 
 The permutations use integer arithmetic only, so the order is the same on every platform and NumPy
-version. Golden values in tests/data_sampling_test.py check the order.
+version. The tests in tests/data_sampling_test.py compare the order with recorded values.
 """
 
 import dataclasses
@@ -13,22 +13,26 @@ from adloco_jax.settings import Settings
 
 _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
 _UINT64_MASK = 2**64 - 1
-_NUM_ROUNDS = 8  # four hide the structure of a large range; small ones need a few more
-# A Feistel network does not shuffle few entries fairly, however many rounds it has: it reaches only
-# few of their orders. Up to this many entries are sorted by random numbers instead.
+# Rounds of the Feistel network. Four rounds hide the structure of a large range; a small range
+# needs a few more.
+_NUM_ROUNDS = 8
+# If there are few entries, a Feistel network cannot produce most of their orders, however many
+# rounds it has. So up to this number of entries are sorted by random numbers instead.
 _MAX_SORTED = 9
-_SUBSET, _EPOCH = 1, 2  # purposes of a key, so that no two uses have the same key
+_SUBSET, _EPOCH = 1, 2  # hashed into a key, so that keys for the two purposes differ
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """The numbers that determine in which order the stream of each worker reads the rows.
+    """The numbers that determine in which order each worker reads the rows.
+
+    The rows that one worker reads, in their order, are the worker's stream.
 
     Attributes:
       seed: The run's seed, any integer.
-      num_rows: Rows in the whole corpus.
-      num_streams: Number of streams that each trainer's subset is divided into.
-      subset_frac: Share of the rows that a trainer draws from, in (0, 1].
+      num_rows: Number of rows to train on.
+      num_streams: Number of streams into which the subset of each trainer is divided.
+      subset_frac: Fraction of all rows that are in the random subset of each trainer, in (0, 1].
     """
 
     seed: int
@@ -38,7 +42,7 @@ class RowOrder:
 
     @property
     def subset_size(self) -> int:
-        """Number of rows in a trainer's random subset: the share rounded down, at least one."""
+        """Number of rows in a trainer's random subset: the fraction rounded down, at least one."""
         return max(1, int(self.subset_frac * self.num_rows))
 
 
@@ -47,11 +51,12 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 
     Args:
       settings: The run's settings; `seed`, `ensemble.num_workers` and `data.subset_frac` are read.
-      num_rows: Rows to train on.
-      where: The key and value that name the rows, for messages.
+      num_rows: Number of rows to train on.
+      where: The config's key and value that name the rows, for messages.
 
     Raises:
-      DataError: If a worker stream would have no row.
+      DataError: If a trainer has fewer rows than there are workers, so that a worker would have no
+        row to read.
     """
     num_streams, frac = settings.ensemble.num_workers, settings.data.subset_frac
     order = RowOrder(settings.seed, num_rows, num_streams, frac)
@@ -68,26 +73,27 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 def stream_rows(
     order: RowOrder, *, trainer: int, stream: int, start: int, count: int
 ) -> np.ndarray:
-    """Numbers of the rows at `start` to `start + count - 1` of one worker's endless stream.
+    """Return the numbers of `count` rows of a worker's stream, from the position `start` on.
 
-    A trainer permutes all rows, and the first `subset_size` positions are its random subset. Stream
-    w always owns the positions congruent to w modulo `num_streams`. Each epoch of a stream visits
-    its positions in a new order. The sequence does not depend on how it is divided into batches and
-    rounds.
+    A stream is the endless sequence of rows that one worker reads. Each trainer permutes all rows,
+    and the rows at the first `subset_size` positions of the permutation are the trainer's random
+    subset. Stream w owns the positions of the subset that are congruent to w modulo `num_streams`.
+    The stream visits all these positions once in each epoch, and every epoch has a new order. The
+    sequence of rows does not depend on how it is divided into batches and rounds.
 
     Args:
-      order: The order of the corpus in the run.
-      trainer: Permanent id of the trainer, not its position in the stack.
-      stream: Stream number in [0, num_streams).
-      start: Number of rows that the stream has already given out (the cursor).
-      count: Number of rows to return; if the stream owns fewer, the next epoch follows.
+      order: The numbers that determine the order in this run.
+      trainer: Permanent id of the trainer, not its position in the stack of trainers.
+      stream: Number of the stream in [0, num_streams).
+      start: Number of rows of the stream that were read before (the cursor).
+      count: Number of rows to return. If the epoch ends before, rows of the next epoch follow.
 
     Returns:
       int64[count], each in [0, num_rows).
 
     Raises:
-      ValueError: If `stream` is not in [0, num_streams), or the subset, which `order_of` checks, is
-        too small for the stream to own a row.
+      ValueError: If `stream` is not in [0, num_streams), or if the subset is so small that the
+        stream owns no row. (`order_of` refuses such a subset.)
 
     Source: docs/algorithm.md, section 1, "Data".
     """
@@ -104,18 +110,20 @@ def stream_rows(
 
 
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
-    """Permute range(num_items) pseudo-randomly; return where the numbers in `index` go.
+    """Permute range(num_items) pseudo-randomly; return the images of the numbers in `index`.
 
-    A Feistel network permutes the smallest power of two that holds the range. An image outside the
-    range goes through the network again until it is inside (cycle walking), less than twice on
-    average. Cost and memory are proportional to the length of `index`, not to `num_items`. Ranges
-    of at most 9 are sorted by random numbers instead, so that a random key gives each order with
+    A Feistel network permutes the smallest range(2**n) that contains range(num_items). If the image
+    of a number lies outside range(num_items), the image goes through the network again, until it
+    lies inside (cycle walking). On average a number goes through the network less than twice. Cost
+    and memory are proportional to the length of `index`, not to `num_items`. If there are at most 9
+    items, they are sorted by random numbers instead, so that a random key gives each order with
     equal probability.
 
     Args:
       index: Integers in [0, num_items), any length.
       num_items: Size of the range, 1 to 2**62.
-      key: uint64[1], or one key per entry of `index`; each key is its own permutation.
+      key: Determines the permutation. Either uint64[1], or one key for each entry of `index`; then
+        each entry has a permutation of its own.
 
     Returns:
       int64, as long as `index`.
@@ -124,8 +132,8 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
       ValueError: If an entry of `index` lies outside the range.
 
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", for cycle walking;
-    the round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). Random enough
-    for shuffling, not a cipher.
+    the round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). The permutation
+    is random enough for shuffling, but it is not a cipher.
     """
     if index.size and not 0 <= index.min() <= index.max() < num_items:
         raise ValueError(
@@ -145,13 +153,13 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 
 
 def interleave(labels: np.ndarray) -> np.ndarray:
-    """Order labelled items so that every part of the order has about the same mix of labels.
+    """Put labelled items in an order in which every stretch has about the same mix of labels.
 
     Args:
-      labels: Integers [N].
+      labels: The label of each item, integers [N].
 
     Returns:
-      Positions, int64[N]; items of one label keep their order.
+      The positions of the items in the new order, int64[N]. Items of one label keep their order.
     """
     share = np.zeros(len(labels))
     for label in np.unique(labels):
@@ -161,7 +169,10 @@ def interleave(labels: np.ndarray) -> np.ndarray:
 
 
 def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
-    """Apply a Feistel network, a bijection of range(2**num_bits); halves may differ in width."""
+    """Apply a Feistel network, which permutes range(2**num_bits).
+
+    The network divides each number into two halves of bits, whose widths may differ by one.
+    """
     high, low = num_bits // 2, num_bits - num_bits // 2
     left, right = block >> low, block & (2**low - 1)
     for round_number in range(_NUM_ROUNDS):
@@ -172,8 +183,13 @@ def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _fold(*parts: int | np.ndarray) -> np.ndarray:
-    """Hash integers, in order, to one uint64 key [1], or to a key per entry of an array."""
-    key = np.zeros(1, np.uint64)  # always an array: it wraps silently, a scalar would warn
+    """Hash integers, in order, to a key for `permute`.
+
+    If all parts are integers, the result is one key, uint64[1]. If a part is an array, the result
+    has one key for each entry of the array.
+    """
+    # An array of one key, because NumPy warns if a scalar overflows, but not if an array does.
+    key = np.zeros(1, np.uint64)
     for part in parts:
         word = np.uint64(part & _UINT64_MASK) if isinstance(part, int) else part.astype(np.uint64)
         key = _mix((key ^ word) + _GAMMA)

@@ -1,7 +1,8 @@
 """Sources of text: Python's standard library, text files, JSON lines, tables, and the hub.
 
-A source is a function that yields the documents of one file. For a row with columns the function
-yields a `Record`; `documents_of` takes from a record the text and, for a classifier, the class.
+A source has a function that yields the texts of one file. If the file is a table, the function
+yields a `Record` for each row. The function `documents_of` then takes the text from the record, and
+for a classifier also the class.
 """
 
 import codecs
@@ -25,31 +26,35 @@ from adloco_jax import hub
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.settings import Data
 
-MAX_LINE_BYTES = 2**24  # limit of a JSON line, and so of a document; it bounds the memory
+# The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
+MAX_LINE_BYTES = 2**24
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 class Record(NamedTuple):
-    """A row of a table as a dict of columns; `where` names the row in messages."""
+    """A row of a table: a dict from the names of the columns to the values in this row.
+
+    `where` names the row in messages.
+    """
 
     where: str
     columns: Mapping[str, Any]
 
 
 class Document(NamedTuple):
-    """A text to train on, with a class if texts are labelled."""
+    """A text, and its class; the class is 0 if texts are not labelled."""
 
     text: str
     label: int = 0
 
 
 class Part(NamedTuple):
-    """A file of a source, or a part of a data set on the hub, that is read in one go.
+    """A file of a source, or a file of a data set on the hub.
 
     Attributes:
       name: Name of the part, in records of files and in messages.
-      path: The file, if it is on this machine.
-      read: Yields the texts or records of the part, from the beginning.
+      path: The path of the file, if it is on this machine; else None.
+      read: Yields the texts or records of the part, from the beginning to the end.
     """
 
     name: str
@@ -67,14 +72,15 @@ class DataSource:
         If `needs` lacks `path`, the function is called once, with None for the file.
       needs: Which of the config's keys `data.path` and `data.text_column` must not be empty. A
         source that does not need `path` reads no files.
-      refuses: Keys of the group `data` that must keep their default, each with the reason.
-      cuts_single_file: Whether a file is one document. If there is only one file, it is then cut in
-        two, and its end is held out.
+      refuses: The keys of the group `data` that do not apply to this source, each with the reason.
+        They must keep their default.
+      cuts_single_file: Whether each file is a single document. If there is only one such file, it
+        is cut in two, and the end of it is held out.
       version: Version of the function `documents`. Increase the version when the output of the
         function changes. Rows are cached for later runs with the same version. None: rows are not
         cached.
-      is_hub: Whether `path` may be the name of a data set on the hub.
-      is_folder: Whether `path` is a folder that `adloco prepare` made.
+      is_hub: Whether `data.path` may be the name of a data set on the hub.
+      is_folder: Whether `data.path` is a folder that `adloco prepare` made.
     """
 
     documents: Callable[[Any, Data], Iterable[str | Record]] | None = None
@@ -94,13 +100,13 @@ def documents_of(
     Args:
       found: The texts or records that a source yields.
       data: The config's group `data`, which names the columns.
-      where: The key and value that name the source, for messages.
+      where: The config's key and value that name the source, for messages.
       num_classes: Number of classes C of labelled texts; a class is a whole number in [0, C). None
         if texts are not labelled.
 
     Raises:
-      DataError: While reading, if a row lacks a column, its text is not a string, its class is out
-        of range, or its labelled text is empty. The message names the row.
+      DataError: While reading, if a row lacks a column, if the text of a row is not a string, if
+        its class is out of range, or if it is labelled but empty. The message names the row.
     """
     number = 0
     try:
@@ -156,9 +162,10 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -
 
 
 def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
-    """Yield the source files of Python's standard library and its documentation topics, by path.
+    """Yield the source files of Python's standard library, in the order of their paths.
 
-    Tests, installed packages and files that the build wrote for this machine are left out.
+    The file with the topics of Python's help is replaced by the topics, one document each. Tests,
+    installed packages, and files that the build of Python wrote for this machine, are left out.
     """
     files = []
     for at, folders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -180,12 +187,14 @@ def text_documents(file: Path, data: Data) -> Iterator[str]:
 
 
 def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
-    """Yield a record for each line of JSON that is not blank; the file may be compressed by gzip.
+    """Yield a record for each line of a file of JSON lines; skip blank lines.
+
+    If the name ends in `.gz`, the file is decompressed.
 
     Raises:
-      DataError: While reading, if the file has another suffix, is empty, truncated or not valid
-        gzip, or if a line is not a JSON object or is longer than `MAX_LINE_BYTES`. The message
-        names the file or the line.
+      DataError: While reading, if the name does not end in `.json` or `.jsonl` (with or without
+        `.gz`), if the file is empty, truncated or not valid gzip, or if a line is not a JSON object
+        or is longer than `MAX_LINE_BYTES`. The message names the file or the line.
     """
     if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
         raise DataError(
@@ -208,7 +217,11 @@ def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def table_documents(file: Path, data: Data) -> Iterator[Record]:
-    """Yield a record for each row of a table file; the ending of the name selects the reader."""
+    """Yield a record for each row of a table, with the reader for the ending of the file's name.
+
+    Raises:
+      DataError: While reading, if no reader exists for the ending, or the reader raises it.
+    """
     suffix = Path(file.name.removesuffix(".gz")).suffix
     if (read := _BY_ENDING.get(suffix)) is None:
         raise DataError(
@@ -221,7 +234,7 @@ def table_documents(file: Path, data: Data) -> Iterator[Record]:
 def csv_documents(file: Path, data: Data) -> Iterator[Record]:
     """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
-    Every cell is text, except that a whole number in the column of classes becomes an int.
+    The value of a cell is text, except that a whole number in the column of classes becomes an int.
 
     Raises:
       DataError: While reading, if the file is damaged or lacks a column, or if a line has more
@@ -245,11 +258,11 @@ def csv_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
-    """Yield a record for each row of a parquet file; only the columns in use are read.
+    """Yield a record for each row of a parquet file; read only the columns that the config names.
 
     Raises:
-      DataError: While reading, if the file is damaged or lacks a column in use. The message names
-        the file.
+      DataError: While reading, if the file is damaged or lacks one of these columns. The message
+        names the file.
     """
     import pyarrow.parquet
 
@@ -259,11 +272,13 @@ def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def arrow_documents(file: Path, data: Data) -> Iterator[Record]:
-    """Yield a record for each row of an Arrow file, in which `datasets` saves data sets.
+    """Yield a record for each row of an Arrow file; read only the columns that the config names.
+
+    The library `datasets` saves data sets in such files.
 
     Raises:
-      DataError: While reading, if the file is damaged or lacks a column in use. The message names
-        the file.
+      DataError: While reading, if the file is damaged or lacks one of these columns. The message
+        names the file.
     """
     import pyarrow.ipc
 
@@ -289,12 +304,12 @@ def _arrow_faults(file: Path) -> Iterator[None]:
 
 
 def _used(data: Data) -> list[str]:
-    """The names of the columns to read; `label_column` is empty for unlabelled text."""
+    """Return the names of the columns to read: the text column, and that of labels if it is set."""
     return [column for column in (data.text_column, data.label_column) if column]
 
 
 def read_text(file: Path) -> str:
-    """A file's UTF-8 text, without a byte-order mark.
+    """Read a file of UTF-8 text; return the text without a byte-order mark.
 
     Raises:
       DataError: If the file is unreadable or not UTF-8.
@@ -311,15 +326,16 @@ def read_text(file: Path) -> str:
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
-    """Cut a single document in two: the beginning for training, the end to hold out.
+    """Cut a document in two: a beginning to train on, and an end to hold out.
 
-    The cut is at the blank line nearest to the fraction 1 - heldout_frac of the text. If that line
-    is further away than half of the held-out part, the cut is at the nearest newline.
+    The ideal cut is at the fraction 1 - heldout_frac of the text. The actual cut is at the blank
+    line nearest to this point. If that line is further away than half the number of characters to
+    hold out, or there is no blank line, the cut is at the nearest newline.
 
     Args:
       text: The document.
-      where: For messages: the key and value that name the document.
-      heldout_frac: Share of the characters to hold out, in (0, 1).
+      where: The config's key and value that name the document, for messages.
+      heldout_frac: Fraction of the characters to hold out, in (0, 1).
 
     Raises:
       DataError: If there is no newline to cut at.
@@ -363,11 +379,11 @@ def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
-    """The files of a split of a data set on the hub, which are downloaded while they are read.
+    """List the files of a split of a data set on the hub; a file is downloaded while it is read.
 
     Raises:
-      ConfigError: If there is no such configuration or split.
-      DataError: If the data set lacks a column in use.
+      ConfigError: If the data set has no such configuration or split.
+      DataError: If the data set lacks a column that the config names.
       Unreachable: If the hub does not answer.
     """
     import datasets  # heavy, and not every run needs it
@@ -381,7 +397,7 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
     with hub.faults(where, f"datasets/{data.path}"):
         try:
             builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
-        except ValueError as error:  # lists the configurations
+        except ValueError as error:  # no such configuration; the message lists those that exist
             raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
         if split not in (splits := builder.config.data_files or builder.info.splits or {}):
             raise ConfigError(f"{where}: no such split, have {', '.join(map(str, splits))}")

@@ -1,7 +1,8 @@
 """Tokenizers with one interface: UTF-8 bytes, and the tokenizers that `transformers` loads.
 
-Special tokens are neither added to a text nor recognised in it. The characters `</s>` in a web page
-stay characters, so that only the packing ends a document.
+Special tokens are neither added to a text nor recognised in it. For instance, the characters `</s>`
+in a web page are tokenised like other characters. So a text cannot contain an end-of-text token,
+and only the packing of documents adds one.
 """
 
 import dataclasses
@@ -22,8 +23,10 @@ from adloco_jax.errors import ConfigError, DataError
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
 _FILES = (".json", ".model")
-_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # for a check by encoding and decoding
-# Files of a hub repository: files with a vocabulary, in order of preference, and further files.
+# How many documents, and how many characters of each, `check_round_trip` encodes and decodes.
+_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14
+# The files of a repository on the hub that are downloaded: a vocabulary, in order of preference,
+# and the files that describe it.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
 _HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 _HUB_FILES += ("added_tokens.json", "config.json")
@@ -34,13 +37,14 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     Attributes:
-      vocab_size: Largest id plus one, end of text included.
-      eot_id: The id that closes a document.
+      vocab_size: Largest id plus one; the end-of-text token counts, too.
+      eot_id: The id of the end-of-text token, which closes a document.
       fingerprint: SHA-256 (hex) of the data that determine the ids.
-      encode_batch: Converts each text to an int32 array of ids, without special tokens.
-      decode: Converts ids to text, without special tokens and unknown ids.
+      encode_batch: Converts each of several texts to an int32 array of ids; adds no special tokens.
+      decode: Converts ids to text; leaves special tokens and unknown ids out.
       save: Writes files to a folder, from which `transformers` makes a tokenizer with the same ids.
-      first_id: The id that opens a text to be classified, if the tokenizer has one.
+      first_id: The id of the token that opens a text to be classified; None if the tokenizer has no
+        such token.
       name: The name in the config, for messages.
     """
 
@@ -58,17 +62,19 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names.
 
     Args:
-      name: `"bytes"` (id = UTF-8 byte, end of text 256), the path of a `tokenizer.json` or of a
-        SentencePiece `.model`, which `transformers` converts, a local folder in Hugging Face
-        layout, or a hub name. A path that exists takes precedence over a hub name. A hub tokenizer
-        that the cache holds needs no network.
+      name: One of four kinds of names. `"bytes"`: each id is a UTF-8 byte, and 256 is the end of
+        text. The path of a file: a `tokenizer.json`, or a SentencePiece `.model`, which
+        `transformers` converts. The path of a folder in Hugging Face layout. The name of a
+        repository on the hub; if its files are in the cache, no network is needed. A path that
+        exists takes precedence over a repository of this name.
 
     Returns:
-      The tokenizer. If a `tokenizer.json` has no special token, `<|endoftext|>` is added.
+      The tokenizer. If it is from a `tokenizer.json` without special tokens, the end-of-text token
+      `<|endoftext|>` is added.
 
     Raises:
-      ConfigError: If the hub has no such tokenizer, or the tokenizer has no end-of-text token or
-        is a slow one, written in Python only.
+      ConfigError: If the hub has no such tokenizer, if the tokenizer has no end-of-text token, or
+        if it is a slow tokenizer, written in Python only.
       DataError: If a path does not exist or its content is damaged.
     """
     return dataclasses.replace(_load(name), name=name)
@@ -88,7 +94,8 @@ def _load(name: str) -> Tokenizer:
         return _hugging_face_tokenizer(path)
     if not hub.NAME.fullmatch(name) or path.suffix in _FILES:
         raise DataError(f"data.tokenizer={name}: no such file or folder")
-    # Not by `from_pretrained`, which retries for most of a minute if there is no network.
+    # The files are not loaded by `from_pretrained`, which retries for most of a minute if there is
+    # no network.
     folder = hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"data.tokenizer={name}")
     return _hugging_face_tokenizer(folder)
 
@@ -101,8 +108,7 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
       vocab_size: The model's vocabulary size.
 
     Raises:
-      ConfigError: In the cases of `load_tokenizer`, and if the tokenizer has more ids than the
-        model.
+      ConfigError: If `load_tokenizer` raises it, or if the tokenizer has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
     tokenizer = load_tokenizer(name)
@@ -117,11 +123,12 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
     """Encode and decode a few documents, and refuse a tokenizer that loses most of their text.
 
-    The check counts bytes. It ignores their order, and case and accents, which some tokenizers drop
-    on purpose.
+    The check counts the bytes that come back, in any order. It ignores case and accents, because
+    some tokenizers drop them on purpose.
 
     Args:
-      texts: Documents; the beginnings of 30 of them, evenly along the list, are compared.
+      texts: Documents. The beginnings of at most 30 of them, at even distances in the list, are
+        encoded and decoded.
       tokenizer: The configured tokenizer.
 
     Raises:
@@ -178,7 +185,7 @@ def _bytes_tokenizer() -> Tokenizer:
 
 
 def _transformers() -> Any:
-    # Without this, the import prints an advice to install PyTorch, which is not needed here.
+    # Without this variable, the import prints the advice to install PyTorch, which is not needed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
@@ -209,7 +216,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         elif path.is_file() or (path / "tokenizer.json").exists():
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
-        else:  # this import also imports PyTorch if it is installed
+        else:  # `AutoTokenizer` comes last, because it imports PyTorch if that is installed
             auto = transformers.AutoTokenizer
             tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # deliberately broad, because each fault raises another kind
@@ -243,9 +250,10 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Set the end-of-text token of a tokenizer that was loaded from a tokenizer.json.
+    """Set the end-of-text token of a tokenizer that was loaded from a `tokenizer.json`.
 
-    Such a file does not say which token ends a text.
+    Such a file does not say which token ends a text, so usual names such as `</s>` are tried. If
+    the file has a token `[CLS]`, it becomes the token that opens a text to be classified.
     """
     vocab = tokenizer.get_vocab()
     specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
