@@ -16,7 +16,7 @@ def isotropic(
     *,
     label_params: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """The weighted mean, with all singular values of each matrix replaced by their mean.
+    """Compute the weighted mean, with all singular values of each matrix replaced by their mean.
 
     The nuclear norm of a matrix does not change. On several devices each matrix is all-gathered for
     its singular value decomposition; the ledger does not count these bytes.
@@ -24,15 +24,18 @@ def isotropic(
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
       share_W: Weights that sum to 1.
-      label_params: Function that labels the parameters, see `Architecture.label_params`. For
-        another model use `functools.partial(isotropic, label_params=...)`. If a label has the
-        prefix "stacked_", each layer is a tensor. None: each leaf is a tensor. The last two axes of
-        a tensor are a matrix, for each index of the axes before. Vectors are averaged.
+      label_params: Function that labels the parameters, see `Architecture.label_params`. A run
+        passes the function of its model. For another model use `functools.partial(isotropic,
+        label_params=...)`. If a label has the prefix "stacked_", the first axis of its leaf counts
+        layers, and each layer is a tensor of its own. None: each leaf is one tensor. A tensor with
+        more than two axes is a stack of matrices, which lie in its last two axes. Vectors are only
+        averaged.
 
     Returns:
-      Leaves [...].
+      The pseudo-gradient, leaves [...].
 
-    Source: IsoLoCo (arXiv 2607.03011): Iso-C, embedding and head included, not rescaled.
+    Source: IsoLoCo (arXiv 2607.03011), the variant Iso-C. It is applied to embedding and head too,
+      and the result is not rescaled.
     """
 
     def one_leaf(leaf, label):

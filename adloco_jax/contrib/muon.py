@@ -28,14 +28,16 @@ def muon(
 
     Args:
       inner: The settings' group `inner`.
-      label_params: Returns a tree of labels with the parameters' structure: "matrix" for [in, out],
-        "stacked_matrix" for [layers, in, out], any other label for leaves that AdamW updates.
+      label_params: Function from the parameters to a tree of labels with the same structure. The
+        label "matrix" means a leaf [in, out], and "stacked_matrix" a leaf [layers, in, out]. Leaves
+        with any other label are updated by AdamW.
 
     Returns:
       A transformation whose `init` and `update` raise ValueError if no leaf is a matrix.
 
-    Source: MuLoCo (arXiv 2505.23725); Newton-Schulz is optax's. `optax.contrib.muon` scales by
-      at least 1, while MuLoCo also scales down.
+    Source: MuLoCo (arXiv 2505.23725); The Newton-Schulz steps are those of optax.
+      `optax.contrib.muon` multiplies by a factor of at least 1, while in MuLoCo the factor may be
+      smaller than 1.
     """
 
     def label(params):

@@ -14,22 +14,22 @@ def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
     """Make an outer optimizer with Nesterov momentum for rounds of unequal length.
 
     A base round has `inner.steps_per_round` updates at the full learning rate. A round that is as
-    long as p base rounds (p > 0 need not be whole) changes parameters and momentum as p base rounds
-    would, each with the pseudo-gradient divided by p. With momentum decay mu, momentum m and
-    pseudo-gradient D, the closed form is
+    long as p base rounds, with pseudo-gradient D, changes the parameters and the momentum as p base
+    rounds with pseudo-gradient D / p would. p > 0 need not be whole, because the change has a
+    closed form. With momentum decay mu and momentum m it is
 
         n = (1 - mu^p) / (1 - mu)
         m <- mu^p m + n D / p
         update = D + mu (mu n m + (p - mu n) / (1 - mu) D / p),  with m before the round
 
-    For p = 1 this is plain Nesterov.
+    The update is subtracted from the parameters. For p = 1 this is plain Nesterov.
 
     Args:
       outer: The settings' group `outer`.
 
     Returns:
-      A transformation whose `update` takes p as the extra argument `interval`, float32 (); 1
-      without it.
+      A transformation whose `update` takes p as the keyword argument `interval`, a float32 scalar.
+      Without this argument p is 1.
 
     Source: AutoLoCo (arXiv 2609.36662, known only from citations) uses D / p and mu^p. The step of
       p base rounds and its closed form are derived here.

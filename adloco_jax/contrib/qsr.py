@@ -13,20 +13,20 @@ def quadratic(
     warmup_updates: int,
     alpha: float = ALPHA,
 ) -> float:
-    """Length of a round: (alpha / learning rate)^2 inner steps, at least `steps_per_round`.
+    """Return the length of a round: (alpha / learning rate)^2, at least `steps_per_round`.
 
-    During warm-up a round has `steps_per_round` inner steps.
+    The length is in inner steps. During warm-up it is `steps_per_round`.
 
     Args:
       steps_per_round: Inner steps of the shortest round; the paper's H_base.
       next_rate: Learning rate of the round's first update.
-      updates: The trainer's inner updates so far.
-      warmup_updates: Updates of the warm-up.
+      updates: Number of the trainer's inner updates so far.
+      warmup_updates: Number of updates in the warm-up.
       alpha: The rule's constant, in units of the learning rate. For another value, add an entry:
         `ROUND_LENGTHS["qsr_0.03"] = functools.partial(quadratic, alpha=0.03)`.
 
     Returns:
-      Number of inner steps of the round, not yet limited by the rest of the run.
+      Number of inner steps of the round, not yet limited by what is left of the run.
 
     Source: QSR (arXiv 2310.14423).
     """

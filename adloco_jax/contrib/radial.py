@@ -20,25 +20,27 @@ def radial_directional(
     *,
     label_params: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """The workers' mean direction at their mean length, tensor by tensor.
+    """Compute the mean direction of the workers' differences at their mean length, for each tensor.
 
-    Differences of several workers are nearly orthogonal, so their mean is shorter than a single
-    difference, by the square root of their number. This rule preserves the length of a single
-    difference. If directions cancel, the rule returns the plain mean.
+    The differences of several workers are nearly orthogonal. So the plain mean of n differences is
+    shorter than a single difference by about the square root of n. This aggregator keeps the length
+    of a single difference. If the directions cancel, it returns the plain mean.
 
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
       share_W: Weights that sum to 1.
-      label_params: Function that labels the parameters, see `Architecture.label_params`. For
-        another model use `functools.partial(radial_directional, label_params=...)`. Leaves labelled
-        "embedding" are averaged, as in the source. If a label has the prefix "stacked_", each layer
-        is a tensor. None: each leaf is a tensor.
+      label_params: Function that labels the parameters, see `Architecture.label_params`. A run
+        passes the function of its model. For another model use
+        `functools.partial(radial_directional, label_params=...)`. Leaves labelled "embedding" are
+        averaged, as in the source. If a label has the prefix "stacked_", the first axis of its leaf
+        counts layers, and each layer is a tensor of its own. None: each leaf is one tensor.
 
     Returns:
-      Leaves [...], of norm sum(share * |difference|).
+      The pseudo-gradient, leaves [...]. The norm of each tensor is sum(share * |difference|).
 
-    Source: Decoupled DiLoCo (arXiv 2604.21428), as its re-implementations describe it: the radial
-      term is the mean of norms. They also return the plain mean if directions cancel.
+    Source: Decoupled DiLoCo (arXiv 2604.21428), as its re-implementations describe it: the length
+      is the mean of the norms. The re-implementations also return the plain mean if directions
+      cancel.
     """
 
     def one_leaf(leaf_W, label):
@@ -56,7 +58,10 @@ def radial_directional(
 
 
 def _norm(leaf: Array, num_lead: int) -> Array:
-    """L2 norm over all axes after the first `num_lead`; the reduced axes stay, with length 1."""
+    """Compute L2 norms over all axes after the first `num_lead`.
+
+    The axes that are summed stay in the result, with length 1.
+    """
     lead = leaf.shape[:num_lead]
     norm_X = norms(leaf.reshape(math.prod(lead), -1))
     return norm_X.reshape(*lead, *(1,) * (leaf.ndim - num_lead))

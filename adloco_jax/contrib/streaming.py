@@ -1,13 +1,14 @@
 """Streaming DiLoCo: a round synchronises fragments of the parameters one after another.
 
 This module replaces `core.outer.outer_update`. Each worker keeps its own parameters from round to
-round, and `fragment_steps` runs the inner steps before the synchronisation of one fragment.
+round. A round consists of F calls of `fragment_steps`, where F is the number of fragments. Each
+call runs inner steps and then synchronises one fragment.
 
-F is the number of fragments. The parameters are divided by one rule that fits every model. Leaves
-have shape [X, ...]. The first axis, X, counts trainers or workers and stays whole. The next axis
-with at least F entries is divided: entry i belongs to fragment i % F. If layers are stacked along
-this axis, a fragment has every F-th layer, as in the paper. If the leaf is an embedding table, a
-fragment has every F-th row. A leaf without such an axis is small, and is a part of fragment 0.
+The parameters are divided by one rule that fits every model. Leaves have shape [X, ...]. The first
+axis, X, counts trainers or workers and stays whole. Of the other axes, the first that has at least
+F entries is divided: its entry i belongs to fragment i % F. If layers are stacked along this axis,
+a fragment has every F-th layer, as in the paper. If the leaf is an embedding table, a fragment has
+every F-th row. A leaf without such an axis is small, so all of it belongs to fragment 0.
 
 One compiled program serves all fragments. For this purpose the index of a fragment is an argument
 of the program, and all fragments are padded with zeros to the same shapes.
@@ -46,11 +47,12 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
     Args:
       tree_X: Leaves [X, ...], such as trainers' or workers' parameters.
       fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1; if F is 1, the fragment is the whole tree.
+      num_fragments: F >= 1, the number of fragments. If F is 1, the fragment is the whole tree.
 
     Returns:
-      Leaves [X, ...] with ceil(n / F) entries on the divided axis, padded with zeros. A leaf that
-      is too small is whole in fragment 0, and zero in all others.
+      Leaves [X, ...]. The divided axis of a leaf has ceil(n / F) entries instead of n, with zeros
+      as padding. A leaf that has no axis of at least F entries is whole in fragment 0, and zero in
+      all other fragments.
     """
     if num_fragments == 1:
         return tree_X
@@ -75,7 +77,7 @@ def put_fragment(
       tree_X: Leaves [X, ...].
       part_X: The fragment's new entries, in the form of `take_fragment`'s result.
       fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1.
+      num_fragments: F >= 1, the number of fragments.
 
     Returns:
       `tree_X` with these entries replaced and all others unchanged. Padding is dropped.
@@ -109,34 +111,35 @@ def outer_update_fragment(
     all_gather: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
     **how: Any,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
-    """Synchronise one fragment: `outer_update` on the fragment's entries of the trainers.
+    """Synchronise one fragment of the parameters: apply `outer_update` to its entries.
 
     Entries of other fragments, in parameters and outer state, do not change. The workers do not
-    change either (see `receive_fragment`). This function does not depend on the workers' updates
-    between sending and arrival, so a compiler can run both at once.
+    change either; `receive_fragment` copies the new entries to them. The result does not depend on
+    updates that the workers make after they have sent the fragment, so a compiler can run these
+    updates at the same time.
 
     Args:
-      ensemble: The ensemble in which this fragment was last synchronised.
-      sent_R: The fragment of each worker's parameters at the time of sending, by `take_fragment`.
+      ensemble: The ensemble whose trainers have the fragment as it was last synchronised.
+      sent_R: The fragment of each worker's parameters at the time of sending, from `take_fragment`.
       fragment: Index of the fragment; the last fragment ends the round.
-      num_fragments: F >= 1, the number of fragments, synchronised one after another.
+      num_fragments: F >= 1, the number of fragments, which are synchronised one after another.
       outer_tx: Transformation of the pseudo-gradient. State that belongs to no single parameter,
         such as a count, is updated with every fragment.
-      precision: Precision of differences and updates in communication: "float32", "bfloat16" or
-        "int4".
-      keep: Applied to the fragment of the trainers' parameters when it is taken. If the parameters
-        are replicated over several devices, pass a sharding constraint for this; otherwise the
-        partitioner shards and all-gathers them again.
-      all_gather: Applied to the packed updates [M, ...] of the trainers, or in float32 to the
-        fragment's new parameters.
-      **how: `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
+      precision: Format in which differences and updates are sent: "float32", "bfloat16" or "int4".
+      keep: A function that is applied to the fragment of the trainers' parameters when it is taken.
+        If the parameters are replicated over several devices, pass a sharding constraint that keeps
+        the fragment replicated; otherwise the partitioner shards and all-gathers it again.
+      all_gather: A function that is applied to the packed updates [M, ...] of the trainers, or with
+        precision float32 to the fragment's new parameters.
+      **how: The arguments `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
 
     Returns:
-      The ensemble after the trainers' half of the synchronisation, and the L2 norm of each
-      trainer's pseudo-gradient in these entries; NaN if it is not used.
+      The ensemble with the trainers' new entries, and the L2 norm of each trainer's pseudo-gradient
+      over the entries of the fragment. The norm is NaN if the pseudo-gradient is not finite and was
+      not applied.
 
     Raises:
-      ValueError: While tracing, as `outer_update` does.
+      ValueError: While tracing, in the same cases as `outer_update`.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
@@ -193,12 +196,13 @@ def receive_fragment(
       workers: The workers when the fragment arrives.
       ensemble: The result of `outer_update_fragment`.
       fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1.
-      mixing: Share of the worker's own entries in the mixture, from 0 to 1. A worker whose entries
-        are not finite takes only the entries of the trainer.
+      num_fragments: F >= 1, the number of fragments.
+      mixing: Share of the worker's own entries in the worker's new entries, from 0 to 1. The other
+        share is that of the trainer's entries. A worker whose own entries are not finite takes only
+        those of the trainer.
 
     Returns:
-      The workers. Entries of other fragments, and inner states, do not change.
+      The workers with the new entries. Entries of other fragments, and inner states, do not change.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
@@ -236,23 +240,25 @@ def fragment_steps(
     """Run inner steps, and synchronise one fragment at their end; F such calls make a round.
 
     The fragment is sent `delay` micro-batches before the end. The synchronisation does not depend
-    on the updates after sending, so a compiler can run both at once.
+    on the updates that workers make after sending, so a compiler can run both at the same time.
 
     Args:
-      ensemble: The ensemble in which this fragment was last synchronised. The workers' inner states
-        are not read.
+      ensemble: The ensemble whose trainers have the fragment as it was last synchronised. The
+        workers' inner states are not read from it.
       workers: Workers with their own parameters.
-      inputs_T: The arguments of `steps` after the workers: a tuple of leaves [T, ...].
-      fragment: Index of the fragment.
+      inputs_T: The arguments of `steps` that follow the workers: a tuple of pytrees with leaves [T,
+        ...], where T is the number of micro-batches in this call.
+      fragment: Index of the fragment, from 0 to F - 1.
       steps: `inner_steps` with its loss and transformation bound.
-      num_fragments: F >= 1, the number of fragments, synchronised one after another.
-      delay: Micro-batches between sending and arrival of the fragment, from 0 to below T.
-      mixing: Share of the worker's own entries in the mixture when the fragment arrives, in [0, 1].
+      num_fragments: F >= 1, the number of fragments, which are synchronised one after another.
+      delay: Micro-batches between sending and arrival of the fragment, from 0 to T - 1.
+      mixing: Share of the worker's own entries in the worker's new entries when the fragment
+        arrives, from 0 to 1.
       **how: Keyword arguments of `outer_update_fragment`, including `outer_tx`.
 
     Returns:
-      The ensemble and the workers, the metrics of `steps` for each micro-batch, and the norms of
-      the pseudo-gradients in these entries.
+      The ensemble; the workers; what `steps` measured for each micro-batch; and the norm of each
+      trainer's pseudo-gradient over the entries of the fragment.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     """
@@ -278,12 +284,13 @@ def fragment_steps(
 def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
     """Set every trainer and its workers to the mean of the workers' parameters.
 
-    This flushes unsynchronised worker updates before a merge and at the end of a run. Momentum and
-    the count of rounds do not change.
+    With Streaming DiLoCo some worker updates are not synchronised when a round ends. This function
+    synchronises (flushes) them before a merge and at the end of a run. Momentum and the count of
+    rounds do not change.
 
     Args:
       ensemble: An ensemble whose workers have their own parameters.
-      **how: `precision`, `reduce_scatter` and `all_gather` of `outer_update`.
+      **how: The arguments `precision`, `reduce_scatter` and `all_gather` of `outer_update`.
 
     Returns:
       The ensemble with the new parameters.
@@ -295,15 +302,15 @@ def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
 
 
 def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree:
-    """Mark the arrays of an optimizer state that have one entry for each parameter.
+    """Mark those arrays of an optimizer state that have an entry for each parameter.
 
     Args:
       tx: The transformation; its `init` must take any pytree.
       state: A state of `tx`, or a stack of states; only its structure is read.
 
     Returns:
-      A pytree of bools with the structure of `state`: True for arrays like momentum, False for
-      global values, such as a count of updates.
+      A pytree of bools with the structure of `state`: True for arrays such as momentum, False for
+      values that belong to no single parameter, such as a count of updates.
     """
     return optax.tree_utils.tree_map_params(
         tx.init, lambda _: True, state, transform_non_params=lambda _: False
@@ -316,7 +323,10 @@ def _axis(leaf_X: Array, num_fragments: int) -> int | None:
 
 
 def _split(leaf_X: Array, axis: int, num_fragments: int) -> Array:
-    """Reshape the divided axis of length n to (ceil(n / F), F); entry i goes to (i // F, i % F)."""
+    """Reshape the divided axis, of length n, to two axes (ceil(n / F), F).
+
+    Entry i goes to (i // F, i % F), so the second index is the fragment. The padding is zero.
+    """
     rows = -(-leaf_X.shape[axis] // num_fragments)
     missing = rows * num_fragments - leaf_X.shape[axis]
     if missing:

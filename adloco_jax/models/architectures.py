@@ -1,4 +1,4 @@
-"""The table of model architectures (`ARCHITECTURES`), and what an entry of it consists of."""
+"""The table of model architectures (`ARCHITECTURES`), and the type of its entries."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,23 +18,25 @@ class Architecture:
     """A model architecture: an entry of the table `ARCHITECTURES`.
 
     Attributes:
-      build: `build(settings.model)` returns a Flax module; `module.init(key, tokens_BL)["params"]`
-        must give the parameters, with an array for each leaf. `build` may have two keywords, which
-        it then receives: `attention`, "xla" or "cudnn" (if the model and the device allow it);
-        `scan_layers`, whether the compiled program should scan over the layers.
+      build: `build(settings.model)` returns a Flax module. `module.init(key, tokens_BL)["params"]`
+        must be the parameters, a tree of arrays. `build` may have two further keyword arguments.
+        `attention` is "xla", or "cudnn" if the model and the device allow it. `scan_layers` says
+        whether the compiled program shall scan over the layers.
       loss: `loss(module, settings.model)` returns `loss_fn(params, rows)`, the mean loss over int32
         rows. If `loss_fn` also takes the keyword `tap_B` (`models.layers`), batch-size tests
         measure gradients by taps.
-      data: "text": rows are L + 1 tokens, the loss is in nats per token. "labelled": rows are
-        [label, number of tokens n, L tokens], the loss is in nats per example.
+      data: What a row is. With "text" a row has L + 1 tokens, and the loss is in nats per token.
+        With "labelled" a row is [label, number of tokens n, L tokens], and the loss is in nats per
+        example.
       rules: Conditions on the settings of the group `model`, which are checked together with the
         config.
-      weight_map: Hugging Face names of the parameters. Without this map there is no Hugging Face
-        export and no `model.init_from`.
-      label_params: Returns a tree of labels with the parameters' structure, for rules that depend
-        on labels: "matrix" for a hidden layer's [in, out], "embedding", "head" or "other". A label
-        has the prefix "stacked_" if the first axis is the layers' axis. None: rules use the shape
-        of a leaf.
+      weight_map: Hugging Face names of the parameters. Without it the model cannot be exported to
+        Hugging Face format, or start from a checkpoint (`model.init_from`).
+      label_params: Function from the parameters to a tree of labels with the same structure.
+        Optimizers and aggregators use it to treat kinds of parameters differently. A label is
+        "matrix" for a hidden layer's matrix [in, out], "embedding", "head" or "other". It has the
+        prefix "stacked_" if the first axis of the leaf counts layers. None: optimizers and
+        aggregators use the shape of a leaf instead.
     """
 
     build: Callable[[Any], Any]
@@ -46,7 +48,7 @@ class Architecture:
 
 
 def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
-    """The settings of the config's group `model` that are attributes of the Flax module."""
+    """Return the settings of the config's group `model` that are attributes of the Flax module."""
     names = {field.name for field in dataclasses.fields(module)}
     return {name: value for name, value in vars(model).items() if name in names}
 

@@ -1,7 +1,7 @@
 """BERT for sequence classification on a plain parameter tree, and its loss.
 
 Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`. Hugging Face
-weights fit after the matrices are transposed and the layers stacked. Differences:
+weights fit after the matrices are transposed and the layers stacked. The differences are:
 
   - There is no dropout, because per-example gradient statistics and bit-exact resuming need a loss
     that depends only on parameters and data.
@@ -40,7 +40,10 @@ RULES: tuple[Rule, ...] = (
 
 
 class _Attention(nn.Module):
-    """Attention of every position to the real tokens; arrays are head-major."""
+    """Attention of every position to the real tokens of its sequence, not to padding.
+
+    In its arrays the axis of heads comes before the axis of positions.
+    """
 
     num_heads: int
     dtype: DTypeLike
@@ -79,7 +82,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One transformer layer; as `nn.scan` requires, it returns the activations and None."""
+    """One transformer layer. It returns the activations and None, as `nn.scan` requires."""
 
     num_heads: int
     mlp_width: int
@@ -105,22 +108,24 @@ class Bert(nn.Module):
     positions have no effect. `tap_B` taps the gradient of every parameter, see `models.layers`.
 
     Attributes:
-      vocab_size: V.
-      width: D, a multiple of `num_heads`.
-      num_layers: N.
-      num_heads: H.
-      mlp_width: F.
-      max_length: Longest input in tokens, and rows of the position table.
-      num_classes: C, at least 2.
-      type_vocab_size: Rows of the token-type table, of which the first is used.
+      vocab_size: V, number of token ids.
+      width: D, length of the vector at each position, a multiple of `num_heads`.
+      num_layers: N, number of layers.
+      num_heads: H, number of attention heads.
+      mlp_width: F, length of the vectors inside the MLP.
+      max_length: Longest input in tokens; the table of positions has as many rows.
+      num_classes: C, number of classes, at least 2.
+      type_vocab_size: Number of rows in the table of token types. Only the first row is used.
       norm_eps: Added to the variance in every norm.
-      dtype: Dtype of the arithmetic, "float32" or "bfloat16"; the sum of the embeddings, norms,
-        biases, gelu, softmax and logits stay float32.
-      remat: Whether the backward pass keeps only each layer's input and recomputes the layer.
-        Otherwise it keeps the products with weights and recomputes the other activations,
-        including attention scores. Parameters and results do not depend on it.
+      dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, biases, gelu, softmax, logits,
+        and the sum of the embeddings are float32 in any case.
+      remat: What the backward pass keeps. If True, it keeps only the input of each layer and
+        recomputes the layer. If False, it keeps the products with weights and recomputes the other
+        activations, including attention scores. Parameters and results do not depend on this
+        choice.
       scan_layers: Whether the compiled program scans over the layers, see
-        `models.kernels.run_layers`. Parameters do not depend on it; results agree up to rounding.
+        `models.kernels.run_layers`. Parameters do not depend on this choice, and results only by
+        rounding.
 
     Source: Devlin et al. 2019.
     """
@@ -160,9 +165,10 @@ class Bert(nn.Module):
         lengths_B: Int[Array, " B"] | None = None,
         tap_B: Tap = None,
     ) -> Float[Array, "B C"]:
-        """Logits of the classes, float32, from the first `lengths_B` tokens of each sequence.
+        """Return the logits of the classes, float32, for each sequence.
 
-        If `lengths_B` is None, all tokens are read.
+        They are computed from the first `lengths_B` tokens of a sequence, or from all tokens if
+        `lengths_B` is None.
         """
         batch, length = tokens_BL.shape
         check_length(length, self.max_length)
@@ -180,7 +186,7 @@ class Bert(nn.Module):
 
 
 def class_logits(model: Bert) -> Callable[..., Array]:
-    """Make a function that returns each example's logits.
+    """Make a function that returns the logits of each example.
 
     Args:
       model: The model that computes the logits.
@@ -192,7 +198,8 @@ def class_logits(model: Bert) -> Callable[..., Array]:
       `models.layers`.
 
     Raises:
-      ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
+      ValueError: While tracing the returned function, if `rows` is not [B, 2 + L] with L at least
+        1.
     """
     logits: Any = model.apply  # a bound method can be pickled and sent to another process
 
@@ -205,7 +212,7 @@ def class_logits(model: Bert) -> Callable[..., Array]:
 
 
 def classification_losses(model: Bert) -> Callable[..., Array]:
-    """Make a function that returns each example's cross-entropy.
+    """Make a function that returns the cross-entropy of each example.
 
     Args:
       model: The model that computes the logits.
@@ -215,7 +222,8 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
       are as in `class_logits`. A label outside 0..C-1 gives NaN.
 
     Raises:
-      ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
+      ValueError: While tracing the returned function, if `rows` is not [B, 2 + L] with L at least
+        1.
     """
     logits_fn = class_logits(model)
 
@@ -232,17 +240,18 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
 def classification_loss(model: Bert) -> Callable[..., Array]:
     """Make the training loss: the mean over examples of `classification_losses`.
 
-    Every example has the same weight, for any number of tokens.
+    Every example has the same weight, whatever its number of tokens.
 
     Args:
       model: The model that computes the logits.
 
     Returns:
-      `loss_fn(params, rows, tap_B=None)`, float32 and scalar, in nats per example. `rows` and
-      `tap_B` are as in `class_logits`.
+      `loss_fn(params, rows, tap_B=None)`, a float32 scalar in nats per example. `rows` and `tap_B`
+      are as in `class_logits`.
 
     Raises:
-      ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
+      ValueError: While tracing the returned function, if `rows` is not [B, 2 + L] with L at least
+        1.
     """
     losses_fn = classification_losses(model)
 

@@ -1,7 +1,7 @@
 """Kernels written for speed: attention, SwiGLU's product, and a stack of layers.
 
-A docstring gives the plain definition of a kernel; a comment gives the measurement that justifies
-it. Dates refer to docs/LOG.md.
+The docstring of a kernel gives its plain definition. The comment above it gives the measurement
+that justifies its form; the date is that of an entry in docs/LOG.md.
 """
 
 import functools
@@ -39,15 +39,16 @@ def attend(
     k_BGLK: Float[Array, "B G L K"],
     v_BGLK: Float[Array, "B G L K"],
 ) -> Float[Array, "B L D"]:
-    """Causal grouped-query attention: softmax(q k^T, masked) v, with heads concatenated.
+    """Compute causal grouped-query attention: softmax(q k^T, masked) v, with heads concatenated.
 
     Args:
-      q_BHLK: Queries, already scaled; H/G consecutive heads (axis r) share a key and value head.
+      q_BHLK: Queries, already scaled. H/G consecutive query heads share a key and value head.
       k_BGLK: Keys.
       v_BGLK: Values.
 
     Returns:
-      The heads' outputs, D = H K, of the dtype of `v_BGLK`; the softmax is float32.
+      The outputs of the heads side by side (D = H K), in the dtype of `v_BGLK`. The softmax is
+      computed in float32.
     """
     B, H, L, K = q_BHLK.shape
     G = k_BGLK.shape[1]
@@ -64,14 +65,18 @@ def attend(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _attend_block(q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int) -> Array:
-    """Attention outputs of the last q positions, for `num_shared` query heads per key head."""
+    """Return the attention outputs of the last positions of a sequence.
+
+    The axis s has all positions. The axis q has the last positions of each of the `num_shared`
+    query heads that share a key head, one head after another.
+    """
     return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, num_shared)[0]
 
 
 def _attend_block_and_sums(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int
 ) -> tuple[Array, Array]:
-    """Attention outputs, and the logarithm of each query's sum of exponentials [B, G, q, 1]."""
+    """Return attention outputs, and the log of each query's sum of exponentials [B, G, q, 1]."""
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, num_shared), scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
@@ -106,13 +111,16 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
 
 
 def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
-    """Mask [q, s] of the keys that a query may see: those up to the position of the query."""
+    """Return the mask [q, s] of the keys that a query may see: those up to the query's position."""
     num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
     return np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
 
 
 def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
-    """`attend` with cuDNN's fused kernel, which stores no scores; NVIDIA GPUs, bfloat16 only."""
+    """Compute `attend` with cuDNN's fused kernel, which does not store the scores.
+
+    The kernel needs an NVIDIA GPU and bfloat16.
+    """
 
     def attend(*heads_BLHK: Array) -> Array:
         return jax.nn.dot_product_attention(
@@ -140,9 +148,10 @@ ATTENTION = {"xla": attend, "cudnn": _attend_cudnn}
 def multiply_float32(
     subscripts: str, x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """`einsum(subscripts, x, y)` in float32, with derivatives computed in the factors' dtype.
+    """Compute `einsum(subscripts, x, y)` with sums and results in float32.
 
-    Sums and results are float32. JAX's own derivative would multiply in float32 too.
+    The derivatives are multiplied in the dtype of the factors, while those of JAX itself would be
+    multiplied in float32.
     """
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
@@ -160,7 +169,7 @@ def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> t
 # from 0.94 to 1.05.
 @jax.custom_jvp
 def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The product inside SwiGLU: `silu(gate) * up`."""
+    """Compute `silu(gate) * up`, the product inside SwiGLU."""
     return gate * jax.nn.sigmoid(gate) * up
 
 
@@ -173,10 +182,10 @@ def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
-    """Scan a layer's class over `num_layers` layers; parameters get a leading axis N.
+    """Make a class of modules that apply `num_layers` layers of the class `block` by a scan.
 
-    The layer takes the activations and the arguments that all layers share, and returns the
-    activations and None.
+    The parameters of all layers are stacked along a leading axis N. A layer is called with the
+    activations and with arguments that all layers share. It returns the new activations and None.
     """
     return nn.scan(
         block,
@@ -201,10 +210,10 @@ def run_layers(
     """Apply a stack of layers: `layers(x_BLD, *shared)[0]`.
 
     Args:
-      layers: Bound module of a class from `stacked`, with the parameters.
-      layer: The same layer, not bound and not stacked.
-      x_BLD: Input of the first layer.
-      *shared: Further arguments of every layer.
+      layers: Module of a class from `stacked`, bound to the parameters.
+      layer: Module of a single layer with the same attributes, not bound to parameters.
+      x_BLD: Activations, the input of the first layer.
+      *shared: Further arguments, the same for every layer.
       scan: Whether the compiled program scans over the layers. Otherwise the program calls each
         layer as a function, which is faster on a CPU and takes longer to compile.
 

@@ -51,7 +51,7 @@ HEADS_DIVIDE_WIDTH: Rule = (
 
 
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
-    """Raise ValueError if a size of a model is below 1, or another condition does not hold."""
+    """Raise ValueError if a size of a model is below 1, or its dtype or a rule is not satisfied."""
     sizes = [field.name for field in dataclasses.fields(network) if field.type is int]
     in_range = [((name,), lambda size: size >= 1, "must be at least 1") for name in sizes]
     known = (("dtype",), DTYPES.__contains__, f"must be one of {', '.join(DTYPES)}")
@@ -73,7 +73,7 @@ def check_length(length: int, max_length: int) -> None:
 
 @functools.cache
 def param_shapes(network: nn.Module) -> PyTree:
-    """Shapes and dtypes of a model's parameters; nothing is allocated."""
+    """Return the shapes and dtypes of a model's parameters, without allocating them."""
     tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
 
@@ -88,19 +88,20 @@ def project(
 ) -> Float[Array, "B L F"]:
     """Multiply the vector at every position by one matrix.
 
-    The leading axes are flattened first: XLA contracts two axes slowly on a CPU, where weight
-    gradients over [B, L] made a whole training step 1.2 to 1.4 times as long.
+    The axes B and L are flattened to one axis first. On a CPU XLA is slow if a product sums over
+    two axes: gradients of weights that were summed over [B, L] made a whole training step 1.2 to
+    1.4 times as long.
 
     Args:
       x_BLD: Activations.
       w_DF: Weights, float32.
       tap_B: Gradient tap, see the module docstring.
       dtype: Both factors are cast to this dtype.
-      to_float32: Whether sums and result are float32, for any `dtype`; derivatives are still
-        computed in `dtype`.
+      to_float32: Whether sums and result are float32, whatever `dtype` is. Derivatives are computed
+        in `dtype` even then.
 
     Returns:
-      The products, float32 or of `dtype`.
+      The products, in float32 or in `dtype`.
     """
     multiply = functools.partial(_multiply, dtype=dtype, to_float32=to_float32)
     return _use(multiply, None, x_BLD, w_DF, tap_B)
@@ -109,7 +110,7 @@ def project(
 def apply_gain(
     x_BLD: Float[Array, "B L D"], gain_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
-    """Multiply every feature by its gain."""
+    """Multiply every feature of the activations by its gain."""
     return _use(_scale, _example_norms, x_BLD, gain_D, tap_B)
 
 
@@ -118,9 +119,9 @@ def add_bias(
     bias: Float[Array, " D"] | Float[Array, "L D"],
     tap_B: Tap = None,
 ) -> Float[Array, "B L D"]:
-    """Add one vector at every position, or one vector per position.
+    """Add the same vector at every position, or a different vector at each position.
 
-    The sum is taken in float32; the result has the dtype of `x_BLD`.
+    The addition is in float32; the result has the dtype of `x_BLD`.
     """
     return _use(_shift, _example_norms, x_BLD, bias, tap_B)
 
@@ -128,7 +129,7 @@ def add_bias(
 def look_up(
     table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
-    """Look up the table's row for every token; an id past the end of the table gives NaN."""
+    """Look up the row of the table for every token; an id past the end of the table gives NaN."""
     return _use(_take, _token_norms, tokens_BL, table_VD, tap_B)
 
 
@@ -139,7 +140,7 @@ def _use(
     weight: Array,
     tap_B: Tap,
 ) -> Array:
-    """Call `layer(x_B, weight)`, with a gradient tap if `tap_B` is given."""
+    """Call `layer(x_B, weight)`, with a gradient tap (`_tapped`) if `tap_B` is given."""
     # This constraint has an effect only under `nn.logical_axis_rules`: a sharded weight is
     # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
     # XLA moves the activations, which are larger for a batch of long sequences.
@@ -174,18 +175,19 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Squared norms of the gradients of all examples, computed at once.
+    """Compute the squared norm of each example's gradient, for all examples at once.
 
-    This is for weights whose gradients need little memory.
+    All gradients are in memory together, so this is for weights with small gradients.
     """
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Squared norm of each example's gradient of an embedding table.
+    """Compute the squared norm of each example's gradient of an embedding table.
 
-    The gradient of a table row is the sum over the positions of its token.
+    The gradient of a row of the table is the sum of `dy_BLD` over the positions of the row's token.
+    So the norm needs only inner products of positions with the same token.
     """
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
@@ -200,9 +202,10 @@ def _tapped(
     weight: Array,
     tap_B: Array,
 ) -> Array:
-    """Call `layer(x_B, weight)` with a backward pass that also measures norms of gradients.
+    """Call `layer(x_B, weight)`; the backward pass also measures norms of examples' gradients.
 
-    The norms come from `norms_fn`, or from the gradient of each example in turn.
+    The function `norms_fn` computes the norms. If it is None, the backward pass computes the
+    gradient of one example after another, and takes its norm.
     """
     return layer(x_B, weight)
 

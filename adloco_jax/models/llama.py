@@ -44,12 +44,18 @@ RULES: tuple[Rule, ...] = (
 
 
 def rotary_frequencies(head_size: int, theta: float) -> np.ndarray:
-    """The angle, in radians, by which each pair of features turns from position to position."""
+    """Return the angles by which pairs of features turn from one position to the next.
+
+    There is one angle, in radians, for each pair of features of a head.
+    """
     return theta ** (-np.arange(0, head_size, 2) / head_size)
 
 
 def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
-    """Cosines, and sines with the signs that `_rotate` needs, [L, K]; computed in float64."""
+    """Return the cosines, and the sines with the signs that `_rotate` needs: float32 [L, K].
+
+    The angles and their cosines and sines are computed in float64.
+    """
     angles = np.arange(length)[:, None] * rotary_frequencies(head_size, theta)[None, :]
     cos_LK = np.cos(np.hstack([angles, angles]))
     sin_LK = np.sin(np.hstack([-angles, angles]))
@@ -57,14 +63,20 @@ def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Ar
 
 
 def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
-    """Rotate feature pairs (i, i + K/2), the half-rotation form of the published weights."""
+    """Rotate each pair of features (i, i + K/2) by the angle of its position.
+
+    These pairs are the half-rotation form, for which the published weights are made.
+    """
     x = x_BHLK.astype(jnp.float32)
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
     return (x * cos_LK[None, None] + swapped * sin_LK[None, None]).astype(x_BHLK.dtype)
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention; arrays are head-major, the layout that the products need."""
+    """Grouped-query attention of every position to itself and the positions before.
+
+    In its arrays the axis of heads comes before the axis of positions, as the products need it.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -90,7 +102,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    """The MLP of a layer, SwiGLU."""
+    """The MLP of a layer: two matrices, the SwiGLU of their products, and a third matrix."""
 
     width: int
     dtype: DTypeLike
@@ -103,7 +115,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One transformer layer; as `nn.scan` requires, it returns the activations and None."""
+    """One transformer layer. It returns the activations and None, as `nn.scan` requires."""
 
     num_heads: int
     num_kv_heads: int
@@ -134,25 +146,27 @@ class Llama(nn.Module):
     `models.layers`.
 
     Attributes:
-      vocab_size: V.
-      width: D, a multiple of `num_heads` with an even quotient (the head size K).
-      num_layers: N.
-      num_heads: H, query heads.
-      num_kv_heads: G, key and value heads, a divisor of `num_heads`.
-      mlp_width: F.
+      vocab_size: V, number of token ids.
+      width: D, length of the vector at each position. It must be a multiple of `num_heads`, and the
+        quotient K (the head size) must be even.
+      num_layers: N, number of layers.
+      num_heads: H, number of query heads.
+      num_kv_heads: G, number of key and value heads, a divisor of `num_heads`.
+      mlp_width: F, length of the vectors inside the MLP.
       max_length: Longest input in tokens; parameters do not depend on it.
       norm_eps: Added to the mean square in every norm.
       rope_theta: Base of the rotary wavelengths.
-      dtype: Dtype of the arithmetic, "float32" or "bfloat16"; norms, rotation, softmax and logits
-        stay float32.
-      remat: Whether the backward pass keeps only each layer's input and recomputes the layer.
-        Otherwise it keeps attention's inputs and outputs and the MLP's two inner products, and
-        recomputes the other activations, including attention scores. Parameters and results do not
-        depend on it.
-      attention: "xla", or "cudnn" for its fused kernel: bfloat16 on NVIDIA GPUs from Ampere on, and
-        reverse mode only.
+      dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, rotation, softmax and logits
+        are float32 in any case.
+      remat: What the backward pass keeps. If True, it keeps only the input of each layer and
+        recomputes the layer. If False, it keeps the inputs and outputs of attention and the first
+        two products of the MLP, and recomputes the other activations, including attention scores.
+        Parameters and results do not depend on this choice.
+      attention: "xla", or "cudnn" for cuDNN's fused kernel. The fused kernel needs bfloat16 and an
+        NVIDIA GPU from Ampere on, and can be differentiated only in reverse mode.
       scan_layers: Whether the compiled program scans over the layers, see
-        `models.kernels.run_layers`. Parameters do not depend on it; results agree up to rounding.
+        `models.kernels.run_layers`. Parameters do not depend on this choice, and results only by
+        rounding.
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -186,11 +200,11 @@ class Llama(nn.Module):
         self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L V"]:
-        """Float32 logits of the next token, at each position."""
+        """Return the logits of the next token at each position, in float32."""
         return self.logits(self.hidden(tokens_BL, tap_B), tap_B)
 
     def hidden(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Normalised output of the last layer, in the compute dtype: the input of the head."""
+        """Return the input of the head: the normalised output of the last layer, in `dtype`."""
         length = tokens_BL.shape[1]
         check_length(length, self.max_length)
         tables = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
@@ -199,20 +213,20 @@ class Llama(nn.Module):
         return self.norm(x_BLD, tap_B)
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L V"]:
-        """Float32 logits for the output of `hidden`."""
+        """Return the float32 logits that the head computes from the result of `hidden`."""
         return self.head(hidden_BLD, tap_B)
 
 
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
-    """Make a function that returns each sequence's mean next-token loss.
+    """Make a function that returns the mean next-token loss of each sequence.
 
     Every token counts, because rows are packed without padding.
 
     Args:
       model: The model that computes the logits.
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
-        0 for all. A chunk holds whole sequences, so gradients of sequences stay separate. Results
-        agree up to rounding.
+        0 for all. A chunk holds whole sequences, so gradients of sequences stay separate. The
+        number changes results only by rounding.
 
     Returns:
       `losses_fn(params, tokens, tap_B=None)`, where tokens is int32 [B, L+1]. The model reads all
@@ -220,7 +234,8 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
       in nats per token. `tap_B` is the gradient tap of `models.layers`.
 
     Raises:
-      ValueError: While tracing, for tokens that are not [B, L+1] with L at least 1.
+      ValueError: While tracing the returned function, if `tokens` is not [B, L+1] with L at least
+        1.
     """
     # Bound methods can be pickled and sent to another process; a result of `nn.apply` cannot.
     hidden: Any = functools.partial(model.apply, method=Llama.hidden)
@@ -261,11 +276,12 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         0 for all.
 
     Returns:
-      `loss_fn(params, tokens, tap_B=None)`, float32 and scalar, in nats per token; tokens is int32
-      [B, L+1], `tap_B` the gradient tap of `models.layers`.
+      `loss_fn(params, tokens, tap_B=None)`, a float32 scalar in nats per token. `tokens` is int32
+      [B, L+1], and `tap_B` is the gradient tap of `models.layers`.
 
     Raises:
-      ValueError: While tracing, for tokens that are not [B, L+1] with L at least 1.
+      ValueError: While tracing the returned function, if `tokens` is not [B, L+1] with L at least
+        1.
     """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
@@ -287,20 +303,21 @@ def generate(
 ) -> Int[Array, "B L"]:
     """Continue prompts, token by token.
 
-    Every token costs a pass over the whole text, because there is no key/value cache. Use it to
-    inspect a trained model, not to serve it.
+    Every token costs a pass over the whole text, because there is no key/value cache. So use this
+    function to inspect a trained model, not to serve it.
 
     Args:
-      model: The model that computes the logits; prompt and new tokens must fit into its
+      model: The model that computes the logits. Prompt and new tokens together must fit into its
         `max_length`.
       params: Parameters of the model.
-      prompt_BL: Token ids, at least one per prompt.
+      prompt_BL: Token ids of the prompts, [B, P], at least one per prompt.
       num_tokens: Number of new tokens.
-      temperature: Divides the logits; 0 is greedy decoding.
+      temperature: The number by which logits are divided before sampling. With 0 the most probable
+        token is taken.
       key: Random key for sampling.
 
     Returns:
-      Prompts and new tokens, int32.
+      Prompts followed by the new tokens, int32 [B, P + num_tokens].
     """
     hidden, logits = nn.apply(Llama.hidden, model), nn.apply(Llama.logits, model)
     length = prompt_BL.shape[1]

@@ -1,4 +1,7 @@
-"""Hugging Face names of the parameters and sizes of the models here; this module reads no files."""
+"""Names that Hugging Face checkpoints have for the parameters and sizes of the models here.
+
+This module reads no files.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,18 +26,23 @@ class WeightMap:
       model: The Flax module's class.
       model_type: The value of `model_type` in config.json.
       class_name: The class of `transformers` that loads the folder.
-      modules: Path of a module in this package's parameter tree -> its path in a Hugging Face
-        checkpoint, with `{}` for the layer's number. Here `kernel` is the transposed `weight` of
-        the checkpoint, `scale` and `embedding` are `weight`, `bias` is `bias`.
-      head: Path of the module that is initialised at random if a checkpoint lacks it.
-      sizes: Key of config.json -> attribute of `model`, and the default if the key may be absent.
-      fixed: Required values of keys in config.json; other values describe an unsupported model.
+      modules: Maps the path of each module in this package's parameter tree to the path of the
+        module in a Hugging Face checkpoint, with `{}` for the number of the layer. An array
+        `kernel` is the transposed `weight` of the checkpoint, `scale` and `embedding` are its
+        `weight`, and `bias` is its `bias`.
+      head: Path of the module that is initialised at random if a checkpoint does not have it.
+      sizes: Maps a key of config.json to a pair: the attribute of `model`, and the default if the
+        key is absent. The key is required if the default is None.
+      fixed: Maps keys of config.json to the values that they must have if they are present. Other
+        values describe a model that is not supported.
       normalise: `normalise(content, fault) -> content` converts other spellings of config.json to
         the keys of `sizes` and `fixed`.
-      extra: `extra(model)` returns the other entries of config.json.
-      ties: Tensor that may be absent -> the tensor that it equals, if config.json has
-        `tie_word_embeddings`.
-      free: Attributes that may differ from the checkpoint's, because no weight depends on them.
+      extra: `extra(model)` returns the entries of config.json that neither `sizes` nor `fixed` has,
+        for an export.
+      ties: Maps a tensor to another one that has the same values if config.json sets
+        `tie_word_embeddings`. One of the two may then be absent from the checkpoint.
+      free: Attributes of `model` that may differ from those of the checkpoint, because no weight
+        depends on them.
     """
 
     model: type[nn.Module]
@@ -50,7 +58,7 @@ class WeightMap:
     free: frozenset[str] = frozenset()
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Label the parameters as `Architecture.label_params` describes, by their paths.
+        """Label each parameter by its path, with the labels of `Architecture.label_params`.
 
         A leaf whose path is not in `modules` is labelled by its shape.
         """
