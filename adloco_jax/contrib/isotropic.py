@@ -25,11 +25,11 @@ def isotropic(
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
       share_W: Weights that sum to 1.
       label_params: Function that labels the parameters, see `Architecture.label_params`. A run
-        passes the function of its model. For another model use `functools.partial(isotropic,
-        label_params=...)`. If a label has the prefix "stacked_", the first axis of its leaf counts
-        layers, and each layer is a tensor of its own. None: each leaf is one tensor. A tensor with
-        more than two axes is a stack of matrices, which lie in its last two axes. Vectors are only
-        averaged.
+        passes the function of its model. For another model use
+        `functools.partial(isotropic, label_params=...)`. If a label has the prefix "stacked_", the
+        first axis of its leaf counts layers, and each layer is a tensor of its own. None: each leaf
+        is one tensor. A tensor with more than two axes is a stack of matrices, which lie in its
+        last two axes. Vectors are only averaged.
 
     Returns:
       The pseudo-gradient, leaves [...].

@@ -35,7 +35,7 @@ def muon(
     Returns:
       A transformation whose `init` and `update` raise ValueError if no leaf is a matrix.
 
-    Source: MuLoCo (arXiv 2505.23725); The Newton-Schulz steps are those of optax.
+    Source: MuLoCo (arXiv 2505.23725). The Newton-Schulz steps are those of optax.
       `optax.contrib.muon` multiplies by a factor of at least 1, while in MuLoCo the factor may be
       smaller than 1.
     """

@@ -35,7 +35,7 @@ def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
       p base rounds and its closed form are derived here.
     """
     mu = outer.momentum
-    log_mu = math.log(mu) if mu > 0 else -math.inf  # in float64, because small differences divide
+    log_mu = math.log(mu) if mu > 0 else -math.inf  # float64: its errors are divided by 1 - mu
 
     def init(params):
         return optax.TraceState(jax.tree.map(jnp.zeros_like, params))

@@ -246,8 +246,8 @@ def fragment_steps(
       ensemble: The ensemble whose trainers have the fragment as it was last synchronised. The
         workers' inner states are not read from it.
       workers: Workers with their own parameters.
-      inputs_T: The arguments of `steps` that follow the workers: a tuple of pytrees with leaves [T,
-        ...], where T is the number of micro-batches in this call.
+      inputs_T: The arguments of `steps` that follow the workers: a tuple of pytrees with leaves
+        [T, ...]. T is the number of micro-batches in this call.
       fragment: Index of the fragment, from 0 to F - 1.
       steps: `inner_steps` with its loss and transformation bound.
       num_fragments: F >= 1, the number of fragments, which are synchronised one after another.

@@ -35,7 +35,7 @@ from adloco_jax.core.types import (
 Estimator: TypeAlias = Literal["vmap", "taps", "auto"]
 
 MIN_EXAMPLES = 2  # a sample variance needs two
-MIN_EXAMPLES_INNER_PRODUCT = 4  # thirds of 1, 1 and 2
+MIN_EXAMPLES_INNER_PRODUCT = 4  # thirds of 1, 1 and 2 examples; a covariance needs two
 
 
 @on_any_mesh(lambda whole, *_, **__: whole)
@@ -365,7 +365,7 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
         raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_ESTIMATORS)}, auto")
     parameters = inspect.signature(loss_fn).parameters
     if estimator == "auto":
-        # A loss that takes any keyword may ignore `tap_B`.
+        # A loss that only takes any keyword may ignore `tap_B`, so it does not count here.
         return "taps" if "tap_B" in parameters else "vmap"
     takes_taps = "tap_B" in parameters or any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -395,7 +395,8 @@ def _examples(
         raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
     (size,) = sizes
     parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
-    # Choose the cheapest size of a pass. A pass of g examples costs about as much as g + 1.
+    # Choose the cheapest size of a pass. A pass over g examples costs about as much as g + 1
+    # examples.
     limit = min(chunk_size or size, parts[-1])
     cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
     t = jnp.asarray(size if num_examples is None else num_examples, jnp.int32)

@@ -25,8 +25,9 @@ _KEPT = "kept"
 kept = functools.partial(checkpoint_name, name=_KEPT)
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
-# docs/LOG.md, 2026-11-21 and 22: four blocks of queries skip the keys that no query of a block
-# sees. They reduced a training step from 633 to 572 ms; two and eight blocks gained less.
+# docs/LOG.md, 2026-11-21 and 22: the queries are processed in four blocks, and a block skips the
+# keys that none of its queries sees. This reduced a training step from 633 to 572 ms; two and eight
+# blocks gained less.
 _NUM_BLOCKS = 4
 _MIN_BLOCK = 32  # queries
 
@@ -141,7 +142,7 @@ def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
 
 
 ATTENTION = {"xla": attend, "cudnn": _attend_cudnn}
-"""Implementations of `attend` by name, for a model's `attention`."""
+"""Implementations of `attend` by name, for the attribute `attention` of a model."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

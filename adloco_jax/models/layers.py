@@ -1,21 +1,25 @@
 """Layers with weights: all arithmetic between a parameter and an activation.
 
-Each layer does its weight arithmetic in functions of arrays (`project`, `apply_gain`, `add_bias`,
-`look_up`) with one weight each. These functions can measure the weight's per-example gradient
-norms, in any model. Parameters are float32; `dtype` is the dtype of the arithmetic.
+A layer here does its arithmetic with weights in functions of arrays (`project`, `apply_gain`,
+`add_bias`, `look_up`), each with one weight. These functions can measure the norm of each example's
+gradient of this weight, in any model. Parameters are float32; `dtype` is the dtype of the
+arithmetic.
 
-Gradient taps: these functions and the layers take `tap_B`, float32 with one entry per example, all
-zero. A tap changes no result. The cotangent of `tap_B` is, for each example, the squared norm of
-the layer's weight gradient, computed within the backward pass. If all layers share one tap, its
-cotangent is the squared norm of each example's whole gradient. With a mean loss, an example's
-gradient here is its share of the mean, 1/B of its own gradient; multiply the squared norm by B^2.
+The norms are measured by a gradient tap: an argument `tap_B` of these functions and of the layers,
+float32 with one entry for each example. The entries are normally zero, and a tap changes no result.
+In the backward pass the cotangent of `tap_B` becomes, for each example, the squared norm of the
+gradient of the layer's weight. If all layers of a model receive the same tap, its cotangent is the
+squared norm of each example's whole gradient. If the loss is a mean over B examples, the gradient
+that is measured is the example's share of the mean, which is 1/B of the example's own gradient.
+Multiply its squared norm by B^2 to get that of the own gradient.
 
-  - A negative entry (-1) excludes its example from every weight gradient, and the norm is 0. The
-    exclusion is a selection, so NaN does not spread. The loss and the cotangents of activations are
-    unchanged.
-  - Every weight must be used by one tapped layer, once per pass. For tied weights the norm of a sum
-    is not the sum of the norms: the cross term would be missing.
-  - Taps work only in reverse mode (`custom_vjp`). Without `tap_B` the functions are plain JAX.
+- A negative entry (-1) excludes its example from the gradients of all weights, and the measured
+  norm is 0. The example is masked out, so a NaN in it does not spread. The loss and the cotangents
+  of activations do not change.
+- Every weight must be used by only one tapped layer, once per pass. The gradient of a weight that
+  is used twice (tied weights) is a sum, and the squared norm of a sum is not the sum of the squared
+  norms.
+- Taps work only in reverse mode (`custom_vjp`). Without `tap_B` the functions are plain JAX.
 """
 
 import dataclasses
@@ -51,7 +55,7 @@ HEADS_DIVIDE_WIDTH: Rule = (
 
 
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
-    """Raise ValueError if a size of a model is below 1, or its dtype or a rule is not satisfied."""
+    """Raise ValueError if a model has a size below 1 or an unknown dtype, or breaks a rule."""
     sizes = [field.name for field in dataclasses.fields(network) if field.type is int]
     in_range = [((name,), lambda size: size >= 1, "must be at least 1") for name in sizes]
     known = (("dtype",), DTYPES.__contains__, f"must be one of {', '.join(DTYPES)}")
@@ -141,9 +145,9 @@ def _use(
     tap_B: Tap,
 ) -> Array:
     """Call `layer(x_B, weight)`, with a gradient tap (`_tapped`) if `tap_B` is given."""
-    # This constraint has an effect only under `nn.logical_axis_rules`: a sharded weight is
+    # This constraint has an effect only under `nn.logical_axis_rules`. There a sharded weight is
     # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
-    # XLA moves the activations, which are larger for a batch of long sequences.
+    # XLA would move the activations instead, which are larger for a batch of long sequences.
     weight = nn.with_logical_constraint(weight, (None,) * weight.ndim)
     if tap_B is None:
         return layer(x_B, weight)
@@ -226,11 +230,11 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         x_B, dy_B = select(tap_B, x_B), select(tap_B, dy_B)
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
-    # This loop needs the FLOPs of a batched product, and the memory of one more gradient, which
-    # stays in a CPU's cache. The loop makes a training step 1.1 to 1.2 times as long, a batched
-    # product that is reduced over [B] 1.75 times (width 256, 4 layers, 128 tokens). The Gram form
-    # (norms from [L, L] products) would need no gradient per example, and L (1/D + 1/F) times the
-    # FLOPs of that gradient.
+    # This loop needs as many FLOPs as a batched product, and the memory of one more gradient, which
+    # stays in a CPU's cache. The loop makes a training step 1.1 to 1.2 times as long. A batched
+    # product that is reduced over [B] makes it 1.75 times as long (width 256, 4 layers, 128
+    # tokens). The Gram form (norms from [L, L] products) would need no gradient per example, but
+    # L (1/D + 1/F) times the FLOPs of such a gradient.
     def add_example(grad_sum, example):
         x, dy, tap = example
         grad = jnp.where(tap < 0, 0.0, weight_grad(x[None], dy[None]))
@@ -244,7 +248,7 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 class Linear(nn.Module):
-    """A layer that multiplies every position by one matrix, with an optional bias."""
+    """A layer that multiplies the vector at every position by one matrix, and may add a bias."""
 
     features: int
     dtype: DTypeLike
@@ -253,7 +257,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
-        """Apply `project`, then `add_bias`."""
+        """Apply `project`, and then `add_bias` if the layer has a bias."""
         w_DF = self.param("kernel", _INIT, (x_BLD.shape[-1], self.features), jnp.float32)
         y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, to_float32=self.to_float32)
         if not self.use_bias:
@@ -263,7 +267,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """A layer that divides by the root mean square over the width, then multiplies by a gain.
+    """A layer that divides each vector by its root mean square, then multiplies it by a gain.
 
     The arithmetic is float32.
     """
@@ -282,7 +286,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """A layer that normalises the width to mean 0 and variance 1, then applies a gain and a bias.
+    """A layer that normalises each vector to mean 0 and variance 1, then applies gain and bias.
 
     The arithmetic is float32.
     """
