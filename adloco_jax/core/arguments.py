@@ -68,7 +68,8 @@ def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
     """Derive one random key for each element of the arrays `numbers`, broadcast to one shape.
 
-    To derive a key, the element of each array is folded into `key`, one array after another.
+    The key of an element is `key` with the number of each array at this element folded in, one
+    array after another.
     """
 
     def fold(*one):
@@ -145,7 +146,7 @@ def checked_update(
     Returns:
       `update(grads, state, params, **extra)`. The arguments in `extra` are passed to `tx` if it
       accepts extra arguments, and ignored if it does not. The function raises ValueError if `tx`
-      requires an argument that is missing.
+      requires an argument that the caller has not passed.
 
     Raises:
       ValueError: If the state has a node of a refused class. A SAM state without a cache is

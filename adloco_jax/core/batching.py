@@ -42,8 +42,8 @@ def norm_test(
         workers must be combined by `core.gradstats.pool`.
       eta: Allowed ratio of the noise of the averaged gradient (root mean square) to the norm of the
         true gradient G (dimensionless, > 0).
-      num_workers: Workers whose gradients are averaged: all workers of the trainer with scope
-        `trainer`, 1 with scope `worker` (the paper's equation).
+      num_workers: Number of workers whose gradients are averaged. With `batching.scope=trainer` it
+        is the number of the trainer's workers, with `worker` it is 1 (the paper's equation).
       mode: How |G|^2 is estimated. `unbiased` takes the unbiased estimate, raised to at least 1e-3
         of the noise. `paper` takes the value that the squared norm of the mean gradient would have
         on the trainer's own batch. This value includes noise, so the request never exceeds
@@ -75,16 +75,17 @@ def inner_product_test(
 ) -> Scalar:
     """Compute the smallest batch per worker that passes the inner-product test.
 
-    With such a batch the averaged gradient is a descent direction with high probability.
+    A batch passes if the noise along the gradient is small enough. The averaged gradient is then a
+    descent direction with high probability.
 
     Args:
       stats: Statistics taken with inner products, of at least four examples per worker. With fewer
         examples the result is NaN.
       vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2 (> 0),
         where G is the true gradient.
-      num_workers: Workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes the sample variance of the
-        inner products with the mean gradient, which is biased low.
+      num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
+      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes, as the variance of inner
+        products, the sample variance of those with the mean gradient, which is biased low.
       batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
         tested examples are the whole batch.
 
@@ -126,9 +127,9 @@ def augmented_inner_product_test(
       vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2 (> 0),
         where G is the true gradient.
       nu: Allowed ratio of the orthogonal noise (root mean square) to the norm of G (> 0).
-      num_workers: Workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes the sample variance of the
-        inner products with the mean gradient, which is biased low.
+      num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
+      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes, as the variance of inner
+        products, the sample variance of those with the mean gradient, which is biased low.
       batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
         tested examples are the whole batch.
 
@@ -162,7 +163,7 @@ def _require_positive(**thresholds: float) -> None:
 
 
 def constant(*, batch_size: int) -> int:
-    """Return `batch_size`: the rule of DiLoCo and LocalSGD, in sequences per worker."""
+    """Return `batch_size`, in sequences per worker: the constant batch of DiLoCo and LocalSGD."""
     return batch_size
 
 
@@ -187,7 +188,7 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
 
 
 class BatchTest(NamedTuple):
-    """An entry of `BATCH_TESTS`: the function that computes a request, and what it needs."""
+    """An entry of `BATCH_TESTS`: a function that requests a batch, and the statistics it needs."""
 
     request: Callable[..., Scalar]
     """`request(stats, *, ...) -> sequences per worker`: the batch that a trainer requests, before
@@ -225,7 +226,7 @@ def next_batch_size(
       batch_size: The present requested batch, in sequences per worker.
       max_growth: Largest factor by which one test may enlarge the batch.
       batch_cap: Upper limit of the batch, in sequences per worker.
-      monotone: Whether the batch may only grow. If False, it may also fall, at most to 1.
+      monotone: Whether the batch may only grow. If False, it may also fall, but not below 1.
 
     Returns:
       Sequences per worker, a whole number in [1, max(batch_size, batch_cap)].
@@ -330,7 +331,7 @@ def _maximum(a, b):
 
 
 def fixed(*, steps_per_round: int) -> int:
-    """Return `steps_per_round`: the rule for rounds of constant length, in inner steps."""
+    """Return `steps_per_round`, in inner steps: every round has the same length."""
     return steps_per_round
 
 

@@ -6,11 +6,11 @@ For four bits, an array is divided into blocks of at most 128 entries. A block h
 scale: the largest magnitude in the block, divided by the largest code, 7. An entry is sent as a
 code from -7 to 7, the whole number that is nearest to the entry divided by the scale.
 
-The blocks depend on the shape of an array, not on the devices. One axis of the array may be sharded
-over devices: the longest axis whose length is a multiple of 8, or the longest axis if there is no
-such length. If the other axes have more than 64 entries together, each block lies at one position
-of this axis, so sharding the axis cuts no block. In smaller arrays a block covers several
-neighbouring positions of the axis.
+The blocks depend on the shape of an array, not on the devices. One axis of the array is chosen,
+which may be sharded over devices: the longest axis whose length is a multiple of 8, or the longest
+axis if there is no such length. If the other axes have more than 64 entries together, each block
+lies at one position of this axis, so sharding the axis cuts no block. In smaller arrays a block
+covers several neighbouring positions of the axis.
 """
 
 import math
@@ -56,7 +56,7 @@ class _Blocks(NamedTuple):
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError, with the known names, if `precision` is not one of them."""
+    """Raise ValueError, with a list of the known names, if `precision` is none of them."""
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise ValueError(f"precision={precision!r}: expected one of {known}")
@@ -117,7 +117,7 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
-    """Return how many bytes one model's parameters have when they are sent.
+    """Return how many bytes one model's parameters take when they are sent.
 
     Args:
       tree: One model's parameters, leaves [...]; only their shapes are read.
@@ -134,7 +134,8 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
     """Decide how an array of this shape is divided into blocks of at most `SCALE_BLOCK` entries.
 
-    `shape` is without the axis X. The module docstring says which axis is divided into rows.
+    `shape` is without the axis X. The axis that the module docstring describes is divided into
+    rows.
     """
     shape = shape or (1,)
     length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)

@@ -71,18 +71,18 @@ def inner_steps(
         completes. None means 1.
       update_T: True where a micro-batch completes an update. The update uses the mean of all
         gradients since the last update. None: every micro-batch completes an update.
-      key_TRB: A typed key for each example, for a loss that takes `key`. In each call the loss
-        receives only the key of the first example of the call. So calls that begin with the same
+      key_TRB: A typed key for each example, for a loss that takes `key`. Each call of the loss
+        receives only the key of the first example in the call. So calls that begin with the same
         example have the same key, however many examples follow.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
       worker_parallelism: Number of workers that run their T micro-batches at once, as one batch,
-        before the next workers begin. It is lowered to a divisor of R. None: all workers at once.
-        One worker at a time needs the memory of one worker's activations, and is fastest on a CPU.
-        The number changes results only by rounding. If workers are spread over devices, call the
-        function for the workers of each device (`jax.shard_map`).
-      examples_per_pass: Largest number of examples in one forward and backward pass; it is lowered
-        to a divisor of B. The gradients of the passes are averaged in float32. None: the whole
-        micro-batch in one pass. Smaller passes need less memory; on a CPU they are faster if
+        before the next workers begin. The number is lowered to a divisor of R. None: all workers at
+        once. One worker at a time needs the memory of one worker's activations, and is fastest on a
+        CPU. The number changes results only by rounding. If workers are spread over devices, call
+        the function for the workers of each device (`jax.shard_map`).
+      examples_per_pass: Largest number of examples in one forward and backward pass. The number is
+        lowered to a divisor of B. The gradients of the passes are averaged in float32. None: the
+        whole micro-batch in one pass. Smaller passes need less memory; on a CPU they are faster if
         activations stay in the cache. The number changes results only by rounding.
 
     Returns:

@@ -151,8 +151,8 @@ def outer_step(
 ) -> tuple[Ensemble, RoundMetrics]:
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
-    The function is pure and not jitted. Wrap it in `jax.jit`, with `num_accum_steps` and those
-    arguments that are functions bound to fixed values. It donates no buffers. Updates and
+    The function is pure and not jitted. Before you wrap it in `jax.jit`, bind all arguments that
+    are not arrays, for instance with `functools.partial`. No buffers are donated. Updates and
     differences that are not finite are left out, as `inner_steps` and `outer_update` describe.
     Arrays may be sharded over a mesh with automatic or explicit axes; the ensemble keeps its
     shardings, and metrics are replicated.
@@ -174,10 +174,10 @@ def outer_step(
 
     Args:
       ensemble: Trainers and workers before the round.
-      batch: Pytree whose leaves are [S, R, A*B, ...]: for each update and worker, the examples of
-        its A micro-batches of B, in order.
-      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean loss over B examples; with a
-        parameter `key` if `key` is given.
+      batch: Pytree whose leaves are [S, R, A*B, ...]. For each update and worker, these are the
+        examples of A micro-batches of B examples, one micro-batch after another.
+      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean loss over B examples. If `key` is
+        given, `loss_fn` must have a parameter `key`.
       inner_tx: Transformation of a worker's gradients (AdamW in the paper).
       outer_tx: Transformation of a trainer's pseudo-gradient (Nesterov in DiLoCo, SGD in AdLoCo).
       num_accum_steps: A >= 1; gradients of A micro-batches are averaged for one update.

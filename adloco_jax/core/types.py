@@ -197,8 +197,7 @@ def is_key(leaf: Array) -> bool:
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     """Cast the leaves of `tree` to the dtypes of the leaves of `like`; leave PRNG keys as they are.
 
-    The state that an optax update returns needs this cast, because its dtypes may be wider than
-    before.
+    The state that an optax update returns needs this cast, because the update may widen its dtypes.
     """
     return jax.tree.map(
         lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
@@ -309,13 +308,14 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     The count `round` of the result is the larger of the counts of `ensemble` and `sub`. So if all
     groups are taken before any of them is put back, they count as one round together:
 
-      start = ensemble for trainers in groups:
-          sub, _ = step(take(start, trainers), ...)
-          ensemble = put(ensemble, trainers, sub)
+        start = ensemble
+        for trainers in groups:
+            sub, _ = step(take(start, trainers), ...)
+            ensemble = put(ensemble, trainers, sub)
 
     If a loop takes the next group from the result of `put`, for instance because `start` was
-    donated, each group counts as a round. Such a loop should end with `ensemble.replace(round=first
-    + 1)`, where `first` is the count at the start of the round.
+    donated, each group counts as a round. Such a loop should end with
+    `ensemble.replace(round=first + 1)`, where `first` is the count at the start of the round.
 
     Args:
       ensemble: The whole stack.
@@ -371,10 +371,9 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
 def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: Sequence[int]):
     """Call `function(tree_W)` on the workers of each trainer; return the results, leaves [M, ...].
 
-    There is one `vmap` for each number of workers that a trainer has. So no padding is needed, and
-    time and memory grow only with R. If the workers form equal blocks (`block_size`), workers are
-    grouped by a reshape. XLA's partitioner then sees that workers of different trainers are
-    independent.
+    Trainers with the same number of workers share one `vmap`. So no padding is needed, and time and
+    memory grow only with R. If the workers form equal blocks (`block_size`), workers are grouped by
+    a reshape. XLA's partitioner then sees that workers of different trainers are independent.
     """
     counts_M = np.bincount(owners)
     mapped = jax.vmap(function)
@@ -425,7 +424,8 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
 def squared_norms(tree_X: PyTree) -> Array:
     """Compute squared L2 norms, one for each index of the leaves' first axis: float32 [X].
 
-    A norm is taken over all leaves [X, ...] together. A square that overflows is infinite.
+    A norm is taken over all leaves [X, ...] together. A squared norm that overflows float32 is
+    infinite.
     """
     squares = (_sum_entries(jnp.square(leaf_X)) for leaf_X in _as_float32(tree_X))
     return sum(squares, jnp.zeros((), jnp.float32))
@@ -546,7 +546,7 @@ def check_owners(owners: np.ndarray, num_trainers: int) -> None:
 
 
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
-    """Return the positions of the workers of some trainers, sorted by trainer."""
+    """Return the positions of the workers of `trainers`, one trainer after another."""
     return np.concatenate([np.flatnonzero(ensemble.owner_R == m) for m in trainers])
 
 
