@@ -41,7 +41,7 @@ def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
         return optax.TraceState(jax.tree.map(jnp.zeros_like, params))
 
     def update(updates, state, params=None, *, interval=1.0, **_):
-        p = jnp.maximum(interval, 1e-6)  # the learning rate may be zero during the whole round
+        p = jnp.maximum(interval, 1e-6)  # p is 0 if the learning rate is 0 in the whole round
         kept = mu**p
         n = -jnp.expm1(p * log_mu) / (1 - mu)  # sum of mu^k, k from 0 to p - 1
         moved = 1 + mu * (p - mu * n) / (1 - mu) / p

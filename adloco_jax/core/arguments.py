@@ -154,7 +154,7 @@ def checked_update(
     """
 
     def keeps_params(node):
-        # Opaque SAM holds no parameters between updates.
+        # SAM in its opaque mode holds no copy between updates; its cache is then None.
         return isinstance(node, refused) and getattr(node, "cache", ()) is not None
 
     for node in jax.tree.leaves(state, is_leaf=keeps_params):

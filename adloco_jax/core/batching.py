@@ -102,7 +102,7 @@ def inner_product_test(
     """
     _require_positive(vartheta=vartheta)
     signal = _signal(stats, mode, num_workers, batch_size)
-    # Divide twice, because the square of the signal would underflow.
+    # Divide twice, because the square of a small signal would underflow.
     return _ip_variance(stats, mode) / signal / signal / (num_workers * vartheta**2)
 
 
@@ -212,7 +212,7 @@ BATCH_TESTS: dict[str, BatchTest] = {
 """Batch-size tests and schedules by name, for the knob `batching.test`. To use your own test, add
 an entry."""
 
-_ramp = ramp  # the knob has the same name
+_ramp = ramp  # in the lambda above, `ramp` is the knob of this name
 
 
 def next_batch_size(

@@ -155,14 +155,14 @@ def _pack_leaf(leaf_X: Array) -> Packed:
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
-    # Packs the block's halves together; packing neighbours would not vectorise.
+    # A byte holds one code from each half of the block. Packing neighbours would not vectorise.
     low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=-1)
     return Packed((low & 15) | (high << 4), scales)
 
 
 def _unpack_leaf(packed: Packed, shape: tuple[int, ...]) -> Array:
     nibbles = jnp.concatenate([packed.codes << 4, packed.codes & 240], axis=-1)
-    codes = lax.bitcast_convert_type(nibbles, jnp.int8) >> 4  # arithmetic: keeps the sign
+    codes = lax.bitcast_convert_type(nibbles, jnp.int8) >> 4  # this shift keeps the sign
     return _from_blocks(codes.astype(jnp.float32) * packed.scales[..., None], shape)
 
 

@@ -175,7 +175,7 @@ def _of_means(
     safe = jnp.where(rms > 0, rms, 1.0)
     mean_norm = jnp.square(norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe)
     noise_sum = batch_size * (jnp.sum(jnp.square(norms_X / safe)) - count * mean_norm)
-    noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # for one gradient only a rounding error
+    noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # else only a rounding error
     zero = jnp.zeros((), jnp.float32)
     stats = GradientStats(
         scale=jnp.square(rms),
@@ -213,7 +213,7 @@ def _with_products(
         ip_sum=jnp.where(has_products, covariance_sum, 0.0),
         ip_weight=jnp.where(has_products, num_last - 1, 0.0),
         plugin_ip_sum=plugin_ip_sum,
-        # By the identity S = V_ip / |mean|^2 + V_o.
+        # By the identity S = V_ip / |mean|^2 + V_o (docs/algorithm.md, 2).
         plugin_orth_sum=stats.noise_sum - plugin_ip_sum / jnp.where(mean_norm > 0, mean_norm, 1.0),
     )
 
@@ -253,10 +253,10 @@ class _Examples(NamedTuple):
     measured, else the whole batch is the only part.
     """
 
-    batch_B: PyTree  # leaves [B, 1, ...]
+    batch_B: PyTree  # leaves [B, 1, ...]: every example is a batch of size 1
     group: int  # number of examples in one pass
     count: Array  # int32 []: number of valid examples; the others are padding
-    ends_P: Array  # int32 [P]: where each part ends
+    ends_P: Array  # int32 [P]: for each part, the position after its last example
 
     @property
     def size(self) -> int:
@@ -280,7 +280,8 @@ class _Examples(NamedTuple):
             i = jnp.sum(k >= done_I)
             first = starts_I[i] + (k - done_I[i] + passes_I[i]) * self.group
             index_C = first + jnp.arange(self.group)
-            # The last pass repeats its part's last example, because padding may hold anything.
+            # The last pass of a part is filled with the part's last example, because padding may
+            # hold anything.
             inside_C = jnp.minimum(index_C, ends_I[i] - 1)
             batch_C = jax.tree.map(lambda leaf: leaf[inside_C], self.batch_B)
             return body(i, index_C, index_C < ends_I[i], batch_C, carry)
@@ -414,7 +415,8 @@ def _example_grads(loss_fn: LossFn, params: PyTree, batch_C: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
 
 
-# The next two functions return the sum of the gradients of a pass's valid examples, and each norm.
+# The next two functions return the sum of the gradients of the valid examples of a pass, and the
+# norm of each gradient.
 
 
 def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
@@ -433,7 +435,7 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
         return tap_B
 
     def backward(_, norms_B):
-        is_reached.append(True)  # runs while tracing, and only if a cotangent is formed
+        is_reached.append(True)  # runs while tracing, if the tap has a cotangent
         return (norms_B,)
 
     watched.defvjp(lambda tap_B: (tap_B, None), backward)

@@ -169,7 +169,7 @@ def merge(
             member_n = leaf[chosen].reshape(len(chosen), -1)
             is_equal = jnp.all(
                 member_n == member_n[:1], axis=0, keepdims=True
-            )  # for instance an infinite constant
+            )  # an infinite value that all members share does no harm
             finite_n &= jnp.all(jnp.isfinite(member_n) | is_equal, axis=1)
     share_n, usable_n = shares(weights_n, finite_n)
     origin = jnp.argmax(usable_n)
@@ -346,7 +346,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     if min(requested) < 1:
         raise ValueError(f"requested_batch_sizes={requested}: expected positive whole numbers")
     total = sum(requested)
-    # In whole numbers: the share of a trainer is requested * num_workers / total.
+    # Compute in whole numbers. The exact share of a trainer is requested * num_workers / total.
     shares = [max(1, b * num_workers // total) for b in requested]
 
     def shortfall(i):

@@ -75,7 +75,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
             )
             out = shardings(NamedSharding(mesh, P()), result, *at_args, **at_kwargs)
             out = jax.tree.map(fitting, jax.tree.broadcast(out, result), result)
-            # Under `jit`, because otherwise a result that depends on no argument is on one device.
+            # Use `jit`: otherwise a result that depends on no argument is on one device only.
             return jax.jit(jax.sharding.auto_axes(of_arrays, out_sharding=out))(*arrays)
 
         return call

@@ -82,7 +82,7 @@ class RoundMetrics(struct.PyTreeNode):
     """What a round measures: losses, skipped updates, and norms of outer gradients."""
 
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
-    skipped_SR: Array  # bool [S, R]: updates with a loss or gradient that is not finite
+    skipped_SR: Array  # bool [S, R]: whether an update was skipped as not finite
     pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's outer gradient
     aux: PyTree = None  # [S, R, ...] auxiliary output: means over an update's micro-batches
 
@@ -102,7 +102,8 @@ class GradientStats(struct.PyTreeNode):
 
     In the comments on the fields, t is the number of examples, mean is the mean gradient, and n_j
     and p_j belong to example j: the squared norm of its gradient, and the inner product of its
-    gradient with the mean gradient.
+    gradient with the mean gradient. mean_1 and mean_2 are the mean gradients of the first and of
+    the second third of the examples.
     """
 
     scale: Array | np.ndarray  # mean squared norm of a per-example gradient
@@ -253,7 +254,7 @@ def init(
     def stack(tree, size):
         def copies(leaf):
             leaf = jnp.asarray(leaf)
-            if not is_key(leaf):  # not weakly typed; otherwise the second round compiles again
+            if not is_key(leaf):  # a weak type would make the second round compile again
                 leaf = leaf.astype(leaf.dtype)
             return jnp.broadcast_to(leaf, (size, *leaf.shape))
 

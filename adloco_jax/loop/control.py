@@ -35,7 +35,7 @@ class Trainer:
     id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
     round_length: int = 1  # in multiples of inner.steps_per_round
-    requested_workers: int = 0  # 0: no request
+    requested_workers: int = 0  # number of workers that the trainer asks for; 0: no request
     measured_size: int = 0  # `Size.total` at the last positive signal, or the first test; 0: none
     rounds: int = 0  # rounds completed
     updates: int = 0  # inner updates of a worker so far; the learning rate depends on it

@@ -62,7 +62,7 @@ def with_batch_sizes(
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
     decisions, free = [], _workers_for_tests(control, settings)
-    with np.errstate(all="ignore"):  # meaningless values are not finite and keep the batch
+    with np.errstate(all="ignore"):  # values that are not finite keep the batch
         tested = _by_trainer(stats)
         for position in sorted(range(len(control.trainers)) if trainers is None else trainers):
             trainer = control.trainers[position]

@@ -59,7 +59,8 @@ class _Attention(nn.Module):
 
         q_BHLK, k_BHLK, v_BHLK = heads("query"), heads("key"), heads("value")
         scores = multiply_float32("bhqk,bhsk->bhqs", q_BHLK, k_BHLK)
-        # Hugging Face adds the smallest finite float instead; those weights are exactly zero too.
+        # Hugging Face adds the smallest finite float instead. The weights of padding are exactly
+        # zero there too.
         scores = jnp.where(real_BL[:, None, None, :], scores * K**-0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BHLK.dtype)
         y_BHLK = jnp.einsum("bhqs,bhsk->bhqk", weights, v_BHLK)
@@ -76,7 +77,7 @@ class _MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
         up_BLF = Linear(self.width, self.dtype, use_bias=True, name="up")(x_BLD, tap_B)
-        # Float32 inside, like PyTorch.
+        # The gelu is computed in float32, as in PyTorch.
         y_BLF = jax.nn.gelu(up_BLF.astype(jnp.float32), approximate=False).astype(up_BLF.dtype)
         return Linear(x_BLD.shape[-1], self.dtype, use_bias=True, name="down")(y_BLF, tap_B)
 
@@ -173,7 +174,7 @@ class Bert(nn.Module):
         batch, length = tokens_BL.shape
         check_length(length, self.max_length)
         lengths_B = jnp.full(batch, length) if lengths_B is None else lengths_B
-        # A length past L counts as 0: a softmax over no tokens is NaN.
+        # A length past L is set to 0, because a softmax over no tokens gives NaN.
         lengths_B = jnp.where(lengths_B <= length, lengths_B, 0)
         real_BL = jnp.arange(length)[None, :] < lengths_B[:, None]
         x_BLD = self.embed(jnp.where(real_BL, tokens_BL, 0), tap_B)

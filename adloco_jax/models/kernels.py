@@ -101,7 +101,8 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
     scores = jnp.where(_visible(q, k, num_shared).T, scores, -jnp.inf)
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
     dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
-    # The derivative of each weight before normalisation. The derivative of the sum enters by y.
+    # The derivatives of the weights as if their sum were constant. The derivative of the sum enters
+    # below, in the term with y.
     dweights = weights * dscores
     dy = (
         jnp.einsum("bgsq,bgsk->bgqk", dweights.astype(y.dtype), v)

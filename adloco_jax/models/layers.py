@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from adloco_jax.models.kernels import multiply_float32
 
-DTYPES = ("float32", "bfloat16")  # in which a model may compute
+DTYPES = ("float32", "bfloat16")  # the dtypes in which a model may compute
 
 # The Hugging Face default (`initializer_range`) for embeddings and matrices.
 _INIT = nn.initializers.normal(stddev=0.02)
@@ -300,7 +300,7 @@ class LayerNorm(nn.Module):
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
-        variance_BL1 = jnp.var(x_BLD, axis=-1, keepdims=True)  # not E[x^2] - E[x]^2, which cancels
+        variance_BL1 = jnp.var(x_BLD, axis=-1, keepdims=True)  # E[x^2] - E[x]^2 would lose digits
         normed_BLD = jax.nn.standardize(x_BLD, variance=variance_BL1, epsilon=self.eps)
         return add_bias(apply_gain(normed_BLD, gain_D, tap_B), bias_D, tap_B).astype(self.dtype)
 

@@ -88,7 +88,7 @@ _SIZES = {
 
 def _normalised_llama(content: dict, fault: Fault) -> dict:
     rope: Mapping = {}
-    for key in ("rope_parameters", "rope_scaling"):  # transformers prefers the second
+    for key in ("rope_parameters", "rope_scaling"):  # transformers takes the second if both exist
         found = content.get(key) or {}
         if not isinstance(found, Mapping):
             fault(key, found, "an object or null")
@@ -98,7 +98,7 @@ def _normalised_llama(content: dict, fault: Fault) -> dict:
         rope = found or rope
     theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
     kv_heads = content.get("num_key_value_heads")
-    if kv_heads is None:  # old files: as many as query heads
+    if kv_heads is None:  # an old file; the model has as many key/value heads as query heads
         kv_heads = content.get("num_attention_heads")
     return content | {"rope_theta": theta, "num_key_value_heads": kv_heads}
 
