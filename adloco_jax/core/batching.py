@@ -98,7 +98,8 @@ def inner_product_test(
         result NaN, or 0 in mode `paper`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
-      only with the scaling errors of the reference code (docs/algorithm.md, 2, "Constants").
+      only with the scaling errors of the reference code (docs/algorithm.md, section 2,
+      "Constants").
     """
     _require_positive(vartheta=vartheta)
     signal = _signal(stats, mode, num_workers, batch_size)
@@ -234,8 +235,8 @@ def next_batch_size(
     Raises:
       ValueError: If `batch_size` or `batch_cap` is not a positive whole number.
 
-    Source: docs/algorithm.md, 2, "What a request changes". The reference code has no upper limit
-      (section 7, defect 7).
+    Source: docs/algorithm.md, section 2, "What a request changes". The reference code has no upper
+      limit (defect 7 in section 7).
     """
     batch_size = _whole("batch_size", batch_size)
     batch_cap = _whole("batch_cap", batch_cap)

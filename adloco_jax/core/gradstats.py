@@ -1,7 +1,7 @@
 """Per-example gradient statistics at one point, for the batch-size tests.
 
 Let g_j be the gradient of example j of t examples, g the mean of these gradients, n_j = |g_j|^2 and
-p_j = <g_j, g>. The statistics are (docs/algorithm.md, 2):
+p_j = <g_j, g>. The statistics are (docs/algorithm.md, section 2):
 
   noise    S = (sum n_j - t |g|^2) / (t - 1)            trace of the gradient covariance, unbiased
   signal   G2 = (t^2 |g|^2 - sum n_j) / (t (t - 1))     squared norm of the true gradient, unbiased
@@ -99,7 +99,8 @@ def gradient_stats(
         does not return one number or takes `tap_B` without using it, parameters are complex or none
         is floating-point, the leaves disagree on B or B < 2, or `chunk_size` is below 1.
 
-    Source: docs/algorithm.md, 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
+    Source: docs/algorithm.md, section 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162),
+      appendix A.
     """
     estimator = resolve_estimator(estimator, loss_fn)
     loss_of, params = _scalar_loss(loss_fn, params, has_aux=has_aux), trainable(params)
@@ -213,7 +214,7 @@ def _with_products(
         ip_sum=jnp.where(has_products, covariance_sum, 0.0),
         ip_weight=jnp.where(has_products, num_last - 1, 0.0),
         plugin_ip_sum=plugin_ip_sum,
-        # By the identity S = V_ip / |mean|^2 + V_o (docs/algorithm.md, 2).
+        # By the identity S = V_ip / |mean|^2 + V_o (docs/algorithm.md, section 2).
         plugin_orth_sum=stats.noise_sum - plugin_ip_sum / jnp.where(mean_norm > 0, mean_norm, 1.0),
     )
 
@@ -230,7 +231,7 @@ def pool(stats: GradientStats) -> GradientStats:
     Returns:
       The combined statistics, in units of the largest scale; each field has shape [].
 
-    Source: docs/algorithm.md, 2, "Several workers".
+    Source: docs/algorithm.md, section 2, "Several workers".
     """
     scale = stats.scale.max(axis=0)
     same = stats.in_units_of(scale).replace(scale=stats.scale)

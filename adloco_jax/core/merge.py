@@ -151,7 +151,7 @@ def merge(
         that of members.
 
     Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
-      in the paper (docs/algorithm.md, 4).
+      in the paper (docs/algorithm.md, section 4).
     """
     chosen = positions("members", members, ensemble.num_trainers)
     weights_n = jnp.asarray(weights, jnp.float32)
@@ -232,7 +232,8 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
       ValueError: If an entry is neither -1 nor the position of a trainer, the list is shorter than
         the pool, or a trainer is left without a worker.
 
-    Source: docs/algorithm.md, 4. AdLoCo, section 4.3, divides the workers again after each merge.
+    Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers again after each
+      merge.
     """
     owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
     pool = ensemble.num_workers
@@ -268,7 +269,7 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
     Raises:
       ValueError: If the trainer does not exist, or already has more workers.
 
-    Source: docs/algorithm.md, 4; not in the paper.
+    Source: docs/algorithm.md, section 4; not in the paper.
     """
     (position,) = positions("trainer", [trainer], ensemble.num_trainers).tolist()
     joining = num_workers - ensemble.owners.count(position)
@@ -336,7 +337,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
       ValueError: If the pool is too small, or a requested batch is not positive.
 
     Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
-      a worker (docs/algorithm.md, 7, defect 16).
+      a worker (docs/algorithm.md, section 7, defect 16).
     """
     requested = [int(b) for b in requested_batch_sizes]
     if not requested or num_workers < len(requested):

@@ -134,7 +134,7 @@ class GradientStats(struct.PyTreeNode):
     def noise(self) -> Array | np.ndarray:
         """Unbiased estimate of the gradient noise, the trace of the gradients' covariance Sigma.
 
-        It is called S_hat in docs/algorithm.md, 2.
+        It is called S_hat in docs/algorithm.md, section 2.
         """
         return self.scale * (self.noise_sum / self.noise_weight)
 
