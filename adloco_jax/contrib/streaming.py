@@ -190,7 +190,7 @@ def receive_fragment(
     num_fragments: int,
     mixing: float = 0.0,
 ) -> Workers:
-    """Copy a synchronised fragment from each trainer to its workers.
+    """Copy a synchronised fragment from each trainer to its workers, or mix it with theirs.
 
     Args:
       workers: The workers when the fragment arrives.

@@ -58,8 +58,8 @@ def with_fixed_key(loss_fn: LossFn) -> LossFn:
 def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
     """Bind those settings in `knobs` that are parameters of `function`; ignore all other settings.
 
-    `knobs` maps the name of each setting to its value. The caller of the returned function passes
-    only the parameters that no setting has filled in.
+    `knobs` maps the name of each setting to its value. The returned function takes only those
+    arguments that no setting has filled in.
     """
     named = {name: knobs[name] for name in knobs if takes(function, name)}
     return functools.partial(function, **named) if named else function

@@ -180,7 +180,7 @@ def trainable(params: PyTree) -> PyTree:
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
     """Replace the floating-point leaves of `params` by those of `values`.
 
-    `values` has the form of a result of `trainable`: None for every other leaf.
+    `values` has the form of a result of `trainable`: it has None in place of every other leaf.
     """
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
 

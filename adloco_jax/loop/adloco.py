@@ -133,9 +133,10 @@ class Engine(Protocol):
         """
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Compute the loss that trainers would have if they were merged; wait for it.
+        """Compute the loss of the trainer that a merge would give; wait for the loss.
 
-        It is measured on the guard rows, held-out rows that decide about merges, in nats/token.
+        The trainers to merge are those at the positions `members`. The loss is measured on the
+        guard rows (held-out rows that decide about merges), in nats/token.
         """
 
     def merge(

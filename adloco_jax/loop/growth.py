@@ -38,7 +38,10 @@ class Decision(NamedTuple):
 
 
 def measures_gradients(settings: Settings) -> bool:
-    """Return whether the configured batch-size test measures gradients, unlike a schedule."""
+    """Return whether the configured batch-size test measures gradients.
+
+    Schedules such as `ramp`, which can be configured in place of a test, do not.
+    """
     return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 

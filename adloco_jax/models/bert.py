@@ -145,7 +145,10 @@ class Bert(nn.Module):
     scan_layers: bool = True
 
     def setup(self) -> None:
-        """Check the sizes and create the submodules; attribute names are parameter names."""
+        """Check the sizes and create the submodules.
+
+        The attribute of a submodule has the name that its parameters have in the tree.
+        """
         check_sizes(self, RULES)
         # Keeping all activations was slower for the Llama (docs/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable

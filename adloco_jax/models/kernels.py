@@ -184,7 +184,7 @@ def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
-    """Make a class of modules that apply `num_layers` layers of the class `block` by a scan.
+    """Make a module class that applies `num_layers` layers of the class `block` in a scan.
 
     The parameters of all layers are stacked along a leading axis N. A layer is called with the
     activations and with arguments that all layers share. It returns the new activations and None.

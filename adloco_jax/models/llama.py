@@ -73,7 +73,7 @@ def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention of every position to itself and the positions before.
+    """Grouped-query attention of every position to itself and to all positions before it.
 
     In its arrays the axis of heads comes before the axis of positions, as the products need it.
     """
@@ -186,7 +186,10 @@ class Llama(nn.Module):
     scan_layers: bool = True
 
     def setup(self) -> None:
-        """Check the sizes and create the submodules; attribute names are parameter names."""
+        """Check the sizes and create the submodules.
+
+        The attribute of a submodule has the name that its parameters have in the tree.
+        """
         check_sizes(self, RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
