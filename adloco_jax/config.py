@@ -1,8 +1,9 @@
 """Read the config of a run from a file and the command line; check it, and report all faults.
 
-A config file starts from `default_config()`, a locked ConfigDict, and overrides some knobs.
-`validate` turns the ConfigDict into frozen dataclasses, which the other modules read. The knobs are
-declared in `adloco_jax.settings`.
+A config is a ConfigDict of knobs (settings), in groups such as `inner`. A config file calls
+`default_config()`, which returns a locked ConfigDict, and changes some knobs. `validate` turns the
+ConfigDict into frozen dataclasses, which the other modules read. `adloco_jax.settings` declares the
+knobs.
 """
 
 import difflib
@@ -28,10 +29,11 @@ from adloco_jax.knobs import Knob
 from adloco_jax.rules import RULES
 from adloco_jax.settings import GROUPS, KNOBS, Settings
 
-# In the repository the package's folder is a link to the top-level one.
+# The folder of the configs that come with the package. In the repository it is a link to the folder
+# `configs` at the top level.
 SHIPPED = (Path(__file__).parent / "configs").resolve()
 
-# Keys and values of version 0.2 that were removed, each with its replacement.
+# Keys and values of version 0.2 that were removed, each with what to do instead.
 REMOVED = {
     "data.on_bad_shard": "a damaged file is refused; leave it out by a glob",
     "data.max_bad_rows": "a damaged line is refused; repair it",
@@ -69,13 +71,13 @@ T = TypeVar("T")
 
 
 def default_config() -> ConfigDict:
-    """Return a locked config with every knob at its default; every config file starts from it."""
+    """Return a locked config in which every knob has its default; config files start from it."""
     config: dict[str, Any] = {group: {} for group in GROUPS}
     for key, knob in KNOBS.items():
         group, _, name = key.rpartition(".")
         value = knob.default
         if knob.is_optional:
-            # A field of type str, from the default "auto", would not accept an int.
+            # If the field had the type of its default "auto", it would not accept an int.
             value = FieldReference(value, field_type=_base(knob.kind) if value is None else object)
         (config[group] if group else config)[name] = value
     return ConfigDict(config).lock()
@@ -85,16 +87,18 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
     """Check a whole config and return it as frozen dataclasses.
 
     Args:
-      config: The groups and knobs of `default_config()`; may be unlocked, or nested dicts.
+      config: A ConfigDict with the groups and knobs of `default_config()`, locked or not, or nested
+        dicts with these groups and knobs.
 
     Returns:
-      The settings. `batching.buckets` lists every micro-batch size in use, ascending. Unset sizes
-      of the model are read from the checkpoint that `model.init_from` names.
+      The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. If sizes of
+      the model are unset, they are read from the checkpoint that `model.init_from` names.
 
     Raises:
       ConfigError: If a knob is unknown, missing, of a wrong type or out of range, or if knobs
         contradict one another. The message lists all faults, one line each. Also raised if sizes of
-        the model are unset and the checkpoint cannot be reached.
+        the model must be read from a checkpoint and the hub has no such checkpoint.
+      ResourceError: If sizes of the model must be read from the hub, and the hub cannot be reached.
       DataError: If the checkpoint of `model.init_from` cannot be used.
     """
     given, faults = _flatten(config)
@@ -109,10 +113,12 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
     values |= {key: KNOBS[key].size for key in unset if key not in read}
     faults += _contradictions({key: values[key] for key in values if key not in read})
     if read and not faults:
-        from adloco_jax import hf  # JAX
+        from adloco_jax import hf  # imported only here, because it imports JAX
 
         found = hf.inspect(values["model.init_from"]).network
-        for key in read:  # another architecture lacks some sizes; the run refuses it later
+        # If the checkpoint is of another architecture, it lacks some sizes. The run later refuses
+        # such a checkpoint.
+        for key in read:
             values[key] = getattr(found, key.removeprefix("model."), KNOBS[key].size)
         faults = _contradictions(values)
     if faults:
@@ -129,7 +135,10 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
 
 
 def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
-    """The keys of model sizes that are unset, and so read from the checkpoint `model.init_from`."""
+    """Return the keys of the model's sizes that can be read from the checkpoint `model.init_from`.
+
+    The set is empty if the config names no checkpoint, or an architecture without a weight map.
+    """
     if not values.get("model.init_from") or "model.arch" not in values:
         return set()
     names = KNOBS["model.arch"].entries()[values["model.arch"]].weight_map
@@ -137,7 +146,10 @@ def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Describe the contradictions between knobs, one line for each broken rule of `RULES`."""
+    """Describe the contradictions between knobs, one line for each rule that they break.
+
+    The rules are those in `RULES`, and those of the configured architecture and source of text.
+    """
     rules = [(keys.split(), holds, need) for need, (keys, holds) in RULES.items()]
     if arch := values.get("model.arch"):
         for names, holds, need in KNOBS["model.arch"].entries()[arch].rules:
@@ -154,12 +166,12 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
 
 
 def allowed(key: str, names: tuple[str, ...] = ()) -> str:
-    """Describe the allowed values of a key of the config, and its default.
+    """Describe in words the values that a key of the config may have, and its default.
 
     Args:
       key: The key.
-      names: If the value is the name of an entry in a table, the names to list. Empty: the entries
-        that the library ships.
+      names: The names to list, if the value of the key is the name of an entry in a table. Empty:
+        the names of the entries that come with the library.
     """
     knob = KNOBS[key]
     names = names or knob.table[1:]
@@ -169,7 +181,7 @@ def allowed(key: str, names: tuple[str, ...] = ()) -> str:
 
 
 def value_fault(key: str, value: object) -> str:
-    """Describe the fault of a value that a key of the config does not allow, on one line."""
+    """Say on one line that a key of the config may not have this value, and which it may have."""
     if instead := REMOVED.get(f"{key}={value}"):
         return f"{key} = {_shown(value)}: removed in 0.3: {instead}"
     names = tuple(KNOBS[key].entries()) if KNOBS[key].table else ()
@@ -177,7 +189,10 @@ def value_fault(key: str, value: object) -> str:
 
 
 def unknown_key_fault(key: str) -> str:
-    """Describe the fault of an unknown key on one line, with the nearest known key."""
+    """Say on one line that a key is unknown, and which known key has the nearest name.
+
+    For a key that was removed in version 0.3, the line says what to do instead.
+    """
     if key in REMOVED:
         return f"{key}: removed in 0.3: {REMOVED[key]}"
     name = key.rpartition(".")[2]
@@ -187,7 +202,10 @@ def unknown_key_fault(key: str) -> str:
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
-    """Collect the values of known keys; describe keys that are unknown, missing or misplaced."""
+    """Return the values of all known keys of a config, and a line for each fault.
+
+    A fault is a key that is unknown, missing or at a wrong place.
+    """
     if not isinstance(config, ConfigDict | Mapping):
         return {}, [f"config = {_shown(config)}: must be a config; start from default_config()"]
     given: dict[str, Any] = {}
@@ -212,7 +230,11 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read(knob: Knob, value: Any) -> Any:
-    """Convert the value of a knob to its form in `Settings`; ValueError if it is not allowed."""
+    """Convert the value of a knob to its form in `Settings`.
+
+    Raises:
+      ValueError: If the knob may not have this value.
+    """
     if knob.is_optional and type(value) is type(knob.default) and value == knob.default:
         return None
     if not _fits(value, knob.kind) or knob.table and value not in knob.entries():
@@ -221,13 +243,19 @@ def _read(knob: Knob, value: Any) -> Any:
 
 
 def _base(annotation: Any) -> Any:
-    """The plain type in the annotation of a knob, without its range and the type of its items."""
+    """Return the plain type in the annotation of a knob.
+
+    The range of a number, and the types of the items of a tuple, are dropped.
+    """
     origin = get_origin(annotation)
     return get_args(annotation)[0] if origin is Annotated else origin or annotation
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value has a type. A bool is not an int, a list not a tuple; an int is a float."""
+    """Whether a value has the type in an annotation, and is in its range.
+
+    Here a bool is not an int, and a list is not a tuple. But an int may be used as a float.
+    """
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return type(value) is str and value in members
@@ -260,13 +288,16 @@ def _in_words(annotation: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as text, on one line of at most 200 characters."""
+    """Write a value as text on one line; cut the text after 200 characters."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
-    """List the allowed micro-batches, ascending; by default powers of two and their midpoints."""
+    """List the allowed micro-batch sizes up to `largest`, ascending.
+
+    If `buckets` is empty, they are the powers of two, their midpoints, and `largest` itself.
+    """
     powers = [2**n for n in range(largest.bit_length())]
     sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
     return tuple(sorted({size for size in sizes if size <= largest}))
@@ -276,7 +307,10 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Define a command-line option `--config.KEY` for every knob; its value is parsed later."""
+    """Define an option `--config.KEY` of the command line for every knob.
+
+    The values of these options stay text; `override` parses them.
+    """
     for key, knob in KNOBS.items():
         parser, is_bool = flags.ArgumentParser(), knob.kind is bool
         flag = flags.Flag(parser, None, f"config.{key}", None, knob.doc, boolean=is_bool)
@@ -284,7 +318,7 @@ def define_flags(options: flags.FlagValues) -> None:
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
-    """Set a key of a config to a value from the command line.
+    """Parse a value from the command line, and set a key of a config to this value.
 
     Raises:
       ConfigError: If the text cannot be parsed as the key's type.
@@ -313,7 +347,7 @@ _PARSERS: dict[Any, type[flags.ArgumentParser]] = {
 
 
 def config_help() -> str:
-    """Describe the knobs of each group: meaning, unit, allowed values, default, how to unset."""
+    """Return the help on all knobs: meaning, unit, allowed values, default, how to unset a knob."""
     lines = []
     for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
         card = inspect.getdoc(GROUPS[group]) if group else "The whole run."
@@ -338,7 +372,7 @@ def _unset(knob: Knob) -> str:
 
 
 def find_config(name: str | None) -> Path:
-    """Find a config file: by its path, or by the path or name of a config of this package.
+    """Find a config file by its path, or by the name of a config of this package.
 
     Raises:
       ConfigError: If there is no such file. The message lists the configs of this package.
@@ -363,7 +397,8 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
     """Run the Python file of a config, call one of its functions, and return the result.
 
     Raises:
-      ConfigError: If the file fails, lacks the function, or the result is not of type `kind`.
+      ConfigError: If running the file raises an error, if it lacks the function, or if the result
+        is not of type `kind`.
     """
     made = _run(path, function)
     if type(made) is not kind:
@@ -376,14 +411,21 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
 
 
 def add_entries(name: str | None) -> None:
-    """Run a config file, if there is one, only for the table entries that it adds."""
+    """Run a config file, because it adds entries to tables, and ignore the config that it returns.
+
+    If `name` is None, nothing is done.
+    """
     if name is not None:
         _run(find_config(name), "get_config", "get_comparison")
 
 
 def _run(path: Path, *functions: str) -> object:
-    """Run a Python file, and call the first of the named functions that the file defines."""
-    root = str(path.resolve().parent.parent)  # so that a config can import files beside it
+    """Run a Python file, and return the result of the first named function that it defines.
+
+    The result is None if the file defines none of the functions.
+    """
+    # The parent of the config's folder is added, so that a config can import other configs.
+    root = str(path.resolve().parent.parent)
     sys.path.insert(0, root)
     try:
         names = runpy.run_path(str(path))

@@ -1,8 +1,8 @@
 """Read and write models in Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-The files that are read are JSON and safetensors. The only pickle that is read is a
-`pytorch_model.bin` in a folder without safetensors, by PyTorch's reader that loads only tensors.
-The name, shape and type of every tensor are checked. The names are defined in `models.weight_maps`.
+Only JSON and safetensors files are read, with one exception. If a folder has no safetensors file, a
+pickle called `pytorch_model.bin` is read by PyTorch, with the option that loads only tensors. The
+name, shape and type of every tensor are checked. `models.weight_maps` defines the names.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import rotary_frequencies
 from adloco_jax.models.weight_maps import WeightMap
 
-_JSON: Any = {"max_bytes": 2**26, "links": True}  # for config.json and an index
+_JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
@@ -54,8 +54,9 @@ class Loaded(NamedTuple):
     Attributes:
       network: The model, which computes in float32; `network.clone(dtype=...)` changes the dtype.
       params: Parameter tree of NumPy float32 arrays.
-      stored_as: Dtypes of the stored weights, such as `("bfloat16",)`.
-      left_out: Stored tensors of heads that the model does not have.
+      stored_as: Dtypes that the weights have in the checkpoint, such as `("bfloat16",)`.
+      left_out: Names of tensors in the checkpoint that were not read, because they belong to heads
+        that the model does not have.
     """
 
     network: nn.Module
@@ -65,12 +66,14 @@ class Loaded(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a checkpoint contains, as far as it is known without reading the weights.
+    """What is known about a checkpoint before its weights are read.
 
     Attributes:
       network: The model, which computes in float32.
-      has_head: Whether the head is stored, or tied to a stored tensor.
-      has_tensors: Whether names, shapes and dtypes of the checkpoint's tensors were checked.
+      has_head: Whether the checkpoint stores the head (the last matrix), or a tensor that is tied
+        to the head.
+      has_tensors: Whether the names, shapes and dtypes of the tensors were checked. False for a
+        repository on the hub, of which only `config.json` is read.
     """
 
     network: nn.Module
@@ -79,7 +82,7 @@ class Description(NamedTuple):
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
-    """The Hugging Face names of a model's parameters; None if the architecture has none."""
+    """Return the Hugging Face names of a model's parameters; None if its architecture has none."""
     return next((known for known in _weight_maps() if type(network) is known.model), None)
 
 
@@ -88,9 +91,10 @@ class Tensor(NamedTuple):
 
     Attributes:
       name: Name of the tensor in the checkpoint.
-      path: Path of the leaf in the parameter tree.
-      layer: The index of the tensor's layer in the leaf; `...` for the whole leaf.
-      transposed: Whether the tensor is the transpose of the leaf.
+      path: Path of the leaf in the parameter tree that holds the values of the tensor.
+      layer: A leaf may hold the tensors of all layers; then this is the index of the tensor's layer
+        in the leaf. `...`: the leaf holds only this tensor.
+      transposed: Whether the tensor is the transpose of what the leaf holds.
     """
 
     name: str
@@ -99,12 +103,12 @@ class Tensor(NamedTuple):
     transposed: bool
 
     def of(self, leaf: np.ndarray) -> np.ndarray:
-        """The tensor as a view of `leaf`, the array in the parameter tree at `path`."""
+        """Return the tensor as a view of `leaf`, the array at `path` in the parameter tree."""
         return leaf[self.layer].T if self.transposed else leaf[self.layer]
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
-    """List all tensors of a model's checkpoint in Hugging Face layout."""
+    """List the tensors that a checkpoint of a model has in Hugging Face layout."""
     found = []
     for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
@@ -115,26 +119,30 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
 
 
 def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
-    """Read a model of an architecture that has a weight map: Llama, or BERT for classification.
+    """Read a model from a checkpoint: a Llama, a BERT for classification, or an added architecture.
+
+    An architecture that a user adds can be read if it has a weight map (`models.weight_maps`).
 
     Args:
-      path_or_name: A folder in Hugging Face layout, or a hub name. A folder has `config.json` and
-        `model.safetensors`, or an index and its shards, or else `pytorch_model.bin`, which PyTorch
-        reads. A repository in the cache is not downloaded.
-      head: Whether the matrix to the vocabulary, or to the classes, must be stored. Otherwise a
-        missing head is left out of the parameters, and a head of another kind may be stored.
-      key: Key or option that gave the name, for messages.
+      path_or_name: A folder in Hugging Face layout, or the name of a repository on the hub. A
+        folder has `config.json`, and the weights in `model.safetensors`, in several shards with an
+        index, or else in `pytorch_model.bin`, which PyTorch reads. A repository that is in the
+        cache is not downloaded.
+      head: Whether the head (the matrix to the vocabulary or to the classes) must be stored. If
+        False and the head is missing, the parameters have no head; the checkpoint may then have a
+        head of another kind, which is not read.
+      key: The config's key, or the option, that gave the name, for messages.
 
     Returns:
-      The model, its float32 weights, and the dtypes of the stored weights. A tied head becomes a
-      separate matrix: the stored head, or else a copy of the embedding. A tied embedding that is
-      not stored becomes a copy of the head.
+      The model, its weights in float32, and the dtypes of the stored weights. If the checkpoint
+      ties the head and the embedding (says that they are equal), they become separate matrices. If
+      only one of the two is stored, the other becomes a copy of it.
 
     Raises:
-      ConfigError: If the hub has no such name, or PyTorch is needed and not installed.
+      ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
       ResourceError: If the hub cannot be reached.
       DataError: If the folder has another architecture or no weights; if tensors are missing,
-        unexpected, stored twice, of a wrong shape, not of a float dtype or not finite; or if
+        unexpected, stored twice, of a wrong shape, not of a float dtype or not finite; or if stored
         buffers differ from the values that the model computes. The message names all faults.
     """
     name = str(path_or_name)
@@ -155,23 +163,26 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
 
 
 def inspect(path_or_name: str | Path) -> Description:
-    """Check a checkpoint as `load(..., head=False)` does, without reading the weights.
+    """Make the checks of `load(..., head=False)` that do not need the weights.
 
     Args:
-      path_or_name: A folder or a hub name; from the hub only `config.json` is downloaded.
+      path_or_name: A folder, or the name of a repository on the hub. Of a repository, only
+        `config.json` is checked, and the weights are not downloaded.
 
     Returns:
-      The model, and the results of the checks.
+      The model that the checkpoint describes, and what was found about its tensors.
 
     Raises:
-      ConfigError: If the hub has no such name, or cannot be reached.
-      DataError: In the same cases as `load`, except for weights that are not finite.
+      ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
+      ResourceError: If the hub cannot be reached.
+      DataError: In the cases of `load`, except that weights may be not finite.
     """
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
         network, names, config = _described(_of_hub(name, ["config.json"], key="model.init_from"))
-        # Without a list of classes, the weights are assumed to be of the supported class.
+        # If config.json does not list a class, the weights are taken to be of the class that is
+        # supported here, and so to have its head.
         classes = config.get("architectures") or [names.class_name]
         return Description(network, names.class_name in classes, has_tensors=False)
     network, stored, _ = _checked(folder, needs_head=False)
@@ -189,7 +200,7 @@ def save(
     network: nn.Module,
     dtype: str = "float32",
 ) -> None:
-    """Write a folder that `transformers` loads without a missing or unexpected key.
+    """Write a model to a folder that `transformers` loads without a missing or unexpected key.
 
     Args:
       params: One model's parameters.
@@ -215,7 +226,7 @@ def save(
         config["eos_token_id"] = tokenizer.eot_id
     leaves = _leaves(jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params))
     arrays = {
-        # Contiguous, because the file would lose a view's strides.
+        # The arrays are made contiguous, because the file would not keep the strides of a view.
         tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
         for tensor in tensors(network, names)
     }
@@ -235,14 +246,18 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """The local folder of this name; None if the name may be that of a repository on the hub."""
+    """Return the folder of this name; None if there is none and the name may be one on the hub.
+
+    Raises:
+      DataError: If the name is that of a file, or neither a folder's nor possible on the hub.
+    """
     path = Path(name).expanduser()
     try:
         if path.is_dir():
             return path
         if path.is_file():
             raise DataError(f"{path}: a file; give a folder with config.json and model.safetensors")
-    except (OSError, ValueError) as error:  # a name with NUL in it, or too long
+    except (OSError, ValueError) as error:  # the name is too long, or has a NUL in it
         raise DataError(f"{name[:200]!r}: {error}") from error
     if not hub.NAME.fullmatch(name):
         raise DataError(f"{name}: no such folder")
@@ -258,9 +273,12 @@ def _of_hub(name: str, one_of: Sequence[str], *, key: str) -> Path:
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    """Read config.json; return the model, the names of its weights, and the content.
+    """Read `config.json` in a folder, and make the model that it describes.
 
-    A DataError lists all faults.
+    Returns the model, the names of its weights, and the content of the file.
+
+    Raises:
+      DataError: If the model is not supported. The message names all faults.
     """
     path, faults = folder / "config.json", []
 
@@ -314,7 +332,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """Find all tensors that are stored in the files of a folder; the key is the name."""
+    """Find all tensors that are stored in the files of a folder; the key is the tensor's name."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _open(_inside(folder, whole.name, whole))
@@ -343,7 +361,11 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """The path of a file in a folder; a link is followed only into the cache of the hub."""
+    """Return the path of a file in a folder, after a check that it does not lead elsewhere.
+
+    A link may lead only to a file in the same folder, or from the hub's cache into this cache.
+    `index` is the file that names the file, for messages.
+    """
     if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(
             f"{index}: {name[:200]!r} is not the name of a .safetensors file beside it"
@@ -360,9 +382,9 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
 
 
 def _open(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a safetensors file.
+    """List the tensors of a safetensors file; the values are read later.
 
-    The library checks that the header of the file describes each byte exactly once.
+    The library `safetensors` checks that the header describes each byte of the file exactly once.
     """
     try:
         opened, found = safetensors.safe_open(file, framework="numpy"), {}
@@ -380,10 +402,10 @@ def _has_torch() -> bool:
 
 
 def _unpickled(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a `pytorch_model.bin`, the only pickle that is opened.
+    """List the tensors of a `pytorch_model.bin`, the only kind of pickle that is opened.
 
-    PyTorch's option `weights_only` refuses everything except tensors, so no code in the file is
-    run. Before PyTorch 2.6 this option was not safe.
+    With the option `weights_only`, PyTorch refuses a file that contains anything but tensors. So no
+    code in the file is run. The option is safe from PyTorch 2.6 on.
     """
     if not _has_torch():
         raise ConfigError(f"{file}: {_TORCH}")
@@ -404,7 +426,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
             raise DataError(f"{file}: need a mapping from names to tensors, have {name!r:.40}")
 
     def read(tensor: torch.Tensor) -> np.ndarray:
-        if tensor.dtype == torch.bfloat16:  # which NumPy does not know
+        if tensor.dtype == torch.bfloat16:  # NumPy does not know this type
             return tensor.detach().view(torch.int16).numpy().view(jnp.bfloat16)
         return tensor.detach().numpy()
 
@@ -419,7 +441,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Make one mapping from pairs (name, tensor); raise DataError if a name occurs twice."""
+    """Make a dict from pairs (name, tensor); raise DataError if a name occurs twice."""
     found: dict[str, _Stored] = {}
     for name, where in pairs:
         if (other := found.setdefault(name, where)) is not where:
@@ -433,13 +455,14 @@ def _checked(
 ) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...]]:
     """Check the names, shapes and dtypes of the tensors that a checkpoint stores.
 
-    Returns the model, its stored tensors, and the names of tensors that are left out.
+    Returns the model, the stored tensor for each tensor of the model, and the names of stored
+    tensors that are not used, because they belong to other heads.
 
     Raises:
       DataError: If a name, shape or dtype is wrong. The message names all faults.
     """
     network, names, config = _described(folder)
-    # Google's converted BERT names the gains and biases of norms gamma and beta.
+    # In the BERT that Google published, the gains and biases of norms are called gamma and beta.
     stored = _joined(
         (re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)), where)
         for name, where in _stored(folder).items()
@@ -449,8 +472,9 @@ def _checked(
         raise DataError(
             f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"
         )
-    # Either of two tied tensors may be absent. If both are stored, both are used, because training
-    # only the head, or merging a LoRA into it, unties them. transformers 5 does the same.
+    # One of two tied tensors may be absent; it is then equal to the other. If both are stored, both
+    # are used, as in transformers 5. They may differ, because somebody trained only the head, or
+    # merged a LoRA into it.
     ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
     ties = ties if config.get("tie_word_embeddings") is True else {}
     wanted = {
@@ -472,7 +496,7 @@ def _checked(
     for name, expected in buffers.items():
         where = stored[name]
         values = np.asarray(where.read(), np.float64).reshape(-1)
-        # Buffers may be stored with 8 bits of precision.
+        # Buffers may be stored in bfloat16, with 8 bits of precision.
         if values.shape != expected.shape or not np.allclose(values, expected, rtol=0.01):
             faults.append(f"{where.file}: {name}: have other values than config.json gives")
     for tensor, name in wanted.items():

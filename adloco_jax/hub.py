@@ -1,4 +1,4 @@
-"""The Hugging Face hub: find commits, download files, and turn its errors into clear messages."""
+"""Use the Hugging Face hub: find commits, download files, and turn errors into clear messages."""
 
 import contextlib
 import fnmatch
@@ -19,7 +19,7 @@ from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FIRST_ANSWER_S, PATIENCE_S = 10.0, 60.0
-_LOGGERS = ("huggingface_hub", "datasets")  # loggers whose lines are replaced by clearer ones
+_LOGGERS = ("huggingface_hub", "datasets")  # loggers whose lines `_Patience` replaces
 
 
 class Unreachable(ResourceError):
@@ -27,12 +27,12 @@ class Unreachable(ResourceError):
 
 
 def commit_of(name: str, revision: str, *, where: str) -> str:
-    """Ask the hub, for at most 10 s, for the commit of a data set's revision.
+    """Ask the hub for the commit to which a revision of a data set leads; wait for at most 10 s.
 
     Args:
       name: Name of the data set.
-      revision: Branch, tag or commit.
-      where: Keys and values of the config, for messages.
+      revision: A branch, a tag or a commit.
+      where: Keys and values of the config that name the data set, for messages.
 
     Raises:
       Unreachable: If the hub does not answer.
@@ -48,17 +48,18 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
 def download(
     name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, hint: str = ""
 ) -> Path:
-    """Download files of a model's repository, unless they are in the cache.
+    """Download files of a model's repository, unless they are in the cache of the hub's library.
 
-    A lost connection is retried for 60 s. Every file is compared with its hash on the hub.
+    If the connection is lost, the download is tried again for 60 s. Every file is compared with the
+    hash that the hub states for it.
 
     Args:
       name: Name of the repository.
-      wanted: Patterns of optional files.
-      one_of: Patterns of alternative files, in order of preference. The files of the first pattern
-        that matches a file are downloaded.
-      where: Key and value of the config, for messages.
-      hint: For the error message, what to do if no pattern of `one_of` matches.
+      wanted: Patterns of files that are downloaded if they exist.
+      one_of: Patterns of files that replace one another, in order of preference. The files that
+        match the first of these patterns with a match are downloaded.
+      where: The config's key and value that name the repository, for messages.
+      hint: What the error message advises if no file matches a pattern of `one_of`.
 
     Returns:
       The folder with the files.
@@ -67,7 +68,7 @@ def download(
       Unreachable: If the hub does not answer.
       ConfigError: If there is no such repository, no access to it, or no file that matches
         `one_of`.
-      DataError: If the hash of a file differs from its hash on the hub.
+      DataError: If the hash of a file differs from the hash that the hub states.
     """
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -106,12 +107,18 @@ def download(
 
 
 def _check_content(file: Path, where: str) -> None:
-    """Compare a file in the cache of the hub with the hash in the file's name."""
+    """Check that the content of a file in the hub's cache has the hash that is its name.
+
+    In the cache a file is a link to the file with the content, whose name is the hash.
+
+    Raises:
+      DataError: If the hashes differ.
+    """
     blob = file.resolve()
     if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return
     digest = hashlib.sha256()
-    if len(blob.name) == 40:  # small files: git's own hash
+    if len(blob.name) == 40:  # a small file has the hash that git computes
         digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
     with open(blob, "rb") as content:
         while part := content.read(2**20):
@@ -127,19 +134,23 @@ def _check_content(file: Path, where: str) -> None:
 
 
 class _Patience(logging.Handler):
-    """Prints a line each time that a library waits for the hub; gives up after 60 s."""
+    """Prints a line whenever a library waits before it asks the hub again; gives up after 60 s.
+
+    As a handler of log messages, it learns from the messages of the library that the library waits.
+    """
 
     def __init__(self, where: str):
         super().__init__(logging.WARNING)
         self._where = where
-        self._since: float | None = None  # time of the first failure after the last answer
+        # The time of the first failure since the hub last answered; None: no failure since then.
+        self._since: float | None = None
 
     def answered(self) -> None:
-        """Record that the hub has sent data, so that the 60 s start again."""
+        """Record that the hub has sent data; the 60 s then begin with the next failure."""
         self._since = None
 
     def wait(self, seconds: float) -> float:
-        """Print a line about a pause before the next try, and return its length in seconds.
+        """Print a line about a pause before the hub is asked again; return the seconds to pause.
 
         Raises:
           Unreachable: If the pause would end more than 60 s after the first failure.
@@ -160,9 +171,9 @@ class _Patience(logging.Handler):
         return seconds
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Read the seconds of a pause from a line that a library logs, and print another line.
+        """Read the length of a pause from a line that a library logs; print another line instead.
 
-        The line itself is not printed, because it may contain an address.
+        The line of the library is not printed, because it may contain an address with secrets.
         """
         if match := re.search(r"(?:Retrying in|Waiting) ([\d.]+) ?s", record.getMessage()):
             self.wait(float(match[1]))
@@ -170,10 +181,12 @@ class _Patience(logging.Handler):
 
 @contextlib.contextmanager
 def faults(where: str, repo: str) -> Iterator[_Patience]:
-    """Turn errors of the hub's libraries into `UserError`, and their log lines into clear lines.
+    """Turn errors of the hub's libraries in the `with` block into `UserError`s.
+
+    Lines that these libraries log are replaced by clear ones (`_Patience`).
 
     Args:
-      where: Keys and values of the config, for messages.
+      where: Keys and values of the config that name the repository, for messages.
       repo: Name of the repository.
     """
     patience = _Patience(where)
@@ -193,7 +206,10 @@ def faults(where: str, repo: str) -> Iterator[_Patience]:
 
 
 def _fault(error: BaseException, where: str, repo: str) -> UserError:
-    """Turn an error of a library into a `UserError`, by its class or that of one of its causes."""
+    """Turn an error of a library into a `UserError`.
+
+    The class of the error, or the class of an error that caused it, determines the message.
+    """
     from huggingface_hub import constants, errors, get_token
 
     chain = [error]

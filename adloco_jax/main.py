@@ -1,6 +1,7 @@
 """The command line `adloco COMMAND`, with the commands `train` and `plan`.
 
-Each other command is a function in `adloco_jax.cli`, which is imported when the command is called.
+Every other command is a function in `adloco_jax.cli`. Its module is imported only when the command
+is called.
 """
 
 import contextlib
@@ -73,17 +74,20 @@ def command() -> NoReturn:
     """Run `main` as the main program of a process, and exit with the code that it returns."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # a closed stream is None
-        # A character that the output's encoding lacks must not end the command.
+        # A character that the encoding of the output lacks must not end the command with an error.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
     sys.unraisablehook = _unraisablehook
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
         code = main()
-    except Exception:  # deliberately broad: prints what Python prints, whose exit JAX may block
+    # Deliberately broad: this prints the traceback that Python would print. Python must not end the
+    # process by itself, because JAX may block its exit.
+    except Exception:
         print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
-    processes = sys.modules.get("adloco_jax.run.processes")  # not imported after an early error
+    # The module is not imported if an error ended the command early.
+    processes = sys.modules.get("adloco_jax.run.processes")
     together = processes is None or processes.all_end()
     # A library that ran out of files or memory may leave a thread that never ends.
     if code == ResourceError.exit_code or not together:
@@ -95,20 +99,23 @@ def command() -> NoReturn:
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Hide an error of Orbax after a failed checkpoint; the failure itself is reported."""
+    """Hide an error that Orbax prints when it cleans up after a failed checkpoint.
+
+    The failure of the checkpoint itself is reported elsewhere.
+    """
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line.
+    """Run a command line, and return the exit code.
 
     Args:
       argv: Arguments without the program's name. None: the arguments of the process.
 
     Returns:
-      The exit code: 0 after success, the error's code after a `UserError` (its message is on
-      stderr), 130 after an interrupt.
+      0 after success, and 130 after an interrupt. After a `UserError`, whose message is printed to
+      stderr, the exit code of its class.
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -122,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error.filename}: {error.strerror}; name another", file=sys.stderr)
         return ConfigError.exit_code
     except (OSError, MemoryError, RuntimeError) as error:
-        # These are limits of the machine. A RuntimeError is one only if JAX's memory is exhausted.
+        # These errors mean that the machine lacks something. A RuntimeError means this only if the
+        # memory that JAX may use is exhausted.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(f"out of resources: {reason(error)}", file=sys.stderr)
@@ -130,7 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Run the command that the words name, or print the overview or the version."""
+    """Run the command that the first word names, and return the exit code.
+
+    Without a command, print an overview or the version. If the first word is an option, the command
+    is `train`.
+    """
     first, *words = argv or ["--help"]
     if first in ("-h", "--help"):
         print(_overview())
@@ -158,8 +170,12 @@ def _run(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Hide messages of JAX and XLA about missing devices and about full devices."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which looks for devices
+    """Hide what JAX and XLA print about devices, as long as the `with` block runs.
+
+    They warn that devices are missing, or that a program needs more memory than a device has. Both
+    are expected when a run is planned for devices that are not here.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # set before JAX is imported, because JAX looks for devices
     sys.stderr.flush()
     python, native = sys.stderr, os.dup(2)
     with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "w", buffering=1) as real:
@@ -174,10 +190,10 @@ def _without_native_messages() -> Iterator[None]:
 
 
 def _require_devices() -> None:
-    """Check that the devices that JAX_PLATFORMS names exist on this machine.
+    """Check that JAX can use the devices that the environment variable JAX_PLATFORMS names.
 
     Raises:
-      ConfigError: If they do not exist.
+      ConfigError: If JAX cannot use them on this machine.
     """
     if not (wanted := os.environ.get("JAX_PLATFORMS")):
         return
@@ -193,7 +209,10 @@ def _require_devices() -> None:
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:
-    """Suggest what to write if the first word of the command line is not a command."""
+    """Suggest a command line to a user whose first word is not a command.
+
+    The word may be the folder of a run, the name of a config, or a misspelt command.
+    """
     if is_run(word):
         return f"write: adloco report {word}"
     with contextlib.suppress(ConfigError):
@@ -217,7 +236,7 @@ def _overview() -> str:
 
 
 def _train(argv: Sequence[str], *, is_plan: bool) -> int:
-    """Run the command `train` or `plan`, or print its options."""
+    """Run the command `train` or `plan`, or print its options; return the exit code."""
     if is_plan and argv and argv[-1] == "--device":
         from adloco_jax.run.machines import kinds
 
@@ -236,7 +255,7 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
             "with less, JAX aborts while it starts its threads"
         )
     logging.set_verbosity(logging.FATAL)  # errors that libraries log are also raised
-    varying = ("--coordinator=", "--num_processes=", "--process_id=")  # between processes
+    varying = ("--coordinator=", "--num_processes=", "--process_id=")  # processes may differ here
     shared = [word for word in argv if not word.startswith(varying)]
     command_line = without_secrets(shlex.join(["adloco", "train", *shared]))
     _execute(options, path, made, command_line, is_plan=is_plan)
@@ -244,9 +263,9 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Parse the options of `train` or `plan`; config values stay text.
+    """Parse the options of `train` or `plan`; return them, and the words that are no known options.
 
-    Also return the words that are not options.
+    The values of `--config.KEY` options stay text.
     """
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # options may stand between other words
@@ -264,15 +283,18 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
 
 
 def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
-    """Load a config file and apply the overrides of the command line.
+    """Load a config file, and set the keys that the command line gives; return path and config.
 
-    A ConfigError lists all faults at once.
+    Raises:
+      ConfigError: If the file, a word of the command line, or the resulting config has a fault. The
+        message lists all faults.
     """
     faults = [_unknown(word, options) for word in words]
     for folder in (options.config, options.workdir if options.config is None else None):
         if folder and is_run(folder):
             raise ConfigError(f"{folder}: a run; to resume it write: {recorded_command(folder)}")
-    path, made, is_loaded = Path(), config.default_config(), False  # to check without a file
+    # If the file cannot be loaded, the command line is checked with the default config.
+    path, made, is_loaded = Path(), config.default_config(), False
     try:
         path = config.find_config(options.config)
         made, is_loaded = config.load_config(path, "get_config", ConfigDict), True
@@ -280,7 +302,8 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
         faults.insert(0, str(error))
     values = {key: options[f"config.{key}"].value for key in KNOBS}
     if values["data.path"] is not None or values["data.source"] is not None:
-        # With another text, the config's settings of its own data set do not apply.
+        # The command line names another text. So the settings with which the config file selects
+        # its own data set do not apply.
         defaults = {key: KNOBS[key].default for key in _OF_A_DATA_SET}
         values |= {key: defaults[key] for key in defaults if values[key] is None}
     for key, text in values.items():
@@ -300,7 +323,7 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
 
 
 def _unknown(word: str, options: flags.FlagValues) -> str:
-    """Describe an unknown word of the command line, on one line for the error message."""
+    """Describe on one line what is wrong with a word of the command line that is not known."""
     if key := re.match(r"--?(?:no)?config\.([^=]*)", word):
         if key[1] in KNOBS:
             return f"{key[1]}: no value given; must be {config.allowed(key[1])}"
@@ -315,8 +338,12 @@ def _unknown(word: str, options: flags.FlagValues) -> str:
 def _execute(
     options: flags.FlagValues, path: Path, made: ConfigDict, command_line: str, *, is_plan: bool
 ) -> None:
-    """Train a run, resume it, or print its plan."""
-    from adloco_jax.run import processes  # here, so that a config error is reported at once
+    """Train a run, resume it, or print its plan.
+
+    If the run is already finished, nothing is trained, and its table and report are made again.
+    """
+    # Imported only here, so that an error in the config is reported before JAX is imported.
+    from adloco_jax.run import processes
     from adloco_jax.run.plan import plan
     from adloco_jax.run.resume import changes, finished
     from adloco_jax.study import report
@@ -354,7 +381,13 @@ def _execute(
 
 
 def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
-    """Print the plan of a run for described devices, and save it if that is asked for."""
+    """Print the plan of a run for the devices that `device` names, such as `h100x8`.
+
+    With `save`, the plan is also written to this file, as JSON.
+
+    Raises:
+      ResourceError: If the run does not fit on the devices.
+    """
     from adloco_jax.run.device_plan import device_plan
 
     lines, record = device_plan(made, device)

@@ -1,1 +1,1 @@
-"""The configs of the package. Your config can start from one by importing it from here."""
+"""The configs of the package. Your own config can import one from here and change some settings."""

@@ -1,9 +1,9 @@
-"""AdLoCo against DiLoCo at small size: five variants, three seeds, real text, no download.
+"""AdLoCo compared with DiLoCo at small size: five variants, three seeds, real text, no download.
 
 Command:   adloco compare compare_quick --processes 2
 Hardware:  two CPU cores, under 20 minutes
 Model:     a Llama of 75,600 parameters that reads bytes; four workers
-Text:      the standard library of the running Python
+Text:      the standard library of the Python that runs the command
 Results:   docs/published.md
 """
 
@@ -12,15 +12,16 @@ from ml_collections import ConfigDict
 from adloco_jax.config import default_config
 from adloco_jax.study.compare import Comparison
 
-# Averages instead of DiLoCo's Nesterov momentum: better here, because rounds are long and few.
+# The outer step takes the average of the workers. DiLoCo's Nesterov momentum was worse here,
+# because rounds are long and few.
 AVERAGE = {"outer.tx": "sgd", "outer.learning_rate": 1.0}
 
 ADLOCO = {
     **AVERAGE,
-    "ensemble.num_trainers": 4,  # one worker each: the first round communicates nothing
+    "ensemble.num_trainers": 4,  # each has one worker, so the first round communicates nothing
     "batching.test": "norm",
-    "batching.eta": 0.15,  # the paper's 0.8 hardly grows within a run this short
-    "batching.smoothing": 0.5,  # a run of a few long rounds has few tests to average
+    "batching.eta": 0.15,  # with the paper's 0.8, batches hardly grow in a run as short as this
+    "batching.smoothing": 0.5,  # less than 0.9, because few long rounds have few tests to average
     "batching.max_growth": 6,
     "batching.growth": ("rounds", "batch"),
     "batching.batch_cap": 4,
@@ -28,15 +29,16 @@ ADLOCO = {
     "merge.policy": "worst_with_worst",
     "merge.every_rounds": 1,
     "merge.width": 4,
-    # From random weights, trainers are soon too far apart to be averaged. Then the trainer with
-    # the largest requested batch stays.
+    # Trainers that start from random weights are soon too far apart to be averaged, and their merge
+    # is refused. Then only the trainer with the largest requested batch stays in the run.
     "merge.max_barrier": 0.0,
     "merge.on_refusal": "retire",
     "num_tokens": 8_000_000,
 }
 
-# Chosen on seed 0 (docs/LOG.md) among batches 4, 8 and 16, 100 to 2,640 steps, rates 2e-3 and 4e-3,
-# Nesterov and averages: it needs fewer communications than 800 steps, and fewer tokens than 1,600.
+# DiLoCo was tuned on seed 0 (docs/LOG.md) over batches of 4, 8 and 16 sequences, rounds of 100 to
+# 2,640 steps, learning rates 2e-3 and 4e-3, and Nesterov or averages. The choice of 1,200 steps
+# needs fewer communications than 800 steps, and fewer tokens than 1,600 steps.
 TUNED = {**AVERAGE, "inner.steps_per_round": 1200, "num_tokens": 6_100_000}
 
 RAMP = {
@@ -48,7 +50,7 @@ RAMP = {
 
 
 def batch(size: int) -> dict[str, object]:
-    """A fixed batch per worker."""
+    """Return settings that fix the batch of each worker at `size` sequences."""
     return {
         "batching.initial_batch_size": size,
         "batching.max_batch_size": size,
@@ -58,9 +60,12 @@ def batch(size: int) -> dict[str, object]:
 
 
 def get_base() -> ConfigDict:
-    """DiLoCo with the batch, workers and steps that AdLoCo begins with."""
+    """Return the config that all variants change: DiLoCo with AdLoCo's initial sizes.
+
+    The sizes are the batch, the number of workers and the steps of a round.
+    """
     config = default_config()
-    config.num_rounds = 100_000  # tokens end the runs
+    config.num_rounds = 100_000  # more than a run needs: the number of tokens ends a run
     config.num_tokens = 4_900_000
 
     config.model.width = 48
@@ -76,7 +81,7 @@ def get_base() -> ConfigDict:
     config.ensemble.num_trainers = 1
     config.ensemble.num_workers = 4
     config.inner.steps_per_round = 440
-    config.inner.learning_rate = 2e-3  # better than 4e-3 for small batches and long rounds
+    config.inner.learning_rate = 2e-3  # with small batches and long rounds better than 4e-3
     config.inner.weight_decay = 0.0
     config.batching.test = "constant"
     config.batching.initial_batch_size = 4
@@ -89,7 +94,10 @@ def get_base() -> ConfigDict:
 
 
 def get_comparison() -> Comparison:
-    """The comparison: its variants, seeds and target losses."""
+    """Return the comparison: its variants, its seeds, and the losses for which costs are compared.
+
+    The cost of a variant is what its runs spend until they reach such a loss.
+    """
     return Comparison(
         base=get_base(),
         variants={

@@ -1,9 +1,9 @@
-"""Plain data-parallel AdamW on the quickstart's model and text: one synchronisation per update.
+"""Plain data-parallel AdamW with the quickstart's model and text: workers synchronise each update.
 
 Command:   python -m adloco_jax.main --config configs/data_parallel.py
 Hardware:  two CPU cores
-Source:    docs/algorithm.md, 1: after one inner SGD step at learning rate 1 the pseudo-gradient is
-           the mean gradient of all workers; the outer AdamW applies it
+Source:    docs/algorithm.md, section 1. A round is one inner SGD step with learning rate 1. So the
+           pseudo-gradient is the mean gradient of all workers, and the outer AdamW applies it.
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +12,10 @@ from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:
-    """The quickstart as one trainer whose rounds are single updates, with as many updates."""
+    """Return the quickstart's config, changed to one trainer whose rounds have one update each.
+
+    The number of rounds is larger, so that the run makes as many updates as the quickstart.
+    """
     config = quickstart.get_config()
     config.ensemble.num_trainers = 1  # this trainer owns all workers
     config.batching.test = "constant"

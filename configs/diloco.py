@@ -1,4 +1,4 @@
-"""DiLoCo on the quickstart's model and text: one trainer, a fixed batch, no merges.
+"""DiLoCo with the quickstart's model and text: one trainer, a fixed batch, no merges.
 
 Command:   python -m adloco_jax.main --config configs/diloco.py
 Hardware:  two CPU cores
@@ -11,7 +11,7 @@ from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:
-    """The quickstart without AdLoCo's additions to DiLoCo."""
+    """Return the quickstart's config without what AdLoCo adds to DiLoCo."""
     config = quickstart.get_config()
     config.ensemble.num_trainers = 1  # this trainer owns all workers
     config.batching.test = "constant"

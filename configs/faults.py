@@ -1,10 +1,10 @@
-"""The run on which scripts/faults.py tests crashes and damage: all mechanisms in a few seconds.
+"""The run with which scripts/faults.py tests crashes and damage: all mechanisms in a few seconds.
 
 Command:   python -m adloco_jax.main --config configs/faults.py
 Hardware:  two CPU cores
 Shows:     workers that join, growth, accumulation, a merge, evaluation after every second round,
            a checkpoint after every round
-Expected:  six seconds with a warm compilation cache, four of them training
+Expected:  six seconds, four of them training, if all programs are in the compilation cache
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +13,7 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """A Llama of 9,000 parameters, trained for six rounds."""
+    """Return the config of a Llama of 9,000 parameters, which is trained for six rounds."""
     config = default_config()
     config.num_rounds = 6
 
@@ -35,10 +35,10 @@ def get_config() -> ConfigDict:
     config.inner.steps_per_round = 2
     config.inner.learning_rate = 1e-3
 
-    config.batching.eta = 0.1  # strict: batches grow at once
+    config.batching.eta = 0.1  # so small that batches grow from the first round on
     config.batching.initial_batch_size = 4
     config.batching.max_batch_size = 4
-    config.batching.buckets = (4,)  # few programs, each takes half a second to trace
+    config.batching.buckets = (4,)  # one size, because each program takes half a second to trace
     config.batching.batch_cap = 12
 
     config.merge.every_rounds = 3

@@ -1,14 +1,15 @@
 """MicroLlama on C4, the experiment of the AdLoCo paper.
 
 Command:   python -m adloco_jax.main --config configs/microllama.py
-           (model, tokenizer and text come from the Hugging Face hub; for your own files add
-           --config.model.init_from=FOLDER --config.data.path='c4/en/*.json.gz'
-           --config.data.tokenizer=FILE, see docs/guides/data.md)
-Hardware:  one 80 GB GPU, no override; docs/guides/renting.md has its plan
+           The model, the tokenizer and the text come from the Hugging Face hub. For your own files
+           add --config.model.init_from=FOLDER --config.data.path='c4/en/*.json.gz'
+           --config.data.tokenizer=FILE (see docs/guides/data.md)
+Hardware:  one GPU of 80 GB, without other options; docs/guides/renting.md has the plan of the run
 Model:     304.6 M parameters, from keeeeenw/MicroLlama
-Data:      200,000 rows of C4, prepared once in a few minutes; the paper's 3.6 M by
+Data:      200,000 rows of C4, prepared once in a few minutes. The paper has 3.6 M rows:
            --config.data.num_sequences=3600000
-Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; each departure is marked DEPARTURE
+Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1. Comments with DEPARTURE mark
+           settings that differ from the paper.
 """
 
 from ml_collections import ConfigDict
@@ -17,11 +18,11 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """The settings of the paper's experiment."""
+    """Return the settings of the paper's experiment."""
     config = default_config()
-    config.num_rounds = 20  # table A.2, outer steps
+    config.num_rounds = 20  # table A.2, number of outer steps
 
-    config.model.init_from = "keeeeenw/MicroLlama"  # the sizes below are this model's
+    config.model.init_from = "keeeeenw/MicroLlama"  # the model has the sizes below
     config.model.vocab_size = 32_000
     config.model.width = 1024
     config.model.num_layers = 12
@@ -32,55 +33,64 @@ def get_config() -> ConfigDict:
     config.model.norm_eps = 1e-5
     config.model.rope_theta = 10_000.0
     config.model.dtype = "bfloat16"  # 6.1, mixed precision
-    config.model.loss_chunk = 4  # our choice, sequences: float32 logits take 65 MB each
+    # Our choice, in sequences; the float32 logits of one sequence take 65 MB.
+    config.model.loss_chunk = 4
 
     config.data.source = "hf"
     config.data.path = "allenai/c4"
     config.data.name = "en"
     config.data.heldout_split = "validation"
     config.data.tokenizer = "TinyLlama/TinyLlama-1.1B-step-50K-105b"  # the author's choice
-    config.data.sequence_length = 512  # tokens, as the reference; the paper does not say
+    # In tokens. The paper does not give the length; its code has this one.
+    config.data.sequence_length = 512
     config.data.num_sequences = 200_000  # DEPARTURE: the paper has about 3.6 M
 
     config.ensemble.num_trainers = 4  # table A.2
-    # Table A.2 has "4 nodes per GPU", and 6.1 four GPUs (simulated on one). We read this as a pool
-    # of 4 x 4 workers: each of the four trainers starts with four.
+    # Table A.2 has "4 nodes per GPU", and section 6.1 has four GPUs (simulated on one GPU). We take
+    # this as a pool of 4 x 4 workers: each of the four trainers starts with four workers.
     config.ensemble.num_workers = 16
 
-    # Table A.2. DEPARTURE: the paper counts micro-batches, so accumulation reduces its updates per
-    # round.
+    # Table A.2. DEPARTURE: we count updates. The paper counts micro-batches, so its rounds have
+    # fewer updates if gradients are accumulated.
     config.inner.steps_per_round = 200
     config.inner.tx = "adamw"
-    config.inner.learning_rate = 2e-5  # table A.2; chosen there for trained weights
-    config.inner.warmup_updates = 0  # the paper names none
-    config.inner.schedule = "constant"  # the paper names none
-    config.inner.weight_decay = 0.1  # 6.1
-    config.inner.state = "keep"  # DEPARTURE, as DiLoCo: the reference resets AdamW every round
+    config.inner.learning_rate = 2e-5  # table A.2, chosen by the paper for trained weights
+    config.inner.warmup_updates = 0  # the paper names no warm-up
+    config.inner.schedule = "constant"  # the paper names no schedule
+    config.inner.weight_decay = 0.1  # section 6.1
+    # DEPARTURE, as in DiLoCo. The paper's code resets the state of AdamW in every round.
+    config.inner.state = "keep"
 
-    config.outer.tx = "sgd"  # table A.2, and the one case of its theorems
+    config.outer.tx = "sgd"  # table A.2; the paper's theorems hold only for this optimizer
     config.outer.learning_rate = 0.5  # table A.2
 
-    config.batching.test = "norm"  # eq. 10; the code that the paper ships runs the augmented test
-    # DEPARTURE: the paper's plug-in signal stops growth by itself (docs/algorithm.md, 2).
+    config.batching.test = "norm"  # eq. 10; the paper's code uses the augmented test instead
+    # DEPARTURE: the paper's biased (plug-in) estimate of the signal stops growth by itself
+    # (docs/algorithm.md, section 2).
     config.batching.mode = "unbiased"
-    config.batching.scope = "trainer"  # DEPARTURE: eq. 10 tests each worker alone
+    config.batching.scope = "trainer"  # DEPARTURE: eq. 10 tests each worker by itself
     config.batching.eta = 0.8  # table A.2
-    # DEPARTURE, relevant to other values of batching.test: the paper's 0.01 and 0.3 work only with
-    # the reference's scaling errors (docs/algorithm.md, 2).
+    # DEPARTURE. The next two settings matter only for other values of batching.test. The paper's
+    # values, 0.01 and 0.3, work only with the scaling errors in its code (docs/algorithm.md,
+    # section 2).
     config.batching.vartheta = 0.9
     config.batching.nu = 1.0
     config.batching.initial_batch_size = 1  # table A.2
-    config.batching.max_batch_size = "auto"  # what the device holds; the paper does not say
+    # As many sequences as the device holds. The paper does not give the number.
+    config.batching.max_batch_size = "auto"
     config.batching.batch_cap = 1024  # DEPARTURE: the paper has no cap
-    config.batching.max_growth = 4  # DEPARTURE: the paper's request may grow by any factor
+    config.batching.max_growth = 4  # DEPARTURE: in the paper a batch may grow by any factor
 
-    config.switch.mode = "threshold"  # DEPARTURE: the reference waits for the last trainer
+    # DEPARTURE: the threshold applies from the first round on. In the paper's code it applies only
+    # when a single trainer is left.
+    config.switch.mode = "threshold"
     config.switch.multiplier = 2  # table A.2
 
-    config.merge.policy = "worst_with_worst"  # algorithm of the paper
-    config.merge.every_rounds = 3  # table A.2; the code that the paper ships has 2
+    config.merge.policy = "worst_with_worst"  # the algorithm of the paper
+    config.merge.every_rounds = 3  # table A.2; the paper's code has 2
     config.merge.width = 2
 
-    config.eval.every_rounds = 1  # DEPARTURE: 6.1 evaluates every 10 steps, within a round
+    # DEPARTURE: section 6.1 evaluates after every 10 steps, and so also within rounds.
+    config.eval.every_rounds = 1
     config.eval.num_sequences = 256  # our choice
     return config

@@ -1,13 +1,13 @@
-"""The recommended method for your own text: one worker starts, others join with gradient noise.
+"""The recommended method for your own text: one worker starts, more join as gradient noise grows.
 
 Command:   python -m adloco_jax.main --config configs/recommended.py
            --config.data.path='texts/*.jsonl.gz' --config.data.tokenizer=TOKENIZER
-Hardware:  one GPU or more; `adloco plan` shows memory and communication first.
-           configs/recommended_quick.py shows the same on a CPU
-Model:     a Llama of 35.2 M parameters with 32,000 tokens; replace it by your own model with
-           its own learning rate
+Hardware:  one GPU or more; before you train, `adloco plan` shows the memory and communication.
+           configs/recommended_quick.py shows the method on a CPU
+Model:     a Llama of 35.2 M parameters with a vocabulary of 32,000 tokens. Replace it by your own
+           model, with a learning rate for that model.
 Expected:  not run at this size; docs/RESULTS.md has results of these settings at 0.08 M parameters
-See also:  docs/choosing.md says when another method is the better choice
+See also:  docs/choosing.md says when another method is a better choice
 """
 
 from ml_collections import ConfigDict
@@ -16,10 +16,13 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """One trainer whose pool of eight workers grows; data.path is left to the command line."""
+    """Return a config with one trainer, which starts with one of its eight workers.
+
+    The command line must set `data.path` and `data.tokenizer`.
+    """
     config = default_config()
-    config.num_rounds = 1_000_000  # tokens end the run
-    config.num_tokens = 704_000_000  # 20 for each parameter
+    config.num_rounds = 1_000_000  # more than a run needs: the number of tokens ends the run
+    config.num_tokens = 704_000_000  # 20 tokens for each parameter
 
     config.model.vocab_size = 32_000
     config.model.width = 384
@@ -31,29 +34,35 @@ def get_config() -> ConfigDict:
     config.model.dtype = "bfloat16"
 
     config.data.source = "jsonl"
-    config.data.path = ""  # set it: JSON lines with a "text", or see docs/guides/data.md
-    config.data.tokenizer = ""  # set it: a tokenizer.json, a *.model, or a hub name
+    # To be set: files of JSON lines with a field "text". docs/guides/data.md has other kinds.
+    config.data.path = ""
+    config.data.tokenizer = ""  # to be set: a tokenizer.json, a *.model, or a name on the hub
     config.data.sequence_length = 512  # tokens
 
     config.ensemble.num_trainers = 1
-    config.ensemble.num_workers = 8  # size of the whole pool
-    config.ensemble.initial_workers = 1  # the noise of the gradient decides when others join
+    config.ensemble.num_workers = 8  # the number of workers when all have joined
+    config.ensemble.initial_workers = 1  # gradient noise decides when the others join
 
-    config.inner.steps_per_round = 220  # as measured; use fewer if links are fast
+    config.inner.steps_per_round = 220  # as in docs/RESULTS.md; use fewer steps if links are fast
     config.inner.learning_rate = 1e-3
     config.inner.warmup_updates = 200
     config.inner.schedule = "constant"  # a falling rate needs outer.tx="nesterov_by_interval"
     config.inner.clip_norm = 1.0
-    config.outer.tx = "nesterov"  # at 0.7 with momentum 0.9, DiLoCo's
-    config.outer.skip_single = True  # Nesterov begins with the second worker
+    config.outer.tx = "nesterov"  # with DiLoCo's learning rate of 0.7 and momentum of 0.9
+    config.outer.skip_single = True  # no outer optimizer before the second worker has joined
 
     config.batching.test = "norm"
-    config.batching.eta = 1.6  # larger: workers join later, fewer tokens and more serial updates
-    config.batching.smoothing = 0.5  # a run of a few dozen rounds has few tests to average
-    config.batching.max_blind_growth = 4  # times the last total batch with a measured signal
-    config.batching.initial_batch_size = 16  # sequences per worker; this stays constant
+    # With a larger eta, workers join later. To reach a loss, the run then needs fewer tokens, but
+    # more updates one after another.
+    config.batching.eta = 1.6
+    # Less than 0.9, because a run of a few dozen rounds has few tests to average.
+    config.batching.smoothing = 0.5
+    # While no signal is measured, the total batch grows to at most 4 times the last one with a
+    # measured signal.
+    config.batching.max_blind_growth = 4
+    config.batching.initial_batch_size = 16  # sequences per worker; this number stays constant
     config.batching.max_batch_size = 16
     config.batching.buckets = (16,)
     config.batching.batch_cap = 16
-    config.merge.policy = "none"  # there is one trainer
+    config.merge.policy = "none"  # there is only one trainer
     return config

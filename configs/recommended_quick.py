@@ -1,10 +1,10 @@
-"""The recommended settings on the quickstart's model and text: workers join with gradient noise.
+"""The recommended method with the quickstart's model and text: more workers join as noise grows.
 
 Command:   python -m adloco_jax.main --config configs/recommended_quick.py
 Hardware:  two CPU cores; no download, no accelerator
 Model:     a Llama of 125,000 parameters that reads bytes
-Shows:     one worker at the start; three more join as the gradient noise grows, and from then on
-           the outer optimizer has momentum
+Shows:     one worker at the start; three more join as the gradient noise grows. When the second
+           worker has joined, the outer optimizer, which has momentum, is used.
 Expected:  about a minute, half of it compilation
 See also:  docs/choosing.md, and the study in docs/RESULTS.md
 """
@@ -15,9 +15,9 @@ from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:
-    """The quickstart's model and text with one trainer whose pool grows."""
+    """Return the quickstart's config, changed to one trainer whose number of workers grows."""
     config = quickstart.get_config()
-    config.num_rounds = 1_000_000  # tokens end the run
+    config.num_rounds = 1_000_000  # more than the run needs: the number of tokens ends the run
     config.num_tokens = 1_000_000
 
     config.ensemble.num_trainers = 1
@@ -25,15 +25,17 @@ def get_config() -> ConfigDict:
     config.ensemble.initial_workers = 1
 
     config.inner.steps_per_round = 60
-    config.outer.tx = "nesterov"  # at 0.7 with momentum 0.9, DiLoCo's
+    config.outer.tx = "nesterov"  # with DiLoCo's learning rate of 0.7 and momentum of 0.9
     config.outer.learning_rate = 0.7
-    config.outer.skip_single = True  # Nesterov begins with the second worker
+    config.outer.skip_single = True  # no outer optimizer before the second worker has joined
 
-    config.batching.eta = 1.6  # a worker joins when the noise requires more sequences
-    config.batching.smoothing = 0.5  # a short run has few tests to average
-    config.batching.max_blind_growth = 4  # times the last total batch with a measured signal
-    config.batching.max_batch_size = 4  # the pool grows, not the batch
+    config.batching.eta = 1.6  # workers join when the noise requires more sequences for an update
+    config.batching.smoothing = 0.5  # less than 0.9, because a short run has few tests to average
+    # While no signal is measured, the total batch grows to at most 4 times the last one with a
+    # measured signal.
+    config.batching.max_blind_growth = 4
+    config.batching.max_batch_size = 4  # the number of workers grows, not the batch of a worker
     config.batching.buckets = (4,)
     config.batching.batch_cap = 4
-    config.merge.policy = "none"  # there is one trainer
+    config.merge.policy = "none"  # there is only one trainer
     return config

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: half of the parameters are sent at a time, while workers continue training.
+"""Streaming DiLoCo: half of the parameters is sent at a time, while the workers continue to train.
 
 Command:   python -m adloco_jax.main --config configs/streaming_diloco.py
 Hardware:  two CPU cores
@@ -11,9 +11,11 @@ from adloco_jax.configs import diloco
 
 
 def get_config() -> ConfigDict:
-    """DiLoCo whose parameters are synchronised in two fragments."""
+    """Return the config of DiLoCo, changed so that parameters are synchronised in two fragments."""
     config = diloco.get_config()
-    config.outer.fragments = 2  # each one layer and every second row; the paper's: 3 layers
+    # A fragment has one of the two layers, and every second row of the other parameters. In the
+    # paper a fragment has three layers.
+    config.outer.fragments = 2
     config.outer.delay_updates = 1
     config.outer.mixing = 0.5
     return config

@@ -1,4 +1,7 @@
-"""Small commands on configs, runs and models; a command imports its modules when it is called."""
+"""Small commands on configs, runs and models.
+
+A command imports the modules that it needs when it is called, so that other commands start quickly.
+"""
 
 import argparse
 import ast
@@ -27,7 +30,10 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Write the report on some runs and print its path; with --watch repeat until the runs end."""
+    """Write a report on runs, and print the path of the report.
+
+    With `--watch` the report is written again and again until the runs end.
+    """
     from adloco_jax.study.report import watch, write
 
     if options.out is None and len(options.run) > 1:
@@ -41,7 +47,7 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 
 def export(options: argparse.Namespace, command: str) -> None:
-    """Turn a checkpoint of a run into a folder that `transformers` loads."""
+    """Write the model in a checkpoint of a run to a folder that `transformers` can load."""
     from adloco_jax import hf
     from adloco_jax.run.build import build_network
     from adloco_jax.run.export import read_trained
@@ -60,7 +66,12 @@ def export(options: argparse.Namespace, command: str) -> None:
 
 
 def gradients(options: argparse.Namespace, command: str) -> None:
-    """Measure the gradients at a checkpoint of a run, and print noise, signal and scatter."""
+    """Measure gradients at a checkpoint of a run; print their noise, signal and scatter.
+
+    The noise is the total variance of the gradients of single sequences, and the signal is the
+    squared length of their mean. The scatter is the distance of the gradients of random batches
+    from the mean.
+    """
     from adloco_jax.run.machines import here
     from adloco_jax.study.gradients import analyse_run
     from adloco_jax.study.gradients_figure import describe
@@ -74,7 +85,7 @@ def gradients(options: argparse.Namespace, command: str) -> None:
 
 
 def generate(options: argparse.Namespace, command: str) -> None:
-    """Write text with a Llama from a folder in Hugging Face layout, such as a run's export."""
+    """Generate text with a Llama from a folder in Hugging Face layout, such as a run's export."""
     import jax
     import numpy as np
 
@@ -92,7 +103,8 @@ def generate(options: argparse.Namespace, command: str) -> None:
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(model)
-    text = os.fsencode(options.prompt).decode(errors="replace")  # bytes of argv may be no UTF-8
+    # The bytes of a command line need not be UTF-8.
+    text = os.fsencode(options.prompt).decode(errors="replace")
     (ids,) = tokenizer.encode_batch([text])
     prompt = np.concatenate([[tokenizer.eot_id], ids]).astype(np.int32)
     room = network.max_length - len(prompt)

@@ -1,4 +1,7 @@
-"""The command `compare`: run variants with several seeds, and report the cost of each loss."""
+"""The command `compare`: train variants of a run with several seeds, and compare their costs.
+
+A cost is for instance the number of tokens or communications until a run reaches a given loss.
+"""
 
 import argparse
 import contextlib
@@ -25,7 +28,7 @@ from adloco_jax.training import train
 
 
 def compare(options: argparse.Namespace, command: str) -> int:
-    """Make the runs of a comparison that are not finished; then write its tables and figures."""
+    """Train the runs of a comparison that are not finished; then write the tables and figures."""
     path = find_config(options.config)
     comparison = load_config(path, "get_comparison", comparisons.Comparison)
     folder = options.workdir or Path("runs") / path.stem
@@ -49,10 +52,11 @@ def compare(options: argparse.Namespace, command: str) -> int:
         codes = [other.wait() for other in others]
     finally:
         for other in others:
-            other.terminate()  # the process saves and ends after its current round
+            other.terminate()  # the other process saves its run, and ends after the current round
     if options.only_run:
         return 0
-    if not (is_whole or make_runs()):  # another process may have ended since, or stopped
+    # If runs were skipped, they are tried once more: the process that had them may have ended.
+    if not (is_whole or make_runs()):
         print("the other runs are in another process's hands")
         return max(codes, default=0)
     table = comparisons.write(comparison, folder, results_file=options.results)
@@ -74,26 +78,26 @@ def execute(
     command: str = "",
     results_file: Path | None = None,
 ) -> bool:
-    """Make the runs of a comparison that are not finished, one after another.
+    """Train the runs of a comparison that are not finished, one after another.
 
-    Runs that another process is making are skipped, so several processes may share a comparison.
-    The output of a run goes to `output.txt` in its folder. A program that several runs need is
+    Runs that another process is training are skipped, so several processes may share a comparison.
+    What a run prints goes to `output.txt` in its folder. A program that several runs need is
     compiled once, because the compilation cache is enabled.
 
     Args:
       comparison: The comparison, with its variants and seeds.
       folder: The folder of all runs; unfinished runs in it are resumed.
-      on_end: Called for each run with the run, and with True if it was made now, False if it had
-        finished before.
-      command: The command line, which is recorded in the ledgers.
-      results_file: A file to which a line is added for each finished run; the run's folder is then
-        deleted. A run that already has a line is not made again.
+      on_end: Called for each finished run. The second argument is True if the run was trained now,
+        False if it had finished before.
+      command: The command line, which is recorded in the ledgers of the runs.
+      results_file: A file to which a line is added for each finished run; the folder of the run is
+        then deleted. A run that already has a line is not trained again. None: all folders stay.
 
     Returns:
       Whether all runs are finished.
 
     Raises:
-      UserError: From `train`. A second call resumes the comparison.
+      UserError: If a run raises it (`train`). Another call of `execute` resumes the comparison.
     """
     is_whole = True
 
@@ -101,9 +105,9 @@ def execute(
         return results_file is not None and results.key(run) in results.read(results_file)
 
     def keep(run: Trial) -> None:
-        """Write the line of a finished run to the results file, and delete the run's folder.
+        """Write the line of a finished run to the results file, then delete the run's folder.
 
-        If the process is killed between the two steps, another process completes them.
+        If the process is killed after it wrote the line, a later call deletes the folder.
         """
         if results_file is None:
             return
@@ -130,14 +134,14 @@ def execute(
                 continue
             if not has_line(run):
                 raise
-            made = False  # another process has just finished it, and deleted its folder
+            made = False  # another process has just finished the run, and deleted the folder
         keep(run)
         on_end(run, made)
     return is_whole
 
 
 def _train(run: Trial, **how: Any) -> None:
-    """Train a run; its output goes to `output.txt` in the run's folder."""
+    """Train a run; what it prints goes to `output.txt` in the folder of the run."""
     run.workdir.mkdir(parents=True, exist_ok=True)
     path = run.workdir / "output.txt"
     with (

@@ -19,7 +19,9 @@ from adloco_jax.settings import KNOBS
 
 
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the words after a command; `--num_sequences` is the same as `--num-sequences`.
+    """Parse the words after a command; return the options.
+
+    The name of an option may have hyphens or underscores: `--num-rows` or `--num_rows`.
 
     Raises:
       ConfigError: If a word is invalid. The message gives the command to write instead.
@@ -32,7 +34,7 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of one command; an invalid command line gives an error of one line."""
+    """Parses the options of one command; an invalid command line raises an error of one line."""
 
     def __init__(self, command: str, words: Sequence[str]):
         super().__init__(
@@ -44,18 +46,21 @@ class Parser(argparse.ArgumentParser):
         self.subject = self.example = ""
 
     def describe(self, example: str, card: str) -> None:
-        """Set the text that --help prints above the options, and the example that errors show."""
+        """Set the text that --help prints above the options, and an example for error messages."""
         self.example, self.usage, self.description = example, f"{self.prog} {example}", card
 
     def about(self, subject: str, *names: str, text: str, nargs: str = "?") -> None:
-        """Add the main argument of the command, such as RUN; options in `names` can also set it."""
+        """Add the main argument of the command, such as RUN.
+
+        The user gives it as a word, or by one of the options in `names`.
+        """
         self.subject = subject.lower()
         self.add_argument(self.subject, nargs=nargs, metavar=subject, help=text)
         for name in names:
             self.add_argument(name, dest="same", metavar=subject, help=f"same as {subject}")
 
     def option(self, name: str, default: str | float, text: str) -> None:
-        """Add an option; its default value determines its type, and is shown in its help."""
+        """Add an option with a default value, which determines the type and is part of the help."""
         help_text = f"{text}; default: {default!r}"
         self.add_argument(name, type=type(default), default=default, help=help_text)
 
@@ -68,15 +73,19 @@ class Parser(argparse.ArgumentParser):
         self.entries()
 
     def entries(self) -> None:
-        """Add --config: a config file that is run to add a user's own entries to tables.
+        """Add the option --config, for a run that uses entries which a user added to tables.
 
-        The option is needed because no code in the folder of a run is ever executed.
+        An entry is for instance an optimizer. The command executes the config file, which adds the
+        entries. The user must name the file, because code in the folder of a run is never executed.
         """
         text = "the run's config file, if it adds an entry of a table that the run uses"
         self.add_argument("--config", metavar="FILE", help=text)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Find the main argument among the ways to give it; check that the named folders exist."""
+        """Take the main argument from the word or the option that gives it, and check folders.
+
+        The folders of runs must exist. The folder for the output must be empty or missing.
+        """
         if self.subject:
             value, same = getattr(options, self.subject), options.__dict__.pop("same", None)
             given = (value if isinstance(value, list) else [value] * (value is not None)) + (
@@ -85,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             if not given or (len(given) > 1 and not isinstance(value, list)):
                 self.error(f"name {'a' if not given else 'one'} {self.subject}")
             setattr(options, self.subject, given if isinstance(value, list) else given[0])
-            waits = getattr(options, "watch", False)  # the run may begin later
+            waits = getattr(options, "watch", False)  # with --watch the run may begin later
             for name in given if self.subject == "run" and not waits else ():
                 if not os.path.exists(name):
                     self.error(f"{name}: no such folder")
@@ -94,7 +103,11 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"--out {out}: exists already and is not empty; name another folder")
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError that shows the command line to write, with known values filled in."""
+        """Raise a ConfigError with an example of a correct command line.
+
+        What is known replaces words such as RUN in the example: the folder that the user named, or
+        the newest run.
+        """
         named = [word for word in self.words if not word.startswith("-")]
         folders = [word.partition("=")[2] or word for word in self.words]
         found = {
@@ -119,7 +132,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def recorded_command(run: str | Path) -> str:
-    """The command line that started a run, from the run's ledger file."""
+    """Return the command line that started a run, as recorded in the run's ledger file."""
     with open(Path(run) / "ledger.jsonl", encoding="utf-8", errors="replace") as ledger:
         try:
             return str(json.loads(ledger.readline(2**16))["command"])
@@ -128,13 +141,16 @@ def recorded_command(run: str | Path) -> str:
 
 
 def newest_run() -> list[str]:
-    """A list with the newest run folder in `runs/`; empty if there is none."""
+    """Return a list with the folder of the newest run in `runs/`, or an empty list."""
     found = [path for path in Path("runs").glob("*") if is_run(path)]
     return [str(max(found, key=lambda run: run.stat().st_mtime))] if found else []
 
 
 def with_separator(word: str, separator: str) -> str:
-    """Write an option's name with hyphens or underscores: `--num-rows` or `--num_rows`."""
+    """Spell the name of an option with a separator: `--num-rows` or `--num_rows`.
+
+    A word that is not an option is returned unchanged.
+    """
     name, equals, value = word.partition("=")
     spelled = re.sub("[-_]", separator, name[2:])
     return f"--{spelled}{equals}{value}" if name.startswith("--") else word

@@ -1,4 +1,4 @@
-"""The command `prepare`: tokenise text once, into a folder of rows that runs then read."""
+"""The command `prepare`: tokenise text into a folder of rows, which runs can read later."""
 
 import argparse
 import shlex
@@ -17,7 +17,7 @@ _SOURCES = {
     **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
     **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
 }
-# Files that contain text among other data, which a model would learn too.
+# Endings of files that contain other data beside text. A model would learn these data, too.
 _REFUSED = frozenset(
     "html htm xhtml xml xls xlsx ods ipynb feather orc avro npy npz pkl h5 db sqlite zip tar bz2 xz"
     " zst pdf docx odt rtf epub".split()
@@ -25,9 +25,9 @@ _REFUSED = frozenset(
 
 
 def guess_source(path: str) -> str:
-    """Guess the value of `data.source` for a path from the endings of the file names.
+    """Guess which value of `data.source` reads a path, from the endings of the file names.
 
-    The name of a data set on the hub gives the source `hf`.
+    For the name of a data set on the hub the result is `hf`.
 
     Raises:
       ConfigError: If the files are of several kinds, or of a kind that is not plain text.
@@ -48,7 +48,7 @@ def guess_source(path: str) -> str:
             )
         kinds.setdefault(_SOURCES.get(ending, "text"), name)
     if any(name.endswith(".arrow") for name in kinds.values()):
-        return "hf"  # a saved data set, with its descriptions in JSON
+        return "hf"  # a data set that the library `datasets` saved; it also has files in JSON
     if len(kinds) > 1:
         raise ConfigError(
             f"path={path}: files of several kinds ({', '.join(kinds.values())}); give a glob, or"
@@ -62,7 +62,7 @@ def _ending(name: str) -> str:
 
 
 def prepare(options: argparse.Namespace, command: str) -> None:
-    """Make a folder of rows; print what it contains, and the command to train on it."""
+    """Make a folder of rows; print what it contains, and the command that trains on these rows."""
     data = dict(vars(options))
     path, output, source = (data.pop(key) for key in ("source", "output", "kind"))
     if source is None:
