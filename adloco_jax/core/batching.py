@@ -81,8 +81,8 @@ def inner_product_test(
     Args:
       stats: Statistics taken with inner products, of at least four examples per worker. With fewer
         examples the result is NaN.
-      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2 (> 0),
-        where G is the true gradient.
+      vartheta: Allowed ratio of the standard deviation of the inner product <averaged gradient, G>
+        to |G|^2 (> 0), where G is the true gradient.
       num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
       mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes, as the variance of inner
         products, the sample variance of those with the mean gradient, which is biased low.
@@ -125,8 +125,8 @@ def augmented_inner_product_test(
     Args:
       stats: Statistics taken with inner products, of at least four examples per worker. With fewer
         examples the result is NaN.
-      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2 (> 0),
-        where G is the true gradient.
+      vartheta: Allowed ratio of the standard deviation of the inner product <averaged gradient, G>
+        to |G|^2 (> 0), where G is the true gradient.
       nu: Allowed ratio of the orthogonal noise (root mean square) to the norm of G (> 0).
       num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
       mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes, as the variance of inner

@@ -134,7 +134,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
     """Decide how an array of this shape is divided into blocks of at most `SCALE_BLOCK` entries.
 
-    `shape` is without the axis X. The axis that the module docstring describes is divided into
+    `shape` is without the axis X. The axis that may be sharded (module docstring) is divided into
     rows.
     """
     shape = shape or (1,)

@@ -56,7 +56,7 @@ class Boundary(NamedTuple):
 
 
 class Diverged(Exception):
-    """Raised when no trainer is left, because updates of every trainer were not finite."""
+    """Raised when no trainer is left: all were removed, because their updates were not finite."""
 
     def __init__(self, state: State, boundary: Boundary):
         """Keep the state after the failed round, and the round's results in a `Boundary`.

@@ -138,7 +138,7 @@ def count_round(
     num_syncs: int = 1,
     counted: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Control, list[dict[str, int]]]:
-    """Count a round that has ended; return the new host's data and each trainer's costs.
+    """Count a round that has ended; return the host's new data and each trainer's costs.
 
     The costs are a list of dicts in stack order, one for each trainer that ran: its updates,
     tokens, communications (`syncs`) and bytes. They are added to the totals of the run.
@@ -180,7 +180,7 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Count a flush; return the new host's data and the line for the ledger.
+    """Count a flush; return the host's new data and the line for the ledger.
 
     A flush is a synchronisation of all parameters outside a round. Streaming DiLoCo needs it before
     a merge and at the end of a run.

@@ -54,8 +54,8 @@ def with_batch_sizes(
 
     Args:
       control: The host's data about the run, with the round already counted.
-      stats: The gradient statistics that the engine measured, without trainers that were not
-        tested.
+      stats: The gradient statistics that the engine measured. Trainers that were not tested are
+        missing.
       settings: The run's settings.
       trainers: Positions of the trainers that have completed a round. None: all trainers.
 
