@@ -56,8 +56,8 @@ def download(
     Args:
       name: Name of the repository.
       wanted: Patterns of files that are downloaded if they exist.
-      one_of: Patterns of files that replace one another, in order of preference. The files that
-        match the first of these patterns with a match are downloaded.
+      one_of: Patterns of files, in order of preference. The files of one pattern are enough: those
+        of the first pattern that any file of the repository matches are downloaded.
       where: The config's key and value that name the repository, for messages.
       hint: What the error message advises if no file matches a pattern of `one_of`.
 

@@ -254,7 +254,8 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
             f"the process may address {addresses} bytes (ulimit -v), need {_MIN_ADDRESS_BYTES}: "
             "with less, JAX aborts while it starts its threads"
         )
-    logging.set_verbosity(logging.FATAL)  # errors that libraries log are also raised
+    # Libraries log their errors and raise them, too. So the lines of the log are not needed.
+    logging.set_verbosity(logging.FATAL)
     varying = ("--coordinator=", "--num_processes=", "--process_id=")  # processes may differ here
     shared = [word for word in argv if not word.startswith(varying)]
     command_line = without_secrets(shlex.join(["adloco", "train", *shared]))
@@ -268,7 +269,7 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     The values of `--config.KEY` options stay text.
     """
     options = flags.FlagValues()
-    options.set_gnu_getopt(True)  # options may stand between other words
+    options.set_gnu_getopt(True)  # options may stand before, between and after other words
     for define, name, default, text, *limits in _FLAGS:
         define(name, default, text, flag_values=options, **dict(*limits))
     config.define_flags(options)

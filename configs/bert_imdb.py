@@ -8,8 +8,8 @@ Data:      the IMDB reviews (Maas et al. 2011) with labels (0 negative, 1 positi
 Hardware:  one GPU of 24 GB
 Model:     109.5 M parameters, from google-bert/bert-base-uncased with a random classifier. To train
            from random parameters, add --config.model.init_from=''
-Source:    AdLoCo (arXiv 2508.18182) describes only experiments with language models. Settings
-           without a comment are those of its table A.2.
+Source:    AdLoCo (arXiv 2508.18182) describes only experiments with language models. The settings
+           of the method are those of its table A.2, unless a comment says otherwise.
 """
 
 from ml_collections import ConfigDict
@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     config.inner.steps_per_round = 50
     config.inner.learning_rate = 2e-5
     config.inner.warmup_updates = 50  # our choice, after Devlin et al. 2019
-    config.inner.weight_decay = 0.1
+    config.inner.weight_decay = 0.1  # section 6.1
 
     config.outer.tx = "sgd"
     config.outer.learning_rate = 0.5
@@ -57,7 +57,7 @@ def get_config() -> ConfigDict:
     config.batching.eta = 0.8
     # Our choice, because the gradient of a single text says little about two classes.
     config.batching.initial_batch_size = 8
-    config.batching.batch_cap = 256
+    config.batching.batch_cap = 256  # DEPARTURE: the paper has no cap
 
     config.merge.every_rounds = 3
     config.eval.num_sequences = 1000  # texts

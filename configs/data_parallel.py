@@ -1,4 +1,4 @@
-"""Plain data-parallel AdamW with the quickstart's model and text: workers synchronise each update.
+"""Plain data-parallel AdamW with the quickstart's model and text: one synchronisation per update.
 
 Command:   python -m adloco_jax.main --config configs/data_parallel.py
 Hardware:  two CPU cores

@@ -21,7 +21,7 @@ def cache_folder(name: str) -> Path:
     """
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:  # no HOME, and no entry in the list of users
+    except RuntimeError as error:  # neither the variable HOME nor the list of users names a folder
         raise FileNotFoundError(errno.ENOENT, str(error)) from error
     return Path(home) / "adloco_jax" / name
 
@@ -118,7 +118,7 @@ def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
     `entered` holds the folders that were visited, so that a loop of links comes to an end.
     """
     visit = folder.resolve(), tuple(parts)
-    if visit in entered:  # for instance by a link to a parent folder
+    if visit in entered:  # for instance because a link leads to a parent folder
         return
     entered.add(visit)
     part, rest = parts[0], parts[1:]

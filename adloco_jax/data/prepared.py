@@ -218,7 +218,8 @@ class Kept:
     @contextlib.contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
         try:
-            with open(path, "rb") as file, np.load(file) as content:  # compares checksums
+            # Reading also compares the checksums in the file.
+            with open(path, "rb") as file, np.load(file) as content:
                 yield content
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"{path}: damaged ({error}); delete {self._folder}") from error

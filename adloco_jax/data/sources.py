@@ -130,7 +130,7 @@ def _text(row: Record, column: str) -> str:
         raise DataError(f"{row.where}: {column!r} must be a string, have {text!r:.40}")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+    except UnicodeEncodeError as error:  # a string in JSON may have half of a surrogate pair
         raise DataError(f"{row.where}: {column!r} is not Unicode text ({error.reason})") from error
     return text
 
@@ -172,7 +172,7 @@ def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
         folders[:] = [f for f in folders if f.isidentifier() and f not in _TEST_FOLDERS]
         files += [Path(at, name) for name in names if name.endswith(".py")]
     for file in sorted(files, key=Path.as_posix):
-        if file.name == "topics.py":  # pydoc_data: one dict of texts
+        if file.name == "topics.py":  # in the package pydoc_data; the file has one dict of texts
             from pydoc_data.topics import topics
 
             yield from (topics[name] for name in sorted(topics))
@@ -386,7 +386,7 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
       DataError: If the data set lacks a column that the config names.
       Unreachable: If the hub does not answer.
     """
-    import datasets  # heavy, and not every run needs it
+    import datasets  # imported only here, because the import is slow and few runs need it
 
     datasets.disable_progress_bars()
     limits: Any = datasets.config

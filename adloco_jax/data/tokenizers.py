@@ -219,7 +219,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
         else:  # `AutoTokenizer` comes last, because it imports PyTorch if that is installed
             auto = transformers.AutoTokenizer
             tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
-    except Exception as error:  # deliberately broad, because each fault raises another kind
+    except Exception as error:  # deliberately broad, because each fault raises its own class
         reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
         raise DataError(f"data.tokenizer={path}: damaged or no tokenizer ({reason})") from error
     if path.suffix == ".json":

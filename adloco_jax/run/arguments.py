@@ -83,8 +83,8 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
     faults = _unsaved("init_fn: params", drawn)
-    # The name of a leaf is made of its keys in the tree: the export puts "/" between them, Orbax
-    # puts ".".
+    # The name of a leaf consists of its keys in the tree. The export joins the keys by "/", and
+    # Orbax joins them by ".".
     for separator in "/.":
         paths = (path for path, _ in jax.tree.leaves_with_path(drawn))
         names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)

@@ -70,7 +70,8 @@ def connect(
     failure = f"{whose}not all processes connected{f' at {coordinator}' if coordinator else ''}"
 
     def give_up():
-        # JAX's wait cannot be interrupted, and its own timeout would abort with a stack trace.
+        # The wait in JAX cannot be interrupted, and JAX's own time limit would abort this process
+        # with a stack trace.
         print(f"{failure} within {timeout_s} s", file=sys.stderr, flush=True)
         os._exit(ResourceError.exit_code)
 

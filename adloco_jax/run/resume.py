@@ -295,10 +295,10 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # The total number of rounds or tokens may change freely only if earlier rounds do not depend on
-    # it. A decaying schedule of the learning rate depends on it, and a rule for the length of
-    # rounds may. If rounds leave updates of workers unsynchronised, the last round of the run has
-    # synchronised them, so a longer run would have differed in that round.
+    # The length of a run may change freely only if no earlier round depends on the length. A
+    # decaying schedule of the learning rate depends on the length, and a rule for the length of
+    # rounds may. Also, if rounds leave updates of workers unsynchronised, the last round of the run
+    # has synchronised them; in a longer run this round would have left them unsynchronised.
     inner = settings.inner
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
     lasting = lasting and not settings.outer.leaves_unsynchronised

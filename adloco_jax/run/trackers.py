@@ -122,7 +122,8 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
                 run.log(numbers, step=event["round"])
             if event["event"] in _AS_TEXT:
                 # The text is sent without a step, so that W&B adds it to the current step. The line
-                # of a fault may name the next round; with this number, the current step would end.
+                # of a fault may name the next round. If this number were sent as the step, the
+                # current step would end too early.
                 run.log({event["event"]: json.dumps(event)}, commit=False)
 
         yield send
