@@ -47,7 +47,9 @@ def load_data(settings: Settings, commit: str = "") -> Corpus:
         setting `data.revision` (a branch, tag or commit) now leads.
 
     Raises:
-      ConfigError, DataError: See `load_corpus`.
+      ConfigError: If settings contradict one another, or the model lacks ids of the tokenizer.
+      DataError: If files are missing or damaged, or contain too little text.
+      ResourceError: If the hub does not answer.
     """
     return load_corpus(settings, num_classes=class_count(settings), commit=commit)
 
@@ -284,6 +286,19 @@ def program_spec(
 
     The number of devices that share one worker's parameters is computed here, unless it is
     configured.
+
+    Args:
+      settings: The run's settings.
+      init_fn: Draws the parameters of one model; here only their shapes are computed.
+      loss_fn: The loss of one model.
+      row_length: Number of integers in the longest row.
+      num_classes: Number of classes of labelled rows; None if rows have no labels.
+      machine: The devices to compile for.
+      inner_tx: The workers' optimizer, if it is not the one that `inner.tx` names.
+      outer_tx: The trainers' optimizer, if it is not the one that `outer.tx` names.
+
+    Raises:
+      ConfigError: If `ensemble.model_shards` does not divide the number of devices.
     """
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)

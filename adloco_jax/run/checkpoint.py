@@ -234,7 +234,7 @@ def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
 
     Args:
       checkpoint: The checkpoint's folder.
-      formats: Formats that are accepted.
+      formats: Numbers of the checkpoint formats that are accepted.
 
     Raises:
       Damaged: If a file is missing, not a regular file, or has changed. The message names the file.
@@ -259,7 +259,7 @@ def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dic
 
     Args:
       checkpoint: The checkpoint's folder.
-      formats: Formats that are accepted.
+      formats: Numbers of the checkpoint formats that are accepted.
 
     Raises:
       Damaged: If the manifest is missing or has changed.
@@ -348,7 +348,9 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
 
 
 def read_params(checkpoint: Path, template: PyTree) -> PyTree:
-    """Read only the trainers' parameters of a verified checkpoint in one of the `EXPORTED` formats.
+    """Read only the trainers' parameters from a verified checkpoint.
+
+    The checkpoint may have any of the formats in `EXPORTED`, and so be of an older version.
 
     Args:
       checkpoint: The checkpoint's folder.
@@ -406,9 +408,9 @@ def shapes(tree: PyTree) -> dict[str, str]:
 
 
 def _fields(state: PyTree) -> dict[str, PyTree]:
-    """Return the fields of a dataclass that hold arrays, except those that are None.
+    """Return the fields of a dataclass that contain arrays; leave out fields that are None.
 
-    The key is the name of the field.
+    In the result the key is the name of the field.
     """
     fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
     named = {name: getattr(state, name) for name in fields}

@@ -62,7 +62,7 @@ class Tried(NamedTuple):
 
 
 class NothingFits(ResourceError):
-    """Error: no way to run the workers (mode) lets the run fit in the memory of a device."""
+    """Error: the run does not fit in a device's memory in any mode (way to run the workers)."""
 
     def __init__(self, tried: list[Tried]):
         super().__init__(tried[-1].fault)
@@ -209,10 +209,11 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
 def program_peaks(
     settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
 ) -> dict[str, Peak]:
-    """Return the memory that each program of a run needs on a device, with a given micro-batch.
+    """Compile the programs of a run for a micro-batch; return the memory that each one needs.
 
-    The programs are compiled. The key in the result is the name of a program. The result has also
-    the entries of `moves`: the memory of merges and joins, which no micro-batch changes.
+    This is the memory of one device. In the result the key is the name of the program. The result
+    also has the entries of `moves`: the memory that merges and joins need, which does not depend on
+    the micro-batch.
     """
     spec, control = programs.spec, start(settings, size, whole_pool=True)
     owners, trainers = tuple(control.owners), range(len(control.trainers))
@@ -272,8 +273,9 @@ def first_keys(
 ) -> list[ProgramKey]:
     """List the keys of the programs of a round in which all trainers have the same micro-batch.
 
-    With `accumulates`, the list has also the keys of a round in which all trainers accumulate the
-    gradients of two micro-batches for each update.
+    A key (`ProgramKey`) has the kind of a program, and the sizes for which it is compiled. `size`
+    is the micro-batch in sequences. With `accumulates`, the list has also the keys of a round in
+    which all trainers accumulate the gradients of two micro-batches for each update.
     """
     keys = []
     for count in (1, 2) if accumulates else (1,):

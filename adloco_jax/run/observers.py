@@ -119,7 +119,7 @@ class Recorder:
         return round(time.perf_counter() - self.start_s, 3)
 
     def write_memory(self, control: Control) -> None:
-        """Write the peak memory of this process so far to the ledger."""
+        """Write to the ledger the peak memory of this process and of its devices so far."""
         peaks = measured_peaks(self.engine.programs.spec.machine.local_devices)
         self.ledger.write("memory", round=control.round, **peaks)
 
@@ -186,10 +186,10 @@ class Evaluator:
         recorder.show(state, boundary)
 
     def consensus(self, state: State, *, record: bool = False) -> None:
-        """Choose the consensus model, measure its held-out loss, and keep both.
+        """Choose the consensus model (the best trainer or the average), and measure its loss.
 
-        The parameters are kept in this object, the loss in the recorder. With `record`, the loss is
-        also written to the ledger.
+        This object keeps the parameters of the model, and the recorder keeps the held-out loss.
+        With `record`, the loss is also written to the ledger.
         """
         engine = self.recorder.engine
         self.params, source = evaluate.consensus(
@@ -285,7 +285,7 @@ class Checkpoints:
 
 
 def compile_fields(compiled: Compiled) -> dict:
-    """Return the fields of the ledger's `compile` line that describes a compilation."""
+    """Return the fields of the line that the ledger has for a compilation (the event `compile`)."""
     return {
         "key": str(compiled.key),
         "seconds": round(compiled.seconds, 3),

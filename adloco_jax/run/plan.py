@@ -62,7 +62,7 @@ def plan(
       name what only the run itself can check.
 
     Raises:
-      UserError: See `check_inputs`.
+      UserError: If a check fails; `check_inputs` lists the cases.
     """
     settings = validate(config)
     folder = None if workdir is None else Path(workdir)
@@ -140,7 +140,9 @@ def require_memory(settings: Settings, machine: Machine) -> None:
 def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
     """Describe a run in at most four lines, which are printed when the run starts.
 
-    The lines name the model, the trainers, the batches and, for Streaming DiLoCo, the fragments.
+    The lines describe the model, the trainers, the batches and, for Streaming DiLoCo, the fragments
+    of the parameters. `max_batch` is the largest micro-batch in sequences; None if it is not known
+    yet.
     """
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
@@ -309,8 +311,9 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
 def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[ProgramKey]:
     """List the keys of all programs that a run can need while its trainers have equal sizes.
 
-    `control` says which workers belong to each trainer, and the largest micro-batch. The last key
-    is that of the program which evaluates models.
+    A key (`ProgramKey`) has the kind of a program, and the sizes for which it is compiled.
+    `control` says which workers belong to each trainer, and what the largest micro-batch is. The
+    last key is the key of the program that evaluates models.
     """
     batching, max_batch, keys = settings.batching, control.max_batch_size, []
     for size in (size for size in batching.buckets if size <= max_batch):
