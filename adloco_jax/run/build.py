@@ -351,7 +351,7 @@ def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> S
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The data of a run that stay the same from its first round to its last, after failures, too.
+    """The data of a run that stay the same from its first round to its last, even if rounds fail.
 
     If a round fails, for instance because memory is exhausted, the run begins another attempt. It
     continues from the newest checkpoint, with the same data.
