@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import runpy
 import signal
 import sys
 import time
@@ -18,8 +19,10 @@ from toy_runs import events, run
 from adloco_jax.elastic import cluster, learner
 from adloco_jax.elastic.cluster import Outcome
 from adloco_jax.errors import ConfigError
+from adloco_jax.training import train
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
 import chaos  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -313,3 +316,31 @@ def test_a_later_learner_that_differs_is_lost_and_the_run_goes_on(monkeypatch, t
     lost = {e["why"] for e in events(tmp_path, "learner", what="lost")}
     assert lost == {"its process has ended", "has other versions of packages than the driver"}
     assert chaos.audit(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart", "recommended_quick"])
+def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
+    monkeypatch, tmp_path, name
+):
+    config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]()
+    local = train(config, tmp_path / "local")
+    Here(monkeypatch, lambda *_: "answer")
+    config.engine.update(kind="ray", heartbeat_s=600.0, max_learners=4)
+    elastic = train(config, tmp_path / "learners")
+    measured = {"train_loss", "pseudo_grad_norm", "noise", "signal", "test_value"}
+    measured |= {"step_s", "stall_s", "workers_counted", "wire_bytes", "up_s"}
+    lines, expected = (
+        {(e["round"], e["trainer"]): e for e in events(result.workdir, "round")}
+        for result in (elastic, local)
+    )
+    assert lines.keys() == expected.keys()
+    for (number, trainer), line in lines.items():
+        other = expected[number, trainer]
+        same = line.keys() - measured
+        assert {key: line[key] for key in same} == {key: other[key] for key in same}
+        near = 1e-5 if number <= 4 else 1e-3
+        assert line["train_loss"] == pytest.approx(other["train_loss"], abs=near)
+    assert elastic.controller == local.controller
+    assert elastic.loss == pytest.approx(local.loss, abs=1e-3)
+    assert chaos.audit(elastic.workdir) == []

@@ -257,12 +257,14 @@ def test_learners_are_shown_while_they_are_present_with_what_happened(tmp_path, 
     for event in rounds_of(run):
         event["workers_counted"] = event["workers"] - (event["round"] == 2)
     line = {"event": "learner", "trainer": None, "why": "a <cause>"}
-    changes = [(0, 0, "joined"), (0, 1, "joined"), (2, 1, "lost"), (3, 1, "joined"), (5, 0, "late")]
+    changes = [(0, 0, "joined"), (0, 1, "joined"), (2, 1, "lost"), (3, 1, "joined")]
+    changes += [(4, 0, "joined"), (5, 0, "late")]  # the driver was killed in round 4
     run.events.extend([line | {"round": r, "learner": n, "what": w} for r, n, w in changes])
     root = ET.fromstring(run_figures.learners(run))
     titles = [e.find("title").text for e in root.iter("rect")]
     assert titles == [
-        "learner 0, rounds 0 to 6",
+        "learner 0, rounds 0 to 4",
+        "learner 0, rounds 4 to 6",
         "learner 1, rounds 0 to 2",
         "learner 1, rounds 3 to 6",
     ]

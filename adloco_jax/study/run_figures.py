@@ -256,7 +256,8 @@ def learners(run: RunRecord) -> str:
     panel = chart.chart(_across(share.x), up, [share], title="Workers whose round counted")
     text = (
         "Learners while they were present. Marks: ✕, lost; !, too late for its round; ?, an update"
-        " that was rejected. Below, the share of the trainers' workers whose round counted."
+        " that was rejected. The other chart shows the share of the"
+        " trainers' workers whose round counted."
     )
     if (share_of_time := summary.goodput(run.events)) is not None:
         text += (
@@ -274,11 +275,11 @@ def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
     """The spans of rounds in which a learner was present: the first and the last round of each."""
     joined = None
     for event in events:
-        if event["what"] == "joined":
-            joined = event["round"]
-        elif event["what"] in ("lost", "left") and joined is not None:
+        if event["what"] not in ("joined", "lost", "left"):
+            continue
+        if joined is not None:  # a driver that has died leaves no line about its learners
             yield joined, event["round"]
-            joined = None
+        joined = event["round"] if event["what"] == "joined" else None
     if joined is not None:
         yield joined, last
 
