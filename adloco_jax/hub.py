@@ -181,7 +181,7 @@ class _Patience(logging.Handler):
 
 @contextlib.contextmanager
 def faults(where: str, repo: str) -> Iterator[_Patience]:
-    """Turn errors of the hub's libraries in the `with` block into `UserError`s.
+    """Turn errors of the libraries of the hub in the `with` block into `UserError`.
 
     Lines that these libraries log are replaced by clear ones (`_Patience`).
 
