@@ -1,4 +1,9 @@
-"""Losses on held-out text of each trainer, of the consensus model, and of a planned merge."""
+"""Measure held-out losses: of each trainer, of the consensus model, and of a planned merge.
+
+A held-out row is a row of tokens that no worker trains on. A run has several trainers (model
+instances that are trained side by side); the consensus model is the one model that stands for all
+of them.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -21,20 +26,20 @@ from adloco_jax.errors import DataError
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out rows of a run, in two disjoint parts.
+    """The held-out rows of a run in two disjoint parts: guard rows and reported rows.
 
-    Decisions (on merges, and on the choice of the consensus model) use the guard rows. Reported
-    losses are measured on the other rows.
+    Only decisions use the guard rows: which trainers merge, whether a planned merge is refused, and
+    which model is the consensus. The losses that a run reports are measured on the reported rows.
     """
 
-    guard_EL: np.ndarray  # for decisions: the choice of the consensus model, and merges
-    report_EL: np.ndarray  # for reported losses
+    guard_EL: np.ndarray  # rows that only decisions use
+    report_EL: np.ndarray  # rows on which the reported losses are measured
     batch_size: int  # rows per call of the evaluation program
 
     def describe(self, num_classes: int | None = None) -> str:
-        """Describe how many rows measure the reported losses, and how many serve decisions.
+        """Describe in one line how many rows serve reported losses, and how many serve decisions.
 
-        For labelled rows the text also gives the number of rows of each class.
+        For labelled rows the line also gives the number of rows of each class in both parts.
         """
         parts, counts = (self.report_EL, self.guard_EL), ["", ""]
         if num_classes is not None:
@@ -56,23 +61,26 @@ def split_heldout(
 ) -> HeldOut:
     """Draw two disjoint parts of the held-out rows: guard rows and reported rows.
 
-    Guard rows serve decisions: which trainers merge, and which model is the consensus. Reported
-    losses are measured on the reported rows.
+    Only decisions use the guard rows: which trainers merge, whether a planned merge is refused, and
+    which model is the consensus. The losses that a run reports are measured on the reported rows.
 
     The draw does not depend on the run's seed. Runs with different seeds report losses on the same
-    rows, so the spread of their losses comes only from training. For labelled rows, both parts have
-    the classes in the proportions of all held-out rows.
+    rows, so the spread of their losses comes only from training. If rows are labelled, each class
+    has about the same share in both parts as in all held-out rows.
 
     Args:
       rows_EL: Held-out rows of integers; a labelled row begins with its class.
-      num_sequences: Largest number of reported rows.
+      num_sequences: Upper limit of the number of reported rows.
       batch_size: Rows per call of the evaluation program.
       num_classes: Number of classes of labelled rows; None for rows of text.
       num_trainers: Number of trainers. If there are several, at least one guard row is needed to
         choose among them.
 
+    Returns:
+      The two parts. The rows of a part have the same order as in `rows_EL`.
+
     Raises:
-      DataError: If there are too few rows to report on, or to choose among several trainers.
+      DataError: If there is no held-out row, or if there is only one for several trainers.
     """
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
     if num_classes is not None and len(order):
@@ -91,7 +99,10 @@ def split_heldout(
 
 
 def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
-    """Mean loss of one model over some rows, nats/token; all rows have equal weight."""
+    """Compute the mean loss of one model over some rows; every row has the same weight.
+
+    The loss is in nats per token for rows of text, and in nats per row for labelled rows.
+    """
     return float(np.mean(_losses(programs, params, rows_EL, batch_size)))
 
 
@@ -100,12 +111,14 @@ def class_report(
 ) -> dict:
     """Measure how well one model predicts the classes of labelled rows.
 
-    The loss of a row with a given label is the negative log-probability of that class. So the
-    predictions come from the program for the held-out loss, called with each label.
+    The held-out loss of all rows is computed once for each class, as if every row had this class as
+    its label. The loss of a row is then the negative log-probability of the class. So the class
+    with the smallest loss is the class that the model predicts for the row.
 
     Returns:
-      `accuracy`, the share of rows whose most likely class is correct, and `classes`: for each
-      class `precision`, `recall`, `f1` (None if undefined) and `support` in rows.
+      A dict with two entries. `accuracy` is the share of rows whose class is predicted correctly.
+      `classes` has one dict for each class: `precision`, `recall` and `f1`, each None if it is
+      undefined, and `support`, the number of rows of the class.
     """
 
     def losses_under(label: int) -> np.ndarray:
@@ -126,7 +139,7 @@ def class_report(
 
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
-    """The loss of each row under one model."""
+    """Compute the loss of each row under one model, in batches of `batch_size` rows."""
     key = loss_key(batch_size)
     params = reshard(params, programs[key].input_shardings[0][0])  # once for all calls
     losses = []
@@ -139,22 +152,34 @@ def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size:
 
 
 def loss_key(batch_size: int) -> ProgramKey:
-    """The `ProgramKey` of the program that computes the held-out losses of one model."""
+    """Make the key of the compiled program that computes a model's loss of each row in a batch."""
     return ProgramKey("loss", micro_batch_size=batch_size)
 
 
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
-    """The parameters of the trainer at a position, without the trainers' axis."""
+    """Take the parameters of one trainer, by its position, out of an ensemble.
+
+    The ensemble stacks the parameters of all trainers on the first axis, M. The result has no such
+    axis.
+    """
     return _row(ensemble.params_M, position)
 
 
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
-    """The parameters that a merge would give the merged trainer; the ensemble is not changed."""
+    """Compute the parameters that a merge of trainers would give; the ensemble does not change.
+
+    `members` and `weights` are the arguments of `core.merge`: the positions of the trainers to
+    merge, and their weights in the mean.
+    """
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
 def guard_losses(ensemble: Ensemble, programs: Programs, heldout: HeldOut) -> list[float]:
-    """Each trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
+    """Compute the mean loss of each trainer on the guard rows, in the order of the trainers.
+
+    Guard rows are the held-out rows that only decisions use, such as the choice of trainers to
+    merge. Losses are in nats per token for rows of text, and in nats per row for labelled rows.
+    """
     trainers = range(ensemble.num_trainers)
     return [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
 
@@ -166,7 +191,13 @@ def merged_loss(
     programs: Programs,
     heldout: HeldOut,
 ) -> float:
-    """The loss on the guard rows (for decisions) that the merged trainer would have, nats/token."""
+    """Compute the mean loss that a merged trainer would have on the guard rows.
+
+    The ensemble does not change. Guard rows are the held-out rows that only decisions use, such as
+    the refusal of a merge. `members` and `weights` are the arguments of `core.merge`: the positions
+    of the trainers to merge, and their weights in the mean. The loss is in nats per token for rows
+    of text, and in nats per row for labelled rows.
+    """
     params = merged_params(ensemble, tuple(members), tuple(weights))
     return _guard_loss(params, programs, heldout)
 
@@ -178,13 +209,15 @@ def _guard_loss(params: PyTree, programs: Programs, heldout: HeldOut) -> float:
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """Choose the consensus, the one model that stands for all trainers.
+    """Choose the consensus: the one model that stands for all trainers.
 
     Returns:
-      The parameters, and a word for the model. `only`: the only trainer. `best`: the trainer with
-      the lowest loss. `average`: the mean of all trainers, weighted by `weights`. If there are
-      several trainers, `average` is chosen if its loss on the guard rows (held-out rows for
-      decisions) is lower than that of `best`.
+      The parameters of the consensus, and a word that says where they come from. If there is one
+      trainer, its parameters are the consensus, and the word is `only`. If there are several, two
+      models are compared by their losses on the guard rows (the held-out rows that only decisions
+      use): the trainer with the lowest loss, and the mean of all trainers' parameters with the
+      weights `weights`. If the mean has the lower loss, the mean is the consensus, and the word is
+      `average`. Otherwise the trainer is the consensus, and the word is `best`.
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"

@@ -1,4 +1,9 @@
-"""Make the inputs of a round: groups of trainers, and their sequences on the devices."""
+"""Make the inputs of a round of training.
+
+Trainers (model instances that are trained side by side) are divided into groups, so that one
+compiled program can run each group. The next rows of tokens are read for every worker of these
+trainers, and sent to the devices that run the worker.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -34,85 +39,121 @@ from adloco_jax.loop.plans import (
 )
 from adloco_jax.settings import Settings
 
-# Number of first rows of two workers that are compared, and how many distinct rows this needs.
+# The first `_COMPARED` rows of a worker are compared with those of all other workers. Equal rows
+# are an error only if at least `_FEWEST_COMPARED` of them are distinct.
 _COMPARED, _FEWEST_COMPARED = 32, 6
 
 
 class Rows(Protocol):
-    """The interface of rows that `fit` trains on; `data.ArrayRows` and `data.Corpus` have it."""
+    """The interface of the data that `fit` trains on: rows of tokens, for training and held out.
+
+    `data.ArrayRows` and `data.Corpus` implement it.
+    """
 
     @property
     def heldout_rows(self) -> np.ndarray:
-        """Held-out rows, integers [E, L + 1], of documents that no training row contains."""
+        """The held-out rows, integers [E, L + 1]: E rows of L tokens and the token after them.
+
+        They are taken from documents that no training row contains.
+        """
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content that determines the rows; it shows whether data have changed."""
+        """Hash of the content from which the rows are made.
+
+        A resumed run compares it with the recorded hash, to find out whether the data have changed.
+        """
 
     @property
     def shards(self) -> Sequence[dict]:
-        """A JSON record for each file, or part of a data set, that was read.
+        """One JSON record for each file, or for each part of a data set, that was read.
 
-        A resumed run names the parts whose records have changed.
+        If the data of a resumed run have changed, the error names the parts whose records differ.
         """
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Tokens per UTF-8 byte of the held-out text; None if the text is not known."""
+        """Number of tokens per UTF-8 byte of the held-out text.
+
+        None if the data are known only as tokens, not as text.
+        """
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count - 1` of one worker's stream, int32 [count, L + 1]."""
+        """Return `count` rows of one worker's data stream, from the position `start` on.
+
+        The rows are int32 [count, L + 1]. The id of the worker's trainer (`trainer`) and the
+        permanent id of the worker (`stream`) together identify the data stream.
+        """
 
 
 class Group(NamedTuple):
-    """Some trainers and their workers, which run in one compiled program."""
+    """A group of trainers with their workers, which one compiled program runs together."""
 
     trainers: tuple[int, ...]  # positions of the trainers
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
     owners: tuple[int, ...]  # each worker's trainer, as a position in the group's own stack
     devices: tuple[int, int] | None  # first device and number of devices; None: all
-    plan: RoundPlan = RoundPlan(0, 1, 0)  # plan of the round, if the group runs one
-    in_pool: int | None = None  # size of the pool if its workers run one by one; else None
+    plan: RoundPlan = RoundPlan(0, 1, 0)  # sizes of the trainers' round, if the group runs one
+    in_pool: int | None = None  # number of all workers of the run if `Spec.by_position`; else None
 
     def key(self, kind: Kind, **more) -> ProgramKey:
-        """The `ProgramKey` of a program that depends on which worker belongs to which trainer."""
+        """Make the key of one of this group's programs, with the position of each worker's trainer.
+
+        `more` are further fields of the key.
+        """
         return ProgramKey(kind, self.owners, devices=self.devices, **more)
 
     def steps_key(self) -> ProgramKey:
-        """The `ProgramKey` of the inner steps, which do not depend on the workers' trainers."""
+        """Make the key of the group's program for inner steps (the workers' own updates).
+
+        Inner steps do not depend on the trainer to which a worker belongs. So the key contains only
+        the number of workers, not their trainers.
+        """
         pool, size = (0,) * (self.in_pool or len(self.workers)), self.plan.micro_batch_size
         return ProgramKey("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
 
 
 class Test(NamedTuple):
-    """The rows on which the gradient statistics of a group of trainers are measured."""
+    """The rows on which the gradient statistics of a group's workers are measured.
+
+    The batch-size test decides from these statistics whether batches grow.
+    """
 
     group: Group
     rows_RBL: Array
-    count_R: np.ndarray  # number of rows of each worker that count; the rest is padding
+    count_R: np.ndarray  # number of rows that count, for each worker; all later rows are padding
 
 
 EXTRAS = {"interval": interval}
-"""Functions for the extra arguments of an outer optimizer's update, by keyword. Each computes the
-value of one trainer from its learning rates and its plan."""
+"""Functions that compute extra arguments of an outer optimizer's update, by the argument's keyword.
+
+A function computes the value for one trainer from the learning rates of the trainer's round, the
+sizes of this round (`RoundPlan`) and the settings.
+"""
 
 
 class Call(NamedTuple):
-    """The arguments of one call of the program `steps` (inner steps), without the workers.
+    """The arguments of one call of the program `steps`, which runs inner steps of some workers.
 
-    R counts the workers that step in this call.
+    The workers' parameters and inner states are arguments of the program too, but this tuple does
+    not contain them. R is the number of workers that the call runs, and T is the number of
+    micro-batches that each of these workers trains on in the call.
     """
 
     tokens_TRBL: Array  # [T, R, B, L + 1]
     rate_TR: np.ndarray  # learning rates
     update_T: np.ndarray | None  # True where an update ends; None: gradients are not accumulated
-    # For a loss that takes `key`: each worker's trainer id, stream, and first sequence in it.
+    # For a loss that takes `key`: for each worker, the id of its trainer, its data stream, and the
+    # position of the call's first sequence in this stream. None for other losses.
     stream_R3: np.ndarray | None
-    turn: tuple[np.ndarray, ...]  # int32 []: the worker's position, if workers run one by one
+    turn: tuple[np.ndarray, ...]  # one int32 [], a worker's position (`_turns`), or empty
 
 
 class Batch(NamedTuple):
-    """The inputs of a round: the sizes that each trainer runs, and the sequences on the devices."""
+    """The inputs of a round: the sizes of each trainer's round, and the workers' sequences.
+
+    The sequences have been sent to the devices that run the workers.
+    """
 
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
@@ -125,10 +166,19 @@ class Batch(NamedTuple):
 
 
 def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
-    """Group trainers that have equally many workers; each group gets its own devices if possible.
+    """Divide trainers into groups with separate devices, by the trainers' number of workers.
 
-    With several processes all trainers share all devices, because every process must take part in
-    every program.
+    Trainers with equally many workers form a group. The devices are divided among the groups in
+    proportion to their total numbers of workers.
+
+    In three cases all trainers form one group, which has all devices: if all trainers have equally
+    many workers, if there are too few devices for all groups, and if the run has several processes
+    (because every process must take part in every program).
+
+    Args:
+      control: The host's data about the run (`Control`).
+      trainers: Positions of the trainers to divide into groups.
+      spec: What all programs of the run share, including the devices.
     """
     chosen = sorted(trainers)
     if not chosen:
@@ -166,7 +216,12 @@ def _group(
 
 
 def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
-    """Group trainers that have equally many workers and the same plan (sizes) for the round."""
+    """Divide the trainers of a round into groups, each of which one compiled program can run.
+
+    The function `classes` first divides the trainers into groups with separate devices. Each of
+    these groups is then divided by plan: trainers with the same plan form a group. A plan has the
+    sizes of a trainer's round.
+    """
     groups = []
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
@@ -178,14 +233,14 @@ def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec)
 
 
 def whole_pool(control: Control, spec: Spec) -> Group:
-    """The group of all trainers and all workers, in the order of the ensemble."""
+    """Make one group of all trainers and all workers of the run, in the order of the ensemble."""
     return _group(control, range(len(control.trainers)), spec.machine)
 
 
 def round_keys(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec
 ) -> list[ProgramKey]:
-    """The `ProgramKey`s of the programs of a round, in the order of the calls."""
+    """List the keys of the compiled programs that a round calls, in the order of the calls."""
     keys = []
     if measures_gradients(settings):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
@@ -208,11 +263,16 @@ def round_keys(
 
 
 def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
-    """The `ProgramKey`s of the programs of the next round, and of possible rounds after it.
+    """List the keys of the programs that the next round calls, and perhaps of the round after it.
 
-    Two cases of the later round are considered: unchanged batches, and the fastest possible growth.
-    A merge between the two rounds is included. Its members are chosen as if all trainers had equal
-    losses on the guard rows (held-out rows for decisions).
+    The programs of the later round are listed only if batches grow by measured gradients. How fast
+    they grow is not known yet, so two cases are listed: the fastest growth that the settings allow,
+    and no growth.
+
+    If trainers may merge between the two rounds, the merge is predicted as if all trainers had the
+    same loss on the guard rows (the held-out rows that only decisions use). With Streaming DiLoCo,
+    the program `flush` is listed if trainers may merge after the next round, or if the next round
+    is the last of the run.
     """
     keys = round_keys(control, round_plans(control, settings), settings, spec)
     later = dataclasses.replace(control, round=control.round + 1)
@@ -228,9 +288,11 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
 
 
 def foreseen(control: Control, settings: Settings) -> Control:
-    """The host's data (`Control`) as they will be after the merge and the spawns that are now due.
+    """Predict the host's data (`Control`) after the merge and the joining of workers due now.
 
-    The merging trainers are chosen as if all had equal losses on the guard rows.
+    A policy chooses the trainers to merge, and may use their losses on the guard rows (the held-out
+    rows that only decisions use). These losses are not known yet, so the prediction assumes that
+    all trainers have the same loss.
     """
     if members := _members(control, settings):
         control = after_merge(control, members)
@@ -240,9 +302,10 @@ def foreseen(control: Control, settings: Settings) -> Control:
 
 
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:
-    """The positions of the trainers that will merge after this round.
+    """Predict the positions of the trainers that will merge after this round; empty if none will.
 
-    They are chosen as if all trainers had equal losses on the guard rows.
+    The losses of the trainers on the guard rows (the held-out rows that only decisions use) are not
+    known yet. The prediction assumes that all trainers have the same loss.
     """
     if not merge_due(control, settings):
         return ()
@@ -250,7 +313,11 @@ def _members(control: Control, settings: Settings) -> tuple[int, ...]:
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """Collect the values that determine a round's inputs, to see if two rounds have the same."""
+    """Collect the values that determine the inputs of a round.
+
+    The inputs of a round are made ahead from a prediction of the host's data. They are used only if
+    these values are the same for the prediction and for the round that is run.
+    """
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 
@@ -258,7 +325,18 @@ def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
 def make_batch(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec, rows: Rows
 ) -> Batch:
-    """Read the next sequences of every worker's stream, and send them to the devices."""
+    """Make the inputs of a round: read every worker's next sequences, and send them to the devices.
+
+    Args:
+      control: The host's data about the run (`Control`) before the round.
+      plans: The sizes of the round of each trainer; the key is the position of the trainer.
+      settings: The run's settings.
+      spec: What all programs of the run share.
+      rows: The rows to train on.
+
+    Raises:
+      DataError: If two workers start the first round of the run with the same rows.
+    """
     groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
         group.plan.num_sequences * len(group.workers) for group in groups
@@ -320,12 +398,17 @@ def make_batch(
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-    """List the turns in which a group's workers run inner steps, one after another.
+    """Divide a group's workers into `count` turns, which run their inner steps one after another.
 
-    A turn runs one worker of each device; if all workers step at once, there is one turn. For each
-    turn the list has the positions of these workers, and the argument `turn` of the program: the
-    worker's position in the group's own stack, or in the pool of all workers. The argument is empty
-    if all workers step at once.
+    If there is one turn, it has all workers of the group. If there are several, a turn has one
+    worker of each device, or a single worker if all devices share each worker (`Group.in_pool`).
+
+    Returns:
+      A pair for each turn. The first element has the indices of the turn's workers in the group's
+      stack. The second element is the argument `turn` of the program `steps`. It is empty if there
+      is one turn. If there are several, it has one number: the position of the worker among all
+      workers of the run if `Group.in_pool` is set, else its position among the workers of its
+      device.
     """
     workers = np.arange(len(group.workers))
     if count == 1:
@@ -336,7 +419,10 @@ def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray,
 
 
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
-    """Raise DataError if two workers read the same rows, and so compute the same update."""
+    """Raise DataError if two workers start with the same rows, and so compute the same updates.
+
+    `beginnings` has the first rows of each worker in the round, by the worker's position.
+    """
     first_with = {}
     for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
         read = control.reads(worker)
@@ -351,13 +437,18 @@ def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarra
 
 
 def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
-    """Each worker's trainer (its id), stream, and first sequence of a call; int32 [R, 3]."""
+    """Return where each worker of a group reads in a call of the program `steps`: int32 [R, 3].
+
+    The row of a worker has three numbers: the id of the worker's trainer, the id of the worker's
+    data stream, and the position of the call's first sequence in this stream. Before the call, the
+    worker has read `offset` sequences in this round.
+    """
     reads_R3 = np.array([control.reads(w) for w in group.workers], np.int32)
     return reads_R3 + np.array([0, 0, offset], np.int32)
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
-    """The indices on an axis for which a device of this process holds data."""
+    """Find the indices along an axis of an array whose entries are on devices of this process."""
     slices = sharding.addressable_devices_indices_map(shape).values()
     return {index for part in slices if part for index in range(shape[axis])[part[axis]]}
 
@@ -370,9 +461,11 @@ def _sequences(
     tokens_at: NamedSharding,
     tested_here: Set[int],
 ) -> np.ndarray:
-    """The training rows of every worker of a group, int32 [T, R, B, L + 1], in stream order.
+    """Read the rows that a group's workers train on in a round: int32 [T, R, B, L + 1].
 
-    A process reads only the rows of workers that its devices train or test; others are zero.
+    A worker's rows have the order of its data stream. A process reads the rows of a worker only if
+    its devices train the worker or measure the worker's gradient statistics. The rows of all other
+    workers are zero.
     """
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)

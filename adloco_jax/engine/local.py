@@ -1,8 +1,9 @@
-"""The local engine: it implements `adloco.Engine` on the devices that JAX sees.
+"""The local engine: it runs the rounds of a training run on the devices that JAX sees.
 
-Trainers that run the same plan share one compiled program. If there are several devices and
-trainers have unequal numbers of workers, trainers with equally many workers form groups with
-separate devices. A synchronisation then moves exactly the bytes that the ledger records.
+It implements the interface `loop.adloco.Engine`. Trainers whose rounds have equal sizes (batch and
+number of updates) run together in one compiled program. If there are several devices, and if
+trainers have unequal numbers of workers, then trainers with equally many workers form groups with
+separate devices. A synchronisation then moves exactly as many bytes as the ledger records.
 """
 
 import copy
@@ -42,16 +43,17 @@ from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush,
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.settings import Settings
 
-SKIPS_BEFORE_QUARANTINE = 3  # consecutive updates that every worker of a trainer has skipped
+# A trainer is removed if each of its workers has skipped this many updates in a row.
+SKIPS_BEFORE_QUARANTINE = 3
 _SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields for gradient accumulation
 
 
 class Outcome(NamedTuple):
-    """Losses, skipped updates and the norm of the outer gradient of one trainer's round."""
+    """What one trainer's round gave: losses, skipped updates, and the outer gradient's norm."""
 
     loss_SR: np.ndarray  # loss of each update of each worker; NaN for a skipped update
     skipped_SR: np.ndarray  # bool: whether the update was skipped
-    pseudo_grad_norm: float  # NaN if no worker's difference is finite
+    pseudo_grad_norm: float  # norm of the outer gradient; NaN if no worker's difference is finite
 
     @property
     def mean_loss(self) -> float:
@@ -61,10 +63,10 @@ class Outcome(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """A round whose programs the devices have been given; its results are read later."""
+    """A round whose programs have been dispatched to the devices; its results are read later."""
 
-    lines: list[dict]  # for each trainer, ledger fields of plan and cost
-    groups: list[Group]
+    lines: list[dict]  # for each trainer, ledger fields of the round's sizes and cost
+    groups: list[Group]  # groups of trainers whose workers ran the same programs
     measured: list[list[tuple[Array, Array]]]  # by group and call: losses, skipped; [T, R]
     stacks: list[Group]  # groups that were synchronised together
     norms: list[list[Array]]  # by stack and synchronisation: norms of pseudo-gradients [M]
@@ -73,47 +75,62 @@ class UnderWay(NamedTuple):
 class Metrics(NamedTuple):
     """The results of a round that has ended."""
 
-    lines: list[dict]  # for each trainer, ledger fields of plan, cost and skipped updates
+    lines: list[dict]  # for each trainer, ledger fields of the round: sizes, cost, skipped updates
     outcomes: list[Outcome]  # one for each trainer
     step_s: float  # seconds from the round's first row to its last update
-    stall_s: float  # seconds of `step_s` that were spent waiting for compilation
+    stall_s: float  # seconds within `step_s` in which the round waited for compilation
 
 
 class LocalEngine:
-    """Runs the rounds of all trainers on the devices that JAX sees; see `adloco.Engine`."""
+    """Runs the rounds of all trainers on the devices that JAX sees.
+
+    It implements the interface `loop.adloco.Engine`, which describes the methods.
+    """
 
     def __init__(
         self, settings: Settings, spec: Spec, programs: Programs, rows: Rows, heldout: HeldOut
     ):
-        """Make an engine that has not started a round.
+        """Make an engine; no round is started yet.
 
         Args:
           settings: The run's settings.
-          spec: The data that all programs share.
-          programs: The programs; each is compiled before its first call.
+          spec: What all compiled programs of the run share.
+          programs: The run's programs, each of which is compiled before its first call.
           rows: The rows to train on.
-          heldout: Held-out rows; merges are decided by losses on the guard rows among these.
+          heldout: The held-out rows in two parts. Decisions on merges use the losses on one part,
+            the guard rows.
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.rows, self.heldout = rows, heldout
-        self.underway: Control  # the control before the current round, for handlers of a failure
-        self._ahead: tuple[tuple, Batch | Exception] | None = None  # next round's reads, inputs
-        self._start_s = self._stalled_s = 0.0  # clock and stall time when the round began
+        # The host's data before the current round; a caller needs them if the round fails.
+        self.underway: Control
+        # Inputs that were made ahead for the next round, with the values that determine them; an
+        # exception if making them failed.
+        self._ahead: tuple[tuple, Batch | Exception] | None = None
+        # When the round began: the clock, and the seconds that calls had waited for compilation.
+        self._start_s = self._stalled_s = 0.0
         self._flushed: set[int] = set()  # ids of trainers without unsynchronised worker updates
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the states that trainers send in a merge, and that moving workers receive."""
+        """Bytes of the states that trainers send in a merge, and that joining workers receive."""
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """The positions of all trainers, because here all trainers run each round together."""
+        """Return the positions of all trainers, because all of them run each round together.
+
+        The method also starts to measure the seconds of the round.
+        """
         self.underway = state.control  # set before sequences are read, which may fail
         self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
         return list(range(len(state.control.trainers)))
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Batch:
-        """Send the next sequences of every worker's stream to the devices."""
+        """Return the inputs of a round: every worker's next sequences, sent to the devices.
+
+        If `look_ahead` has made the inputs of this round, they are returned. If it failed to make
+        them, its exception is raised here.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == reads(state.control, plans):
             if isinstance(ahead[1], Exception):
@@ -122,7 +139,10 @@ class LocalEngine:
         return make_batch(state.control, plans, self.settings, self.spec, self.rows)
 
     def look_ahead(self, control: Control) -> None:
-        """Prepare the rows of the next round, and compile programs of the next two rounds."""
+        """Make the inputs of the next round, and start to compile programs in the background.
+
+        The programs are those that the next two rounds are expected to call.
+        """
         after_merge = foreseen(control, self.settings)
         self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
         plans = round_plans(control, self.settings)
@@ -135,7 +155,7 @@ class LocalEngine:
         self._ahead = reads(control, plans), batch
 
     def gradient_stats(self, state: State, batch: Batch) -> Stats:
-        """Start to measure the gradient statistics of the round on its first sequences."""
+        """Start to measure gradient statistics of all trainers on the round's first sequences."""
         stats = []
         for group, rows_RBL, count_R in batch.tests:
             params_M = state.ensemble.params_M
@@ -146,7 +166,10 @@ class LocalEngine:
         return stats
 
     def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
-        """Give the devices the programs of a round, without waiting; `finish` waits for them."""
+        """Dispatch the programs of a round to the devices; `finish` waits for their results.
+
+        Returns the state after the round, and the round under way.
+        """
         ensemble, *dispatched = self._dispatch(state, batch)
         self._flushed.clear()
         control, spent = count_round(
@@ -160,7 +183,11 @@ class LocalEngine:
         return State(ensemble, control), UnderWay(lines, batch.groups, *dispatched)
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
-        """Wait for a round, count its skipped updates and remove broken trainers."""
+        """Wait for the results of a round, count skipped updates, and remove broken trainers.
+
+        Returns the new state, the round's metrics, and a dict for each removed trainer, which is
+        written to the ledger.
+        """
         crash_point("round.decided")
         jax.block_until_ready(underway.norms)
         step_s, stall_s = time.perf_counter() - self._start_s, self.programs.stall_s
@@ -173,7 +200,7 @@ class LocalEngine:
         return state, metrics, changes
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble of the state, because the local engine always holds all of it."""
+        """Return the ensemble of the state, because it is always complete in the local engine."""
         return state.ensemble
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
@@ -204,7 +231,11 @@ class LocalEngine:
         work: list[tuple[Group, list[Call]]],
         extra_M: dict[str, np.ndarray],
     ) -> tuple[Ensemble, list, list]:
-        """Dispatch a round of trainers that share one stack (AdLoCo algorithm 1, lines 6 to 16)."""
+        """Dispatch a round of trainers whose arrays are one stack (AdLoCo algorithm 1, lines 6-16).
+
+        `sub` is the ensemble of these trainers. Returns the ensemble after the round, the losses
+        and skipped updates by group and call, and the norms of the outer gradients.
+        """
         spec = self.spec
         accumulates = any(group.steps_key().accumulates for group, _ in work)
         workers = Workers(sub.params_R, sub.inner_state_R)
@@ -245,11 +276,14 @@ class LocalEngine:
         return sub.replace(inner_state_R=inner_state_R), measured, norms
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
+        """Compute each trainer's loss on the guard rows, the held-out rows for decisions."""
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The merged trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
+        """Compute the loss that a merged trainer would have on the guard rows.
+
+        Guard rows are held-out rows for decisions, such as the refusal of a merge.
+        """
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -265,15 +299,15 @@ class LocalEngine:
         return replace(merged, ensemble, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers to a trainer (`core.spawn`)."""
+        """Add workers to a trainer until it has `num_workers` of them (`core.spawn`)."""
         crash_point("spawn.decided")
         return replace(spawned, ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Synchronise the worker updates of some trainers that have not been sent yet.
+        """Synchronise those updates of the trainers' workers that have not been synchronised yet.
 
-        Only Streaming DiLoCo has such updates. Without it, the end of a round synchronises all
-        parameters.
+        Only Streaming DiLoCo leaves such updates. Otherwise all parameters are synchronised at the
+        end of a round. Returns the new state, and at most one dict, which is written to the ledger.
         """
         ensemble, control = state
         owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
@@ -290,13 +324,16 @@ class LocalEngine:
         return State(ensemble, control), [line]
 
     def _take(self, ensemble: Ensemble, group: Group) -> Ensemble:
-        """The ensemble of a group's trainers; the whole ensemble if the group has all workers."""
+        """Return the part of an ensemble that has only a group's trainers and their workers.
+
+        If the group has all workers, the whole ensemble is returned, and nothing is copied.
+        """
         if group.workers == tuple(range(ensemble.num_workers)):
             return ensemble
         return taken(ensemble, group.trainers)
 
     def _put(self, ensemble: Ensemble, group: Group, sub: Ensemble) -> Ensemble:
-        """Write the trainers and workers of a group back into the ensemble."""
+        """Write `sub`, the trainers and workers of a group, back into the ensemble."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
         at = placement(self.spec, ProgramKey("outer", group.owners))  # on all devices
@@ -306,19 +343,19 @@ class LocalEngine:
 def count_skips(
     control: Control, outcomes: Sequence[Outcome], trainers: Sequence[int] | None = None
 ) -> tuple[Control, list[int]]:
-    """Count the updates that workers have skipped in a round, and find broken trainers.
+    """Count how many updates each worker has skipped in a row, and find broken trainers.
 
-    A trainer is broken if every one of its workers has skipped its last
-    `SKIPS_BEFORE_QUARANTINE` updates.
+    A worker skips an update if the loss or the gradient is not finite. A trainer is broken if each
+    of its workers has skipped its last `SKIPS_BEFORE_QUARANTINE` updates.
 
     Args:
-      control: The host's data about the run after the round, with the trainers and workers that ran
-        it.
-      outcomes: Losses and skipped updates of each trainer in the round, in stack order.
-      trainers: Positions of the trainers of `outcomes`. None: all trainers.
+      control: The host's data about the run after the round. It must still have the trainers and
+        workers that ran the round.
+      outcomes: For each trainer, the losses and skipped updates of the round.
+      trainers: Positions of the trainers in `outcomes`, in the same order. None: all trainers.
 
     Returns:
-      A changed copy of `control`, and the positions of the broken trainers.
+      A copy of `control` with the new counts, and the positions of the broken trainers.
     """
     control = copy.deepcopy(control)
     broken = []
@@ -338,9 +375,11 @@ def count_skips(
 
 
 def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dict]]:
-    """Remove broken trainers from the state; also return a line for the ledger about each of them.
+    """Remove broken trainers and their workers from the state of a run.
 
-    The returned ensemble is meaningless if no trainer is left.
+    `broken` has the positions of the trainers. Returns the new state, and for each removed trainer
+    the fields of a line for the ledger. If no trainer is left, the returned ensemble must not be
+    used.
     """
     ensemble, control = state
     changes = []
@@ -356,9 +395,10 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
 
 def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
-    """Remove trainers and their workers from the host's data (`Control`).
+    """Remove trainers and their workers from the host's data about the run (`Control`).
 
-    Also return the positions of the remaining trainers before the removal.
+    `broken` has the positions of the trainers. Returns the new data, and the positions that the
+    remaining trainers had before the removal.
     """
     control = copy.deepcopy(control)
     survivors = [m for m in range(len(control.trainers)) if m not in broken]
@@ -376,10 +416,11 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
 
 
 def _outcomes(underway: UnderWay) -> list[Outcome]:
-    """Wait for a round, and collect the losses and skipped updates of each trainer."""
+    """Wait for the results of a round, and return the outcome of each trainer, by position."""
     outcomes, norm_of = {}, {}
     for stack, norms in zip(underway.stacks, underway.norms, strict=True):
-        # The norm over all fragments as one vector; with one fragment float64 keeps it exactly.
+        # The norm of the vector that joins all fragments. With a single fragment, the float32 norm
+        # does not change, because the computation is in float64.
         norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
         norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
     for group, measured in zip(underway.groups, underway.measured, strict=True):
@@ -397,9 +438,10 @@ def _outcomes(underway: UnderWay) -> list[Outcome]:
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the results of a group's calls of the program `steps` to one array [T, R].
+    """Join the results of a group's calls of the program `steps` into one array [T, R].
 
-    The calls of one turn (one worker of each device) come first, then those of the next turn.
+    If workers run one after another, the calls are divided into turns. A turn runs one worker of
+    each device for the whole round. All calls of the first turn come first, then those of the next.
     """
     num_turns = len(group.workers) // parts[0].shape[1]
     calls = len(parts) // num_turns

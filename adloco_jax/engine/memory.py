@@ -1,9 +1,9 @@
 """Device memory: what programs need, what fits on a device, and how to replace large states.
 
-A merge, or a worker that joins or leaves, replaces the whole stack of inner states. The old and the
-new stack may not fit on a device together, because these states fill most of its memory. So some
-leaves of the states are replaced at a time, and the old leaves are deleted before the next ones are
-made.
+When trainers merge, or a worker joins or leaves, the inner optimizer states of all workers are
+replaced by new arrays. These states fill most of a device's memory, so all old and all new arrays
+may not fit on the device together. For this reason the arrays are replaced in several parts: the
+old arrays of a part are deleted before the new arrays of the next part are made.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from adloco_jax.engine.programs import (
 )
 from adloco_jax.engine.spec import Kind, ProgramKey, Spec, num_bytes
 
-# Parts of the ensemble that are arguments of each kind of program. The other parts stay on the
-# device while the program runs.
+# The fields of the ensemble that are arguments of each kind of program. The arrays of all other
+# fields stay on the device, unused, while the program runs.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
     "start": ("params_M",),
     "steps": ("inner_state_R", "params_R"),
@@ -47,17 +47,24 @@ _TAKES: Mapping[Kind, tuple[str, ...]] = {
 class Peak(NamedTuple):
     """The bytes of a device's memory that are in use while a program runs, in two parts."""
 
-    program: int  # the program with its arguments
-    beside: int  # the rest of the state
+    program: int  # bytes of the program, with its arguments and results
+    beside: int  # bytes of the arrays of the run's state that are not arguments of the program
 
     @property
     def total(self) -> int:
-        """Bytes of the program and of the rest of the state together."""
+        """All bytes in use: those of the program, and those of the state that it does not take."""
         return self.program + self.beside
 
 
 def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
-    """Bytes of a device that are in use while the program that `key` identifies runs."""
+    """Compute the bytes of a device's memory that are in use while a program runs.
+
+    Args:
+      programs: The programs of the run; the program is compiled if it is not yet.
+      key: Identifies the program.
+      owners: Position of each worker's trainer. The states of all these trainers and workers are on
+        the devices, even if the program takes only some of them.
+    """
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
     )
@@ -73,16 +80,17 @@ def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
 
 
 def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
-    """The smallest number of devices that must share one worker's parameters to fit them in memory.
+    """Find the fewest devices over which a worker's parameters must be sharded to fit in memory.
 
     Args:
-      spec: The data that all programs share; `model_shards` is ignored.
+      spec: What all programs share; its field `model_shards` is ignored.
       owners: Position of each worker's trainer at the start; after merges less memory is needed.
       memory_frac: Share of a device's memory that may be used, see `Machine.budget`.
 
     Returns:
-      The smallest divisor of the number of devices with which the ensemble, the workers' parameters
-      and their gradients fit, without activations; all devices if no divisor is enough.
+      A divisor of the number of devices: the smallest with which the ensemble, the workers'
+      parameters and the sums of their gradients fit in each device's memory. Activations are not
+      counted. If no divisor is large enough, the number of all devices.
     """
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
@@ -93,17 +101,21 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
 
 
 def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
-    """Lower bound of the bytes that a run needs on a device: all states and one gradient.
+    """Compute a lower bound of the bytes that a run needs on a device, without compiling programs.
 
-    The bound is computed without compilation; activations are not counted. Sums of gradients are
-    counted if workers accumulate gradients.
+    The bound counts the trainers' parameters, all optimizer states, the workers' parameters and one
+    gradient. With `accumulates` it also counts the workers' sums of gradients. It does not count
+    activations.
     """
     held = _round_bytes(spec, owners, accumulates=accumulates)
     return held + spec.param_bytes // spec.model_shards
 
 
 def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> int:
-    """Bytes on a device of the ensemble, and of the workers' parameters and gradient sums."""
+    """Bytes of the ensemble and of the workers' parameters on one device, in the middle of a round.
+
+    With `accumulates`, the bytes of the workers' sums of gradients are added.
+    """
     key = ProgramKey("steps", owners, accumulates=accumulates)
     at = placement(spec, key)
     workers = workers_spec(spec, key, at).replace(inner_state_R=None)
@@ -113,9 +125,9 @@ def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> i
 
 
 def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
-    """Bytes on a device of the ensemble between two programs of a round.
+    """Bytes that the ensemble (all trainers and workers) takes on one device between two programs.
 
-    With `own_params` the workers' parameters are included.
+    `own_params` says whether the workers' own parameters are counted too.
     """
     key = ProgramKey("steps", owners)
     at = placement(spec, key)
@@ -127,19 +139,29 @@ def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = Tru
 def merge_bytes(
     spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
 ) -> Peak:
-    """Largest number of bytes on a device while trainers merge and workers change trainers."""
+    """Compute a device's peak memory while trainers merge and workers move to other trainers.
+
+    Args:
+      spec: What all programs of the run share.
+      owners: Position of each worker's trainer before the merge.
+      members: Positions of the trainers that merge, the representative first.
+      after: Position of each worker's trainer after the merge.
+    """
     weights_n = np.ones(len(members), np.float32)
     return _replaced_bytes(spec, owners, merged, weights_n, members, after)
 
 
 def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
-    """Largest number of bytes on a device while the last worker of the pool joins its trainer."""
+    """Compute a device's peak memory while a new worker joins a trainer.
+
+    `owners` has the position of each worker's trainer. The last entry is that of the new worker.
+    """
     count = owners.count(owners[-1])
     return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
 
 
 def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
-    """Largest number of bytes on a device while the function `replace` changes an ensemble."""
+    """Compute a device's peak memory while `replace` applies `change` to an ensemble."""
     at = placement(spec, ProgramKey("stats", owners))
     ensemble = ensemble_spec(spec, owners, at)
     leaves = jax.tree.leaves(ensemble.inner_state_R)
@@ -163,9 +185,12 @@ def _bytes_here(shapes: PyTree) -> int:
 
 
 def measured_peaks(devices: Sequence[jax.Device]) -> dict[str, int | list[int | None]]:
-    """Peak memory of this process so far, in bytes: of the host, and of each of these devices.
+    """Read the peak memory use of this process so far, in bytes.
 
-    A device's peak is None if its backend does not count memory, as on a CPU.
+    Returns:
+      A dict with two entries. `host_peak_bytes` is the peak of the host's memory.
+      `device_peak_bytes` is a list with the peak of each device in `devices`; a peak is None if the
+      backend of the device does not count memory, as on a CPU.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     return {
@@ -179,23 +204,30 @@ def measured_peaks(devices: Sequence[jax.Device]) -> dict[str, int | list[int | 
 def find_max_batch(
     peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int, busy: int
 ) -> int | None:
-    """Find the largest micro-batch whose programs fit a device, by compiling a few sizes.
+    """Find a large micro-batch whose programs fit a device, by compiling at most three sizes.
 
-    At most three sizes are compiled: the smallest, one that keeps the device busy, and the one that
-    these two predict. Memory is convex in the micro-batch, because the peak of a program is the
-    largest peak of its phases. So between two compiled sizes a straight line is an upper bound.
-    Beyond them memory may grow faster: at most in proportion to the bytes that the larger compiled
-    size needs besides the state.
+    The first compiled size is the smallest of `sizes`. The second is the smallest size that keeps
+    the device busy. The third is the largest size whose memory should fit. This is predicted from
+    the memory of the first two sizes.
+
+    For the prediction, a straight line is drawn through the memory of the two compiled sizes.
+    Memory is convex in the size, because the peak of a program is the largest of the peaks of its
+    phases. If the second size does not fit, the third lies between the first and the second, where
+    the line is an upper bound of the memory. If the second size fits, the third is larger, and
+    memory may grow faster than the line. The steepest possible growth is that all memory except the
+    state grows in proportion to the size. If the line is less than half as steep as this growth,
+    this growth is assumed instead of the line.
 
     Args:
       peak: Returns the bytes that a device needs for a size; it compiles the programs.
-      sizes: The sizes to choose from, ascending; the first is the initial batch.
+      sizes: The micro-batches to choose from, in sequences, ascending; the first is the initial
+        batch.
       budget: Bytes of a device that may be used.
       resting: Bytes of the state (parameters and optimizer states), which every size needs.
       busy: Number of sequences that keep the device busy.
 
     Returns:
-      One of the sizes; None if the smallest does not fit.
+      The largest compiled size that fits; None if the smallest does not fit.
     """
     first = sizes[0]
     peaks = {first: peak(first)}
@@ -218,31 +250,34 @@ def find_max_batch(
     return max(size for size, need in peaks.items() if need <= budget)
 
 
-PART_BYTES = 2**30  # limit of the inner states that are replaced at a time; at least one leaf
+PART_BYTES = 2**30  # most bytes of inner states to replace in one step; a larger array goes alone
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def merged(
     ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
 ) -> Ensemble:
-    """Merge trainers (`core.merge`), then move workers (`core.reassign`); compiled."""
+    """Merge trainers (`core.merge`), then move workers (`core.reassign`), in a compiled program."""
     return reassign(merge(ensemble, members, weights=weights_n), owners)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """The function `core.spawn` (add workers to a trainer), compiled."""
+    """Add workers to a trainer until it has `num_workers` (`core.spawn`), in a compiled program."""
     return spawn(ensemble, trainer, num_workers)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    """The function `core.take` (some trainers with their workers), compiled."""
+    """Take trainers and their workers out of an ensemble (`core.take`), in a compiled program."""
     return take(ensemble, trainers)
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Divide a list of arrays, in order, into parts of at most `PART_BYTES`, or of one array."""
+    """Divide a list of arrays, in order, into parts of at most `PART_BYTES` bytes.
+
+    An array that is larger than this limit is a part of its own.
+    """
     part: list[Any] = []
     for leaf in leaves:
         if part and num_bytes([*part, leaf]) > PART_BYTES:
@@ -254,9 +289,13 @@ def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
-    """Compute `change(ensemble, *arguments)` for a part of the inner states at a time.
+    """Compute `change(ensemble, *arguments)` in several steps, so that less memory is needed.
 
-    The old arrays of a part are deleted before the next part is computed, which saves memory.
+    `change` is one of the functions `merged`, `spawned` and `taken`. The workers' inner optimizer
+    states are divided into parts (`parts_of`). For each part, `change` is called with an ensemble
+    that has only this part of the inner states, and then the old arrays of the part are deleted. At
+    last `change` is called with the ensemble without inner states. If there is at most one part,
+    `change` is called once with the whole ensemble, and no array is deleted.
     """
     leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
     parts = list(parts_of(leaves))

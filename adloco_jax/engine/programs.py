@@ -1,12 +1,18 @@
-"""The compiled programs of a run, and the devices of their arrays.
+"""The compiled programs of a run: what they compute, and the devices on which their arrays are.
 
-A program is `jax.jit` of public functions of `core`. Each program is compiled before its first call
-and found by its key (`engine/spec.py`). A round calls the program `start`, then `steps` (several
-times if gradients are accumulated), then `outer`. If workers run one after another, a call of
-`steps` advances one worker of each device. That worker finishes its round before the next worker
-begins, so a device needs only one sum of gradients. With fragments (Streaming DiLoCo) a round calls
-`fragment` for the last steps before a fragment is synchronised. The number of accumulation steps is
-an argument of a program, not part of its key.
+A program is a compiled `jax.jit` of public functions of `core`. It is found by its key
+(`engine/spec.py`), and compiled before its first call. A round calls three kinds of programs:
+`start` begins the round, `steps` runs inner steps of the workers, and `outer` synchronises the
+workers of each trainer. A call of `steps` runs a fixed number of micro-batches, so a longer round,
+or one that accumulates gradients, calls it several times. The number of accumulation steps is
+not part of the key.
+
+If workers run one after another, a call of `steps` advances one worker of each device. This worker
+finishes its round before the next worker begins, so a device needs only one sum of gradients.
+
+In Streaming DiLoCo, parameters are synchronised in fragments, one after another within a round. A
+round then calls the program `fragment` instead of `outer`. This program runs inner steps and
+synchronises one fragment.
 """
 
 import contextlib
@@ -34,22 +40,28 @@ from adloco_jax.engine.sharding import POOL, Placement, arrange, reshard
 from adloco_jax.engine.spec import Compiled, Kind, ProgramKey, Spec
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
-GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
+# Most float32 values of per-example gradients that a worker holds at once: 256 MB.
+GRADIENTS_HELD = 2**26
 
-# XLA's CPU client queues at most 32 programs on a device. The next program blocks a thread that one
-# of the queued programs may need, so several devices can deadlock. A call is up to four programs,
-# because arrays are resharded.
+# XLA's CPU client queues at most 32 programs on a device. One more program blocks a thread that the
+# queued programs may need, so several devices can deadlock. A call of `Programs.call` runs up to
+# four programs, because its arguments may have to be resharded.
 _MAX_IN_FLIGHT = 8
 
 
 class Programs:
-    """Compiles each program of a run once, and keeps it.
+    """Compiles each program of a run when it is first needed, and keeps it for later calls.
 
-    Programs that are expected to be needed can be compiled in the background (`prefetch`).
+    Programs that will probably be needed can be compiled ahead in the background (`prefetch`).
     """
 
     def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
-        """Start without programs; `on_compile` is called after each compilation, in its thread."""
+        """Start without compiled programs.
+
+        Args:
+          spec: What all programs of the run share.
+          on_compile: Called after each compilation, in the thread that compiled the program.
+        """
         self.spec = spec
         self.stall_s = 0.0  # seconds that callers have waited for compilation so far
         self._on_compile = on_compile
@@ -59,10 +71,12 @@ class Programs:
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
 
     def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
-        """Give a compiled program to the devices, after resharding its arguments.
+        """Dispatch the program that `key` identifies to its devices, and return its results.
 
-        Returns before the devices have the results. It waits only for the results of the call that
-        was `_MAX_IN_FLIGHT` calls earlier.
+        The arguments are resharded first, if their shardings are not those that the program
+        expects. The method returns before the devices have computed the results. It waits only for
+        the compilation of the program, and for the results of the call that was `_MAX_IN_FLIGHT`
+        calls earlier.
         """
         program = self[key]
         results = program(*reshard(arguments, program.input_shardings[0]))
@@ -77,7 +91,8 @@ class Programs:
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
         """Return the compiled program that `key` identifies.
 
-        The call compiles the program, or waits for a compilation in the background.
+        If the program is not compiled yet, it is compiled now. If it is being compiled in the
+        background, the method waits for it.
         """
         start_s = time.perf_counter()
         begun = self._programs.get(key)
@@ -93,7 +108,10 @@ class Programs:
         return program
 
     def prefetch(self, keys: Iterable[ProgramKey]) -> None:
-        """Queue programs that are not compiled yet for compilation in the background, in order."""
+        """Queue programs for compilation in the background, in this order.
+
+        Programs that are compiled or queued already are left out.
+        """
         for key in keys:
             if key not in self._programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
@@ -126,7 +144,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """The devices of the program that `key` identifies, as a mesh with the shardings of arrays."""
+    """Arrange the devices of the program that `key` identifies as a mesh, with array shardings."""
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
@@ -134,7 +152,10 @@ def placement(spec: Spec, key: ProgramKey) -> Placement:
 
 
 def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
-    """Shapes, dtypes and shardings of an ensemble; no array is allocated."""
+    """Make the shapes, dtypes and shardings of an ensemble, without allocating its arrays.
+
+    `owners` has the position of each worker's trainer, and `at` the mesh and its shardings.
+    """
     make = functools.partial(
         init,
         num_trainers=max(owners) + 1,
@@ -149,23 +170,30 @@ def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensembl
 
 
 def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
-    """Shapes, dtypes and shardings of the workers of a program in the middle of a round."""
+    """Make the shapes, dtypes and shardings of a program's workers in the middle of a round.
+
+    No array is allocated.
+    """
     ensemble = ensemble_spec(spec, key.owners, at)
     shapes = jax.eval_shape(functools.partial(_begin, spec, key, at), ensemble)
     return _with_shardings(shapes, at.by_worker(shapes))
 
 
 def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
-    """Number of workers of a device that run one after another; 1 if they run at once."""
+    """Number of turns in which a device's workers run one after another; 1 if all run at once.
+
+    In each turn a device runs one of its workers.
+    """
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = spec.in_turn and not spec.outer.own_params  # fragments need all workers
     return len(key.owners) // num_groups if in_turn else 1
 
 
 def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
-    """Start a round (`core.start_round`), with sums of gradients if gradients are accumulated.
+    """Start a round (`core.start_round`): make the arrays that the workers start it with.
 
-    Workers that run one after another on a device share one sum.
+    If gradients are accumulated, these include the sums of gradients. Workers that run one after
+    another on a device share one sum.
     """
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
@@ -176,9 +204,9 @@ def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Wo
 
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
-    """Trace the program that `key` identifies, and lower it to XLA.
+    """Trace the program that `key` identifies, and lower it to XLA's input language.
 
-    Compiling the result takes most of the time.
+    The result is not compiled yet. To compile it takes much longer than this function.
     """
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:
@@ -191,7 +219,8 @@ def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
 
 
 Program = tuple[Callable, tuple, tuple[int, ...], PyTree]
-"""A function, the shapes of its arguments, the donated arguments, and the results' shardings."""
+"""A function to compile; the shapes of its arguments; the positions of the arguments whose memory
+it may reuse (donated arguments); and the shardings of its results."""
 
 
 def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
@@ -245,7 +274,8 @@ def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
     def steps(workers, *inputs):
         workers, *measured_TR = advance(workers, *inputs)
-        # Without this constraint, later operations would determine the sharding in the loop.
+        # Without this constraint, the operations after the inner steps would determine how arrays
+        # are sharded in the loop over inner steps.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
     def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, stream_R3, fragment):
@@ -283,7 +313,8 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
-    # A pass is padded, so it should not exceed the smallest number of sequences of a worker's test.
+    # A pass over several sequences is padded to its full size. So a pass should not be larger than
+    # the smallest number of sequences on which a worker is tested.
     least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
     chunk = max(min(least, spec.num_micro_batches * spec.outer.fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
@@ -297,8 +328,9 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
         inner_products=spec.inner_products,
     )
 
-    # A device measures its workers one after another. So it holds one gradient at a time, and each
-    # worker stops at its count. A vmap over a few workers was a quarter slower.
+    # A device measures its workers one after another. So it holds the gradients of one worker at a
+    # time, and stops at the number of sequences of each worker. To measure a few workers at once
+    # with vmap took a quarter more time.
     @functools.partial(
         jax.shard_map,
         mesh=at.mesh,
@@ -345,10 +377,13 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 
 
 def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
-    """Pair tokens with a random key for each sequence [T, R, B], or None if the loss takes no key.
+    """Pair tokens with random keys [T, R, B]: one for each sequence; None if the loss takes no key.
 
-    A key depends on the trainer that trains on the sequence, on the data stream, and on the
-    position in this stream. It does not depend on the micro-batch.
+    The key of a sequence depends on the trainer that trains on it, on the data stream from which it
+    is read, and on its position in this stream. It does not depend on the size of micro-batches.
+
+    `stream_R3` has for each worker the id of its trainer, its data stream, and the position of its
+    first sequence in the stream.
     """
     if spec.key_seed is None or stream_R3 is None:
         return tokens_TRBL, None
@@ -360,12 +395,13 @@ def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Arr
 
 
 def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
-    """Return `core.inner_steps` with the run's loss and inner optimizer bound to it.
+    """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function.
 
-    The result is a function `advance(workers, (tokens_TRBL, key_TRB), rate_TR, update_T)`.
-    `key_TRB` has a random key for each sequence of tokens, and is None if the loss takes no key.
-    `rate_TR` has the learning rates. `update_T` is True where a micro-batch completes an update; if
-    it is None, every micro-batch does. Of the workers, `at_once` run at the same time; None: all.
+    The function is `advance(workers, (tokens_TRBL, key_TRB), rate_TR, update_T)`. `key_TRB` has a
+    random key for each sequence of tokens; it is None if the loss takes no key. `rate_TR` has the
+    learning rates. `update_T` is True where a micro-batch completes an update; if it is None, every
+    micro-batch completes an update. `at_once` is the number of workers that run at the same time;
+    None means all.
     """
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
@@ -380,7 +416,8 @@ def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
             update_T=update_T,
             key_TRB=key_TRB,
             worker_parallelism=at_once,
-            # If devices share a batch, every pass would communicate gradients.
+            # If devices share a batch, they would communicate gradients after every pass, so there
+            # is only one pass.
             examples_per_pass=None if is_shared else spec.examples_per_pass,
         )
 
@@ -388,9 +425,9 @@ def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
 
 
 def _on_each_device(advance: Callable, at: Placement) -> Callable:
-    """Make a function that runs `advance` separately on each device, for the workers of the device.
+    """Make a function that runs `advance` on each device, only for the workers of this device.
 
-    Devices that share a worker run it together.
+    If several devices share a worker, they run it together.
     """
     if at.mesh.shape["trainer"] * at.mesh.shape["worker"] == 1:
         return advance
@@ -414,10 +451,14 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """Make a function that runs inner steps of all workers, on each device in turn or at once."""
+    """Make a function that runs inner steps of all workers.
+
+    The workers of a device run one after another if `spec.in_turn` is set, else all at once.
+    """
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
-    # At once on several devices: one batch of all workers, which XLA's partitioner divides.
+    # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
+    # the devices.
     at_once = _advance(spec, at, at_once=None)
 
     def steps(workers, keyed, rate_TR, update_T):
@@ -429,9 +470,9 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
 
 
 def _turn(spec: Spec, at: Placement) -> Callable:
-    """Make a function that runs inner steps of one worker on each device.
+    """Make a function that runs inner steps of a single worker on each device.
 
-    The last argument of the function is the position of this worker on the device.
+    The last argument of the function is the position of this worker among the device's workers.
     """
     advance = _advance(spec, at, at_once=1)
 
@@ -453,11 +494,16 @@ def _turn(spec: Spec, at: Placement) -> Callable:
 
 
 def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
-    """Shapes of the arguments of inner steps, without the workers.
+    """Make the shapes and shardings of the arguments of inner steps, apart from the workers.
 
-    These are the tokens, the learning rates, the micro-batches that complete an update (None unless
-    gradients are accumulated), and each worker's trainer, stream and first sequence, from which
-    random keys are derived (None unless the loss takes a key).
+    There are four arguments:
+
+    - The tokens.
+    - The learning rates.
+    - Flags that are true where a micro-batch completes an update; None unless gradients are
+      accumulated.
+    - Each worker's trainer, data stream and first sequence, from which random keys are derived;
+      None unless the loss takes a key.
     """
     steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
@@ -478,9 +524,9 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a device that a compiled program and its arguments need while it runs.
+    """Bytes of a device's memory that a program needs while it runs, as the compiler reports them.
 
-    The compiler reports them.
+    The bytes of the program's arguments and results are included.
     """
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler gives no memory analysis"

@@ -1,17 +1,18 @@
 """The device mesh of a compiled program, each array's sharding on the mesh, and resharding.
 
-A compiled program has a mesh over its devices, by default all devices of all processes. Its axes:
+A compiled program runs on a mesh of devices: by default all devices of all processes. The mesh has
+five axes:
 
-  trainer  trainers, whose workers communicate only with one another
-  worker   a trainer's workers, or all workers if the trainers do not divide over the devices
-  data     devices that share a worker's batch
-  model    devices over which a worker's parameters and optimizer state are sharded; they share the
-           worker's batch too if the batch divides
-  idle     devices that repeat the work of others, because no array can be divided further
+  trainer  divides the trainers; during a round, workers of different trainers do not communicate
+  worker   divides a trainer's workers, or all workers if the trainers do not divide over devices
+  data     devices along it share the batch of a worker
+  model    divides a worker's parameters and optimizer state; its devices also share the worker's
+           batch if the batch is divisible
+  idle     devices along it repeat the work of others, because no array can be divided further
 
-A trainer's parameters are replicated over its workers, because the batch-size test and the round
-start from them. Its outer state is sharded over all its devices, because only the synchronisation
-reads it.
+The parameters of a trainer are replicated over the trainer's workers, because every worker starts
+the batch-size test and the round from these parameters. The outer optimizer's state of a trainer is
+sharded over all devices of the trainer, because only synchronisations read this state.
 """
 
 import functools
@@ -42,7 +43,10 @@ class Placement:
     mesh: Mesh
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
-        """The sharding with each dimension divided over the given mesh axes; None: replicated."""
+        """The sharding that divides each dimension of an array over the given mesh axes.
+
+        There is one argument for each dimension. A dimension with None is not divided.
+        """
         return NamedSharding(self.mesh, P(*axes))
 
     @property
@@ -65,39 +69,47 @@ class Placement:
         return self.named(None, POOL, self._batch_axes(batch_size))
 
     def tokens_BL(self, batch_size: int) -> NamedSharding:
-        """Sharding of one worker's tokens [B, L + 1]: the batch over the devices of the worker."""
+        """Sharding of one worker's tokens [B, L + 1]: the devices of the worker share the batch."""
         return self.named(self._batch_axes(batch_size))
 
     def params(self, shapes: PyTree) -> PyTree:
-        """Shardings of one model's parameters: divided over the mesh axis `model`."""
+        """Shardings of one model's parameters: each leaf is divided over the mesh axis `model`."""
         return jax.tree.map(lambda leaf: self._spread(leaf.shape, (), ("model",)), shapes)
 
     def by_worker(self, shapes_R: PyTree) -> PyTree:
         """Shardings of leaves [R, ...]: a worker's entry is on the devices that run the worker.
 
-        On these devices it is divided over the mesh axis `model`.
+        Among these devices the entry is divided over the mesh axis `model`.
         """
         return self._stacked(shapes_R, POOL, ("model",))
 
     def by_trainer(self, shapes_M: PyTree) -> PyTree:
-        """Shardings of leaves [M, ...] that each worker reads whole.
+        """Shardings of leaves [M, ...] whose entry for a trainer is read by all its workers.
 
-        They are divided over the mesh axis `model`, and replicated over the workers of the trainer.
+        The entry of a trainer is replicated over the trainer's workers. For each worker it is
+        divided over the mesh axis `model`.
         """
         return self._stacked(shapes_M, "trainer", ("model",))
 
     def sharded(self, shapes_X: PyTree) -> PyTree:
-        """Shardings of leaves [M, ...] or [R, ...], divided over all devices of the trainer."""
+        """Shardings of leaves [M, ...] or [R, ...] that all devices of a trainer share.
+
+        An entry (of a trainer or worker) is divided over all mesh axes except `trainer`. If no
+        dimension of a leaf can be divided over all of them, it is divided over fewer.
+        """
         return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
 
     def reduce_scatter(self, tree_R: PyTree) -> PyTree:
         """While tracing, reshard leaves [R, ...] for a reduce-scatter over the workers.
 
-        There are two steps, because in one step the partitioner would replicate the leaves. First
-        a leaf is divided over the devices that share a worker. Then it is resharded as by
-        `sharded`. A floating-point leaf without a dimension that divides over the workers skips the
-        second step: its mean is an all-reduce, which moves as many bytes as reduce-scatter and
-        all-gather together. A copy on every device would move R / 2 times as many.
+        The leaves are resharded in two steps, because in one step XLA's partitioner would replicate
+        them. First, a leaf is divided over the devices that share a worker. Second, it receives the
+        sharding of `sharded`, which divides it over the workers too.
+
+        A floating-point leaf skips the second step if no dimension of it can be divided over the
+        workers. The mean of such a leaf over the workers is then computed by an all-reduce, which
+        moves as many bytes as a reduce-scatter and an all-gather together. To copy the leaf to
+        every device would move R / 2 times as many bytes.
         """
         in_parts = self._stacked(tree_R, POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
@@ -112,16 +124,16 @@ class Placement:
         return jax.lax.with_sharding_constraint(parts_R, to)
 
     def all_gather(self, tree_M: PyTree) -> PyTree:
-        """While tracing, all-gather leaves [M, ...]: reshard them from `sharded` to `by_trainer`.
+        """While tracing, all-gather leaves [M, ...]: copy each trainer's entry to its workers.
 
-        There are two steps, because in one step the partitioner would all-gather before the updates
-        are quantised.
+        The leaves are first given the sharding of `sharded`, then that of `by_trainer`. With the
+        second sharding alone, XLA's partitioner would all-gather before it quantises the updates.
         """
         parts_M = jax.lax.with_sharding_constraint(tree_M, self.sharded(tree_M))
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
 
     def ensemble(self, shapes: Ensemble) -> Ensemble:
-        """Shardings of an ensemble between two rounds."""
+        """Shardings of all arrays of an ensemble (trainers and workers) between two rounds."""
         return jax.tree.map(lambda _: self.replicated, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
             outer_state_M=self.sharded(shapes.outer_state_M),
@@ -130,19 +142,29 @@ class Placement:
         )
 
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
-        """Bytes that a synchronisation moves between devices of different workers, in total.
+        """Total bytes that a synchronisation of all trainers moves between devices.
 
         With one device for each worker, this is the number of bytes that the ledger records
-        (docs/algorithm.md, accounting). Workers that share a device move less. If a device has
-        workers of several trainers, every device receives all trainers. With a precision below
-        float32, a leaf without a dimension that divides over the workers is replicated to each
-        worker, which moves more.
+        (docs/algorithm.md, accounting). If workers share a device, fewer bytes are moved. If a
+        device has workers of several trainers, every device receives the updates of all trainers.
+
+        If differences are sent with a precision below float32, more bytes are moved than this
+        function returns: a leaf that has no dimension that can be divided over the workers is then
+        replicated to each worker.
+
+        Args:
+          sync_bytes: Bytes that one worker sends.
+          num_trainers: Number of trainers.
+          num_workers: Number of workers of all trainers.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
 
     def describe(self) -> str:
-        """Describe how workers, batches and parameters are divided over devices; name idle ones."""
+        """Describe as text how workers, batches and parameters are divided over devices.
+
+        The text also names the devices that only repeat the work of others.
+        """
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         if self.mesh.size == 1:
@@ -157,7 +179,7 @@ class Placement:
         return "; ".join(parts)
 
     def draw(self, workers: Sequence[str]) -> list[str]:
-        """List the groups of devices, with the workers that each group of devices runs."""
+        """Make one line of text for each group of devices that names the workers it runs."""
         size = self.mesh.shape
         groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
         each = len(workers) // len(groups)
@@ -180,9 +202,11 @@ class Placement:
         return jax.tree.map(spread, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
-        """The sharding that divides the largest possible dimension over the mesh axes `over`.
+        """The sharding that divides one dimension of an array over the mesh axes `over`.
 
-        If no dimension divides over all these axes, the last axes are left out.
+        It is the largest dimension that is a multiple of the number of devices along these axes. If
+        there is none, the last axis of `over` is left out, and so on. The first dimensions, which
+        are trainers or workers, are divided over the mesh axes `lead`.
         """
         if not shape:
             return self.replicated
@@ -215,24 +239,27 @@ def arrange(
 
     Args:
       owners: Position of each worker's trainer.
-      batch_size: Number of a worker's sequences, which devices may share.
+      batch_size: Number of sequences in a worker's batch. Several devices may share the batch.
       devices: The devices to use.
-      model_shards: Devices that share one worker's parameters; divides the number of devices.
+      model_shards: Number of devices that share one worker's parameters, a divisor of the number of
+        devices.
 
     Returns:
-      A mesh with the workers divided over as many devices as possible. The remaining factor of the
-      number of devices shares each worker's batch, as far as the batch divides.
+      A mesh on which the workers are divided over as many devices as possible. If there are several
+      devices for each group of workers (besides those that share parameters), they share the
+      workers' batches, as far as `batch_size` is divisible. Devices beyond that are idle.
     """
     chosen = np.array(devices)
     free = len(chosen) // model_shards
     num_trainers, num_workers = max(owners) + 1, len(owners)
     trainer = math.gcd(free, num_trainers)
-    # A device's share of the pool must be whole trainers, or lie within one.
+    # A device must have all workers of some trainers, or only workers of a single trainer.
     if block_size(owners) is None or trainer < num_trainers < num_workers:
         trainer = 1
     worker = math.gcd(free // trainer, num_workers // trainer)
     data = math.gcd(free // (trainer * worker), batch_size)
-    # In the order of the devices: a program and the source of its arguments must have the same.
+    # The mesh keeps the order of the devices, because all programs that exchange arrays must have
+    # the same order.
     grid = chosen.reshape(trainer, worker, data, model_shards, -1)
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
@@ -241,9 +268,10 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     """Move arrays to other shardings, in any number of processes.
 
     Args:
-      tree: JAX arrays, which move between devices, and host arrays. Every process must hold the
-        parts of a host array that its devices receive.
-      shardings: A tree of the same structure; an array with None is not moved.
+      tree: A tree of JAX arrays, which are moved between devices, and of host arrays, which are
+        sent to devices. Every process must hold the parts of a host array that its devices receive.
+      shardings: A tree of shardings with the same structure. An array whose sharding is None is
+        returned unchanged.
 
     Returns:
       JAX arrays with these shardings; an array that already has its sharding is not copied.
@@ -260,7 +288,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _put(leaf: Any, to: NamedSharding | None) -> Any:
-    """The array with its new sharding; None if only a program of all processes can move it."""
+    """Give an array its new sharding; return None if only a program of all processes can do it."""
     if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf
     if to.is_fully_addressable:
@@ -277,7 +305,10 @@ def _move(to: tuple[NamedSharding, ...]):
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Copy whole arrays to the host, in every process, one leaf at a time."""
+    """Copy a tree of arrays to the host: every process receives all values of every array.
+
+    The arrays are copied one at a time.
+    """
 
     def get(leaf: jax.Array) -> np.ndarray:
         if leaf.is_fully_addressable or leaf.is_fully_replicated:

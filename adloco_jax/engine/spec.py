@@ -1,4 +1,7 @@
-"""The inputs of compilation: the data that all programs of a run share, and a program's key."""
+"""What compilation needs: the data that all compiled programs of a run share, and a program's key.
+
+The key identifies one program of the run.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,7 +24,7 @@ Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
 class ProgramKey(NamedTuple):
-    """Identifies a compiled program of a run: its kind, and the sizes it was compiled for."""
+    """Identifies a compiled program of a run: by its kind, and by the sizes it is compiled for."""
 
     kind: Kind
     owners: tuple[int, ...] = (0,)  # position of each worker's trainer; 0 if it does not matter
@@ -43,7 +46,10 @@ class ProgramKey(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What is known about one compilation; a `compile` line of the ledger shows it."""
+    """What is known about one compilation of a program.
+
+    The ledger, the log file of the run, has it in a line with the event `compile`.
+    """
 
     key: ProgramKey
     seconds: float
@@ -75,17 +81,16 @@ class Machine:
         return len({device.process_index for device in self.devices})
 
     def describe(self) -> str:
-        """Describe the number and kind of the devices, and the number of processes."""
+        """Describe the devices as text: their number, their kind, and the number of processes."""
         text = f"{len(self.devices)} x {self.devices[0].device_kind}"
         return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
 
     def budget(self, memory_frac: float | None) -> int:
-        """Bytes of a device's memory that a run may use.
-
-        By default this is a share of 0.92 of the memory, on a CPU of 0.8.
+        """Bytes of one device's memory that a run may use.
 
         Args:
-          memory_frac: Share of the device's memory; None for the default.
+          memory_frac: Share of the device's memory that may be used. None: 0.8 on a CPU, and 0.92
+            on other devices.
         """
         default = 0.8 if self.platform == "cpu" else 0.92
         return int((default if memory_frac is None else memory_frac) * self.device_bytes)
@@ -101,10 +106,10 @@ class Spec:
     inner_tx: optax.GradientTransformation
     outer_tx: optax.GradientTransformation
     outer: Outer  # schedule, delay and precision of synchronisations
-    num_micro_batches: int  # micro-batches of a call: S, or S / F with F fragments
+    num_micro_batches: int  # micro-batches per call of `steps`: S, or S / F with F fragments
     row_length: int  # integers of a row: L + 1, or 2 + L if class and length come first
     sequence_length: int  # L
-    max_test_sequences: int  # limit of the batch-size test, per worker
+    max_test_sequences: int  # most sequences that a batch-size test measures for one worker
     estimator: Estimator  # "vmap" or "taps", not "auto"
     inner_products: bool
     reset_inner_state: bool
@@ -113,15 +118,18 @@ class Spec:
     extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
     key_seed: int | None = None  # seed for a loss that takes `key`; None: the loss takes none
     remat: bool = False  # layers are recomputed in the backward pass
-    in_turn: bool = False  # a device's workers run their round one after another, not at once
+    in_turn: bool = False  # whether a device's workers run their rounds one after another
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
 
     @property
     def by_position(self) -> bool:
-        """Whether each call of the inner steps runs one worker, chosen by its position in the pool.
+        """Whether a call of the program `steps` runs a single worker, which an argument selects.
 
-        This is so if workers run one after another and all devices share each worker. Trainers with
-        different plans then use the same program.
+        The argument is the worker's position among all workers of the run. Trainers with different
+        numbers of workers or updates can then use the same program. It is so if three conditions
+        hold: workers run one after another (`in_turn`), all devices share each worker, and workers
+        do not keep their own parameters between synchronisations (only Streaming DiLoCo keeps
+        them).
         """
         is_one = len(self.machine.devices) == self.model_shards
         return self.in_turn and is_one and not self.outer.own_params
@@ -133,10 +141,11 @@ class Spec:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes of one trainer's outer gradient as it is sent; the updates sent back are as large.
+        """Bytes that one worker sends when its trainer is synchronised.
 
-        If parameters are synchronised in fragments, these are the bytes of one fragment, with
-        padding.
+        The worker sends the difference between its trainer's parameters and its own. The update
+        that the worker receives has the same size. If parameters are synchronised in fragments,
+        these are the bytes of one fragment, with padding.
         """
 
         def take(params):
@@ -148,7 +157,11 @@ class Spec:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes that a trainer sends in a merge, and that a worker receives when it moves."""
+        """Bytes of the parameters and optimizer states that are sent if trainers or workers change.
+
+        An absorbed trainer sends parameters and an outer state in a merge. A worker that joins a
+        trainer receives parameters and an inner state.
+        """
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
         return StateBytes(self.param_bytes, _sent_bytes(self.outer_tx, self.params), inner_bytes)
 
@@ -159,15 +172,15 @@ class Spec:
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of the arrays in a tree, or of arrays with the shapes and dtypes in it."""
+    """Bytes that all arrays of a tree take together; shapes with dtypes may stand for arrays."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
-    """Bytes of an optimizer's state that trainers or workers must send.
+    """Bytes that must be sent to copy an optimizer's state to another trainer or worker.
 
-    Constants, which updates do not change, are not sent. Whole numbers, such as counts, are not
-    sent either, because the host knows them.
+    Two kinds of arrays in the state are not sent: arrays that updates never change, and arrays of
+    whole numbers (such as counts of updates), because the host knows them.
     """
     params = trainable(params)
     state = jax.eval_shape(tx.init, params)
