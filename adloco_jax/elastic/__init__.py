@@ -1,4 +1,5 @@
-"""The elastic engine: workers run in processes of a Ray cluster (learners), which may be lost.
+"""The elastic engine: workers run in processes of a Ray cluster, which may be lost and replaced.
 
-The training loop runs in one process, the driver.
+These processes are called learners. One process, the driver, runs the training loop and holds the
+parameters of the trainers. It asks the learners to run the rounds of workers.
 """

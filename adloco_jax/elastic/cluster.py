@@ -1,6 +1,8 @@
-"""The transport between the driver (training loop) and its learners, actors of a Ray cluster.
+"""The connection between the driver, the process with the training loop, and its learners.
 
-Only this module imports Ray. Ray's processes exchange pickled data; a token keeps other users out.
+Learners are actors (processes) of a Ray cluster, which run the rounds of workers. This module is
+the only one that imports Ray. The processes of the cluster send each other pickled data, with which
+a sender could run any code. So processes without the cluster's token are refused.
 """
 
 import contextlib
@@ -24,8 +26,8 @@ import jax
 
 from adloco_jax.errors import ConfigError, ResourceError, reason
 
-# A program that ends all processes of a cluster after the driver has ended, for whatever reason. It
-# reads from a pipe, which closes when the driver ends.
+# A program that waits until the driver has ended, for whatever reason, and then ends all processes
+# of the cluster. It notices the end of the driver because the pipe that it reads from is closed.
 _REAPER = """
 import os, shutil, signal, sys, time
 folder, spared = sys.argv[1], (os.getpid(), os.getppid())
@@ -60,7 +62,8 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
-# Short causes, by a part of Ray's message, which has several lines.
+# Short descriptions of a learner's end. The key is a part of Ray's message about the end, which has
+# several lines.
 _DEATHS = {
     "worker process has died": "its process has ended",
     "its node has died": "its node ended",
@@ -76,10 +79,10 @@ class Outcome(NamedTuple):
 
 
 def check_possible() -> None:
-    """Check that a run can use learners: Ray is installed, and the run is a single process.
+    """Check that a run can use learners: Ray must be installed, and the driver a single process.
 
     Raises:
-      ConfigError: If the run cannot use learners. The message says what to do.
+      ConfigError: If one of these conditions does not hold. The message says what to do.
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -94,12 +97,13 @@ def check_possible() -> None:
 def connected(address: str, num_learners: int) -> Iterator[None]:
     """Connect to the Ray cluster at an address, or start a cluster on this machine.
 
-    A started cluster has a token, no dashboard and no usage report, and a separate folder for its
-    files. When the driver ends, or is killed, all processes of the started cluster are ended.
+    A started cluster accepts only processes with its token. It has no dashboard, sends no usage
+    reports, and keeps its files in a temporary folder. When the driver ends or is killed, all
+    processes of this cluster are ended.
 
     Args:
-      address: HOST:PORT of a running cluster; empty: start a cluster.
-      num_learners: Number of learners for which a started cluster has room.
+      address: HOST:PORT of a running cluster. If empty, a cluster is started.
+      num_learners: Number of learners that can run at the same time in a started cluster.
 
     Raises:
       ConfigError: If there is no cluster at the address, or the cluster refuses the token.
@@ -115,7 +119,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             try:
                 host, _, port = address.rpartition(":")
                 with socket.create_connection((host, int(port)), timeout=10):
-                    pass  # Ray itself would try for minutes
+                    pass  # only a test of the address, because Ray would try it for minutes
                 ray.init(address=address, **quiet)
             except Exception as error:  # deliberately broad, because Ray raises many kinds
                 cause = reason(error, 200)
@@ -148,7 +152,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
         is_new = "ray" not in sys.modules
         import ray
 
-        if not is_new:  # Ray has already read the environment
+        if not is_new:  # Ray was imported before, so it has read the environment already
             native: Any = ray._raylet
             native.Config.initialize("")
             native.AuthenticationTokenLoader.instance().reset_cache()
@@ -156,7 +160,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             stack.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
             constants.ENABLE_RAY_CLUSTER = False
         try:
-            with warnings.catch_warnings():  # about forks, which do no harm: Ray then runs exec
+            with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
                 warnings.simplefilter("ignore", RuntimeWarning)
                 ray.init(
                     address="local",
@@ -178,7 +182,8 @@ def _tame(ray: Any, at_sigterm: Any) -> None:
     """Restore the run's SIGTERM handler, and hide Ray's messages about ended processes."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, at_sigterm)
-    ray._private.worker.print_worker_logs = lambda *_: None  # whatever `log_to_driver` says
+    # Ray prints these messages even if `log_to_driver` is False.
+    ray._private.worker.print_worker_logs = lambda *_: None
 
 
 def _end(reaper: subprocess.Popen, folder: str) -> None:
@@ -197,7 +202,9 @@ def _restore(before: dict[str, str | None]) -> None:
 
 
 def put(value: Any) -> Any:
-    """Send a value once, for use in several calls; return a reference to pass in the calls.
+    """Store a value in the cluster, and return a reference that can be passed in several calls.
+
+    So the value is not sent again with every call.
 
     Raises:
       ConfigError: If the value cannot be pickled.
@@ -214,11 +221,14 @@ def put(value: Any) -> Any:
 
 
 def start(kind: type, num_learners: int, *arguments: Any) -> Any:
-    """Start a learner process on any node with room, now or later; return a handle of it.
+    """Ask the cluster to start a learner process, and return a handle for calls to it.
+
+    The process starts on any node with a free CPU (and free GPUs, if the cluster has GPUs), as soon
+    as there is such a node.
 
     Args:
       kind: The learner's class.
-      num_learners: Number of learners of the run, which share the cluster's GPUs.
+      num_learners: Number of learners of the run. The cluster's GPUs are divided among them.
       *arguments: Arguments of the class's constructor.
     """
     import ray
@@ -236,10 +246,11 @@ def start(kind: type, num_learners: int, *arguments: Any) -> Any:
 
 
 def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
-    """Call a method of a learner without waiting; return a reference to the call, for `poll`.
+    """Call a method of a learner without waiting for the result.
 
-    A learner runs its calls one after another. Calls with `aside=True` run at the same time as
-    these calls.
+    A learner runs its calls one after another. A call with `aside=True` does not wait for the other
+    calls, but runs beside them in another thread. Returns a reference to the call, which `poll`
+    accepts.
     """
     function = getattr(handle, method)
     if aside:
@@ -248,7 +259,14 @@ def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> An
 
 
 def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
-    """Wait at most some seconds for calls to learners, and return the results of those that ended.
+    """Wait until at least one of some calls to learners has ended, or the time is over.
+
+    Args:
+      calls: References to calls, from `submit`.
+      timeout_s: Longest time to wait, in seconds.
+
+    Returns:
+      The results of all calls that have ended; the key is the reference to the call.
 
     Raises:
       ResourceError: If the cluster is gone.
@@ -285,7 +303,10 @@ def _outcome(call: Any) -> Outcome:
 
 
 def kill(handle: Any, process: tuple[str, int] | None) -> None:
-    """End a learner; also kill its process `(machine id, process id)` if it is on this machine."""
+    """End a learner through Ray, and also by a signal if its process is on this machine.
+
+    `process` has the id of the learner's machine (`machine_id`) and the id of the process.
+    """
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):
@@ -297,7 +318,10 @@ def kill(handle: Any, process: tuple[str, int] | None) -> None:
 
 
 def machine_id() -> str:
-    """Identify this machine and its boot; only processes with the same id can be ended here."""
+    """Return an id of this machine since its last boot.
+
+    A process can be ended by a signal only on the machine with the same id.
+    """
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
     return os.uname().nodename

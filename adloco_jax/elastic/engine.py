@@ -1,9 +1,12 @@
-"""The elastic engine: workers run in learner processes, which may join, leave or fail.
+"""The elastic engine: workers run in learners, processes that may join, leave or fail.
 
-The engine implements `adloco.Engine`. The driver holds the trainers' parameters and outer states.
-Learners hold the workers' inner states; the driver sends an inner state only at the start, after a
-merge, and when a worker moves. Each trainer runs at its own pace: `RayEngine.ready` starts the
-rounds of all trainers that may continue, and waits until the first of these rounds ends.
+The engine implements the interface `loop.adloco.Engine` in the driver, the process with the
+training loop. The driver holds the parameters and the outer optimizer states of the trainers. The
+learners hold the inner optimizer states of the workers. The driver sends an inner state to a
+learner only at the start, after a merge, and when a worker moves to another learner.
+
+Each trainer runs at its own pace: `RayEngine.ready` starts the rounds of all trainers that may
+continue, and waits until the first of these rounds ends.
 """
 
 import functools
@@ -35,33 +38,38 @@ from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_cou
 from adloco_jax.run.build import Run
 from adloco_jax.settings import Settings
 
-_TRIES = 3  # attempts of a trainer's round without any answer, after which the run ends
+# The run ends if a trainer's round has been started this many times without any answer.
+_TRIES = 3
 
 
 class UnderWay(NamedTuple):
-    """The results of the rounds that learners have completed; the method `finish` returns them."""
+    """The results of rounds that learners have completed, for the method `RayEngine.finish`."""
 
-    trainers: list[int]  # positions of the trainers
-    lines: list[dict]
-    outcomes: list[Outcome]
-    step_s: float
+    trainers: list[int]  # positions of the trainers that ran these rounds
+    lines: list[dict]  # for each of these trainers, ledger fields of the round
+    outcomes: list[Outcome]  # for each of these trainers, losses and skipped updates
+    step_s: float  # seconds since the last round ended, or since the first of these rounds began
 
 
 class RayEngine:
-    """Runs the rounds of workers in learners: processes of a Ray cluster. See `adloco.Engine`."""
+    """Runs the rounds of workers in learners, which are processes of a Ray cluster.
+
+    It implements the interface `loop.adloco.Engine`, which describes the methods.
+    """
 
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
         """Store the arguments; the first call of `ready` connects to a cluster and starts learners.
 
         Args:
           run: The data that all attempts of the run share.
-          programs: Programs for evaluation on the driver's devices.
-          heldout: Held-out rows; merges are decided by losses on the guard rows among these.
+          programs: The programs that measure held-out losses on the driver's devices.
+          heldout: The held-out rows in two parts. Decisions on merges use the losses on one part,
+            the guard rows.
         """
         self.settings, self.spec, self.run = run.settings, run.spec, run
         self.programs, self.heldout = programs, heldout
         self.underway: Control
-        self.rounds: dict[int, Round] = {}  # by trainer's id
+        self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
         self.fleet = Fleet(run)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
         self._finished_s = time.monotonic()  # when the last round ended
@@ -75,16 +83,19 @@ class RayEngine:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the states that trainers send in a merge, and that moving workers receive."""
+        """Bytes of the states that trainers send in a merge, and that joining workers receive."""
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """Start rounds in learners; return the trainers (by position) whose rounds have ended.
+        """Start rounds in learners, and wait until rounds have ended.
 
-        The call waits for one trainer at least, or for all trainers if decisions need all of them.
+        The method waits until the round of at least one trainer has ended. If trainers must stay
+        together (`_keep_together`), it waits for the rounds of all trainers. Returns the positions
+        of the trainers whose rounds have ended.
 
         Raises:
-          ConfigError: If a learner has other data or versions than the driver.
+          ConfigError: If, at the start, a learner has other data or other versions of packages than
+            the driver.
           ResourceError: If too few learners start, a round fails repeatedly, or the cluster is
             gone.
         """
@@ -107,9 +118,10 @@ class RayEngine:
             self._poll()
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> dict[int, Round]:
-        """Return and remove the ended rounds of some trainers, by the trainer's position.
+        """Take the ended rounds of some trainers out of the engine, by the trainer's position.
 
-        No rows are read here, because learners read their rows themselves.
+        `plans` has the positions of these trainers. No rows are read here, because learners read
+        the rows themselves.
         """
         trainers = state.control.trainers
         return {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
@@ -117,7 +129,7 @@ class RayEngine:
     def gradient_stats(self, state: State, batch: dict[int, Round]) -> Stats:
         """Collect the gradient statistics that learners have measured in the ended rounds.
 
-        Only workers that count in the outer update contribute.
+        Only the statistics of workers whose answers count in the outer update are collected.
         """
         stats: Stats = []
         for position, each in batch.items():
@@ -132,7 +144,11 @@ class RayEngine:
         return stats
 
     def outer_step(self, state: State, batch: dict[int, Round]) -> tuple[State, UnderWay]:
-        """Update the trainers whose rounds have ended, with the differences from learners."""
+        """Apply the outer update to each trainer whose round has ended.
+
+        The update uses the differences of parameters that learners have sent for the trainer's
+        workers. Returns the new state, and the results of these rounds for `finish`.
+        """
         ensemble, control = state.ensemble.replace(inner_state_R=None), state.control
         lines, outcomes, counted = [], [], {}
         up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
@@ -158,7 +174,8 @@ class RayEngine:
         )
         control.round = min(trainer.rounds for trainer in control.trainers)
         lines = [line | cost for line, cost in zip(lines, spent, strict=True)]
-        now_s = time.monotonic()  # seconds since the last round ended are counted once
+        # The duration begins at the last round's end or later, so no second is counted twice.
+        now_s = time.monotonic()
         step_s = now_s - max(self._finished_s, min(each.start_s for each in batch.values()))
         self._finished_s = now_s
         ensemble = ensemble.replace(round=np.int32(control.round))
@@ -168,7 +185,11 @@ class RayEngine:
         """Do nothing: learners read their own rows, and compile their own programs."""
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
-        """Count skipped updates, and remove broken trainers; also return changes of learners."""
+        """Count skipped updates, and remove broken trainers.
+
+        Returns the new state, the metrics of the ended rounds, and one dict for each trainer that
+        was removed and for each event of a learner since the last call (such as joined or lost).
+        """
         for line, outcome in zip(underway.lines, underway.outcomes, strict=True):
             line["skipped_updates"] = int(outcome.skipped_SR.sum())
         control, broken = count_skips(state.control, underway.outcomes, underway.trainers)
@@ -181,15 +202,21 @@ class RayEngine:
         return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Do nothing: no worker update is unsynchronised, because fragments are refused here."""
+        """Do nothing, because no worker update is left unsynchronised.
+
+        Only Streaming DiLoCo leaves such updates, and it cannot be combined with learners.
+        """
         return state, []
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
+        """Compute each trainer's loss on the guard rows, the held-out rows for decisions."""
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The merged trainer's loss on the guard rows (held-out rows for decisions), nats/token."""
+        """Compute the loss that a merged trainer would have on the guard rows.
+
+        Guard rows are held-out rows for decisions, such as the refusal of a merge.
+        """
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -199,21 +226,28 @@ class RayEngine:
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """Merge trainers (`core.merge`), then move workers with their inner states.
+        """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`).
 
-        The inner states are fetched from the learners first.
+        The workers' inner states are fetched from the learners first.
         """
         whole = self.complete(State(ensemble, self.underway))
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, whole, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers to a trainer (`core.spawn`); inner states are fetched from learners first."""
+        """Add workers to a trainer until it has `num_workers` of them (`core.spawn`).
+
+        The workers' inner states are fetched from the learners first.
+        """
         whole = self.complete(State(ensemble, self.underway))
         return replace(spawned, whole, trainer, num_workers)
 
     def complete(self, state: State) -> Ensemble:
-        """Fetch the workers' inner states from learners; return the ensemble with these states."""
+        """Return the ensemble with the inner states of all workers.
+
+        If the ensemble lacks the inner states, they are fetched from the learners. If workers start
+        every round with a fresh inner state (`inner.state=reset`), it gets fresh states instead.
+        """
         ensemble, control = state
         if ensemble.inner_state_R is not None or self.spec.reset_inner_state:
             return self._states.with_fresh(ensemble)
@@ -228,7 +262,10 @@ class RayEngine:
     # -- Rounds --------------------------------------------------------------------------------
 
     def _begin(self, state: State) -> None:
-        """Start a round of every trainer that may continue and has a worker on a free learner."""
+        """Start a round of every trainer that may begin one and has a worker on a free learner.
+
+        A learner is free if it runs no round now. Workers are assigned to learners first.
+        """
         control, settings, now_s = state.control, self.settings, time.monotonic()
         idle = [
             m
@@ -290,7 +327,11 @@ class RayEngine:
         )
 
     def _prepare_spares(self, order: Order, tests: bool) -> None:
-        """Let learners without workers load a round's programs, once for each batch size."""
+        """Let learners that have no workers load the programs of a round.
+
+        So a spare learner can replace a lost one without delay. It loads the programs once for each
+        batch size. `tests` says whether the round measures gradient statistics.
+        """
         wanted = order.micro_batch_size, order.num_accum_steps > 1
         for number, learner in self.fleet.learners.items():
             if learner.joined and not learner.streams and wanted not in learner.prepared:
@@ -300,7 +341,16 @@ class RayEngine:
     def _outer_update(
         self, sub: Ensemble, by_worker: Mapping[int, Answer | None], each: Round
     ) -> tuple[Ensemble, np.ndarray]:
-        """Apply a trainer's outer update to the workers' differences that learners have sent."""
+        """Apply the outer update to a trainer, from the differences that learners have sent.
+
+        Args:
+          sub: The ensemble of this trainer alone.
+          by_worker: The answer for each worker of the trainer; None if it does not count.
+          each: The trainer's round.
+
+        Returns:
+          The new ensemble of the trainer, and the norm of its outer gradient.
+        """
         some = next(answer for answer in by_worker.values() if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in by_worker.values()]
@@ -317,9 +367,10 @@ class RayEngine:
     def _close(
         self, control: Control, position: int, each: Round, answers: Mapping[int, Answer]
     ) -> None:
-        """Note learners that were late or rejected in an ended round, for the ledger.
+        """Record for the ledger which learners answered too late, and whose updates were rejected.
 
-        Inner states that the answers confirm are no longer kept for sending.
+        `answers` has the answers that count, by stream. Each of them proves that a learner has the
+        worker's inner state, so the driver drops its copy of this state.
         """
         trainer = control.trainers[position].id
         for stream in answers:
@@ -334,7 +385,10 @@ class RayEngine:
                 self.fleet.note(number, "rejected", cause, trainer)
 
     def _poll(self) -> None:
-        """Process what learners have answered; take lost learners out of the rounds."""
+        """Process the answers of learners that have come, and the losses of learners.
+
+        If nothing has come, wait for a fraction of a second.
+        """
         for event in self.fleet.poll():
             if event.what == "states":
                 self._states.take(event)
@@ -344,7 +398,7 @@ class RayEngine:
                 self._do_without(event)
 
     def _take(self, event: Event) -> None:
-        """Add a learner's answers to the round of the trainer, and measure the learner's speed."""
+        """Add a learner's answers to its trainer's round, and measure the learner's speed anew."""
         learner, answers = event.learner, event.value
         learner.due_s = None
         done = sum(answer.num_sequences for answer in answers)
@@ -353,9 +407,13 @@ class RayEngine:
             self.rounds[event.about].take(learner.number, answers)
 
     def _do_without(self, event: Event) -> None:
-        """Continue rounds without a lost learner.
+        """Continue without a lost learner the rounds that wait for it.
 
-        If no answer is there and no learner is awaited, the round is started again.
+        If such a round has no answer and waits for no other learner, it is dropped, and `_begin`
+        starts it again.
+
+        Raises:
+          ResourceError: If the round of a trainer was dropped `_TRIES` times in a row.
         """
         learner = event.learner
         if learner.joined:
@@ -363,7 +421,7 @@ class RayEngine:
             self._states.lost.update(s for s in learner.streams if s not in seeds)
         for trainer, each in [*self.rounds.items()]:
             each.awaited.discard(learner.number)
-            if not (each.awaited or each.answers):  # started again when there is a learner
+            if not (each.awaited or each.answers):
                 del self.rounds[trainer]
                 self._failures[trainer] = self._failures.get(trainer, 0) + 1
                 if self._failures[trainer] >= _TRIES:
@@ -375,7 +433,12 @@ class RayEngine:
     # -- Membership ----------------------------------------------------------------------------
 
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
-        """Assign workers to learners, for trainers that are between two rounds."""
+        """Assign workers to learners, and keep the inner states that must be sent to new learners.
+
+        Only workers of the trainers at the positions `idle` may change their learner, because these
+        trainers are between two rounds. The inner state of such a worker is fetched from the old
+        learner, or replaced if the old learner is lost.
+        """
         owners = zip(control.streams, control.owners, strict=True)
         trainers = {stream: control.trainers[owner].id for stream, owner in owners}
         busy = self.fleet.asked("play")
@@ -403,7 +466,10 @@ class RayEngine:
             )
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """Fetch the inner states from learners that were asked to stop; then end these learners."""
+        """End learners that were asked to stop, after fetching the inner states of their workers.
+
+        The learners in `busy` run a round now, and are ended later.
+        """
         for number, learner in [*self.fleet.learners.items()]:
             if not (learner.leaving and learner.joined) or number in busy:
                 continue
@@ -418,9 +484,11 @@ class RayEngine:
 
 
 def _may_begin(control: Control, position: int, settings: Settings) -> bool:
-    """Whether a trainer may start another round before the other trainers have caught up.
+    """Whether a trainer may start its next round now.
 
-    A trainer waits for the others before a merge and at the end of the run.
+    A trainer may run ahead of other trainers, but it waits for them before the next possible merge
+    and at the end of the run. If trainers must stay together (`_keep_together`), it waits for them
+    after every round.
     """
     rounds, every = control.rounds_of(position), settings.merge.every_rounds
     if _keep_together(settings):
@@ -431,5 +499,9 @@ def _may_begin(control: Control, position: int, settings: Settings) -> bool:
 
 
 def _keep_together(settings: Settings) -> bool:
-    """Whether trainers must end every round together, because decisions need all results."""
+    """Whether all trainers must have ended a round before any of them starts the next.
+
+    This is so if workers join during the run, or if the run ends at a number of tokens. Both are
+    decided after each round from the results of all trainers.
+    """
     return settings.ensemble.initial_workers is not None or settings.num_tokens is not None

@@ -1,4 +1,8 @@
-"""Start, call and restart the learner processes of a run; note their events for the ledger."""
+"""Start, call and restart the learners of a run, and record their events for the ledger.
+
+Learners are processes of a Ray cluster that run the rounds of workers. The ledger is the log file
+of the run, which the driver (the process with the training loop) writes.
+"""
 
 import contextlib
 import dataclasses
@@ -15,47 +19,58 @@ from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.build import Run
 from adloco_jax.run.resume import versions
 
-_POLL_S = 0.2  # seconds to wait for answers between two checks of the learners
+_POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
 
 
 class Call(NamedTuple):
-    """A call to a method of a learner's present process that has not been answered."""
+    """A call of a method of a learner that has not been answered yet."""
 
-    learner: int
-    what: str  # "hello", "ping", "states", "prepare" or "play"
-    about: Any  # for "play" the trainer's id; for "states" the workers
+    learner: int  # number of the learner
+    what: str  # the method: "hello", "ping", "states", "prepare" or "play"
+    about: Any  # for "play" the id of the trainer; for "states" the argument `wanted` of the method
 
 
 class Event(NamedTuple):
-    """Something that the driver has to process: the answer of a learner, or the loss of one."""
+    """Something that the driver must process: an answer of a learner, or the loss of a learner."""
 
-    what: str  # "play", "states", "prepare" or "lost"
-    learner: members.Learner  # the learner's process that has answered or ended
-    about: Any  # as in the call
-    value: Any  # the answer, or the cause of a loss
+    what: str  # "lost", or the method that was answered: "play", "states" or "prepare"
+    learner: members.Learner  # the record of the learner's process that has answered or ended
+    about: Any  # the field `about` of the answered call; None for a loss
+    value: Any  # the answer, or the cause of the loss
 
 
 class Fleet:
-    """Starts the learner processes of a run, calls them, and restarts those that are lost."""
+    """Starts the learners of a run, calls their methods, and restarts learners that are lost."""
 
     def __init__(self, run: Run):
-        """Store the arguments; `start_all` connects to a cluster and starts learners."""
+        """Store the run; `start_all` later connects to a Ray cluster and starts the learners."""
         self._run, self._settings = run, run.settings
         self.learners: dict[int, members.Learner] = {}
-        self.control: Control  # the control after the newest round, to which ledger lines refer
+        self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
         self._handles: dict[int, Any] = {}
         self._processes: dict[int, tuple[str, int]] = {}
         self._calls: dict[Any, Call] = {}
-        self._causes: dict[int, str] = {}  # cause of the last loss, by learner
+        self._causes: dict[int, str] = {}  # why a learner was lost the last time, by its number
         self._cluster = contextlib.ExitStack()
         self._given: Any = None
         self._count = 0  # number of learners that the run needs
-        self._ended_up_s = 0.0  # seconds up of processes that have ended
+        self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
-        """Start all learners, and wait until they have joined or `engine.restart_s` has passed."""
+        """Start all learners of the run, and wait until they have joined.
+
+        The method connects to the Ray cluster first, or starts one. It waits at most
+        `engine.restart_s` seconds for learners. The run may begin if at least `engine.quorum`
+        learners have joined, or one if no quorum is set. There is one learner for each of the
+        `num_workers` workers, unless `engine.max_learners` is set.
+
+        Raises:
+          ConfigError: If a learner has other data or versions than the driver, or if there is no
+            cluster at the configured address.
+          ResourceError: If too few learners have joined, or no cluster can be started.
+        """
         rule = self._settings.engine
         self._count = count = rule.max_learners or num_workers
         self._cluster.enter_context(cluster.connected(rule.address, count))
@@ -96,7 +111,11 @@ class Fleet:
         self._has_started = True
 
     def poll(self) -> list[Event]:
-        """Return what has happened: answers and losses of learners. Restart lost learners.
+        """Return the answers and losses of learners since the last call; restart lost learners.
+
+        The method waits at most a fraction of a second for answers. It asks learners for
+        heartbeats, and treats a learner as lost if its process has ended, sends no heartbeat, or
+        works for too long (`members.Learner.fault`).
 
         Raises:
           ConfigError: If, at the start, a learner has other data or versions than the driver.
@@ -127,9 +146,10 @@ class Fleet:
         return events
 
     def up_s(self) -> float:
-        """Total seconds that learner processes have been up, from the request to start each one.
+        """Return the total seconds that all learner processes of the run have been up.
 
-        Learners that have not joined yet do not count, because they may be waiting for room.
+        The time of a process begins when its start is requested. A process that has not joined yet
+        does not count, because it may still be waiting for a free node.
         """
         now_s = time.monotonic()
         there = (each for each in self.learners.values() if each.joined)
@@ -139,7 +159,11 @@ class Fleet:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
     def _start(self, number: int, life: int) -> None:
-        """Start the next process of a learner; the learner's workers wait for this process."""
+        """Start a process for the learner `number`, the first or the next one.
+
+        The learner keeps its workers from process to process. `life` says how many processes the
+        learner has had before.
+        """
         before, now_s = self.learners.get(number), time.monotonic()
         learner = self.learners[number] = members.Learner(number, life, now_s)
         if before is not None:
@@ -148,19 +172,23 @@ class Fleet:
         self.ask(number, "hello", about=None)
 
     def asked(self, what: str) -> set[int]:
-        """The numbers of learners that have not yet answered a call of the method `what`."""
+        """Return the numbers of the learners that have not answered a call of `what` yet."""
         return {call.learner for call in self._calls.values() if call.what == what}
 
     def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
-        """Call a method of a learner without waiting; `poll` returns the answer later."""
+        """Call a method of a learner without waiting; `poll` returns the answer later.
+
+        `about` says what the call is about, and is returned with the answer.
+        """
         aside = what in ("ping", "states")
         call = cluster.submit(self._handles[number], what, *arguments, aside=aside)
         self._calls[call] = Call(number, what, about)
 
     def host(self, stream: int) -> int | None:
-        """The number of the learner that hosts the worker of a stream.
+        """Return the number of the learner that runs the worker with the data stream `stream`.
 
-        None: no learner hosts this worker, or the learner's process has not joined yet.
+        The result is None if no learner has this worker, or if the learner's process has not joined
+        yet.
         """
         for number, learner in self.learners.items():
             if stream in learner.streams:
@@ -168,7 +196,14 @@ class Fleet:
         return None
 
     def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
-        """Keep a line about a learner, to be written to the ledger after the next round."""
+        """Record an event of a learner as a line to write to the ledger after the next round.
+
+        Args:
+          number: The learner's number.
+          what: The event, such as "joined" or "lost".
+          why: The cause of the event, or what is known about it.
+          trainer: The id of the trainer; None: the trainer of a worker that the learner runs.
+        """
         if trainer is None and (streams := self.learners[number].streams):
             owners = zip(self.control.streams, self.control.owners, strict=True)
             owner = next((m for stream, m in owners if stream in streams), None)
@@ -177,9 +212,13 @@ class Fleet:
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
 
     def _greet(self, learner: members.Learner, found: dict) -> list[Event]:
-        """Process the first answer of a learner's process: it has joined.
+        """Process the first answer of a learner's process: record that the learner has joined.
 
-        A learner with other data or other versions of packages than the driver counts as lost.
+        A learner that has other data or other versions of packages than the driver does not join,
+        but counts as lost. When the run starts, it is an error instead.
+
+        Raises:
+          ConfigError: If such a learner answers before the run has started.
         """
         number = learner.number
         self._processes[number] = tuple(found["process"])
@@ -199,14 +238,17 @@ class Fleet:
         return []
 
     def _hear(self, learner: members.Learner, found: dict) -> None:
-        """Process the answer to a heartbeat; a learner that compiles gets more time."""
+        """Process a learner's answer to a heartbeat request.
+
+        If the learner is compiling a program, the time by which its round must end is extended.
+        """
         learner.asked_s = None
         learner.leaving |= found["leaving"]
         if found["compiling"] and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
 
     def _lose(self, learner: members.Learner, cause: str) -> Event:
-        """Note the loss of a learner for the ledger, end its process, and start the next one."""
+        """Record the loss of a learner for the ledger, end its process, and start the next one."""
         number = learner.number
         if learner.joined or self._causes.get(number) != cause:
             self.note(number, "lost", cause)
@@ -215,7 +257,7 @@ class Fleet:
         return Event("lost", learner, None, cause)
 
     def start_again(self, number: int) -> None:
-        """End a learner's process, and start the next one."""
+        """End the present process of a learner, and start the learner's next process."""
         learner = self.learners[number]
         if learner.joined:
             self._ended_up_s += time.monotonic() - learner.started_s

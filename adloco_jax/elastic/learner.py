@@ -1,11 +1,12 @@
 """A learner: a process of a Ray cluster that runs rounds of workers on its own devices.
 
-The driver, the process with the training loop, sends the requests.
+The driver, the process with the training loop, requests these rounds. A learner reads the rows of a
+worker itself, from the worker's data stream.
 
-A learner reads the rows of a worker from the worker's data stream. It keeps the worker's inner
-state from before and after the last round. If the driver counts this round, the driver's next
-request starts where the round ended in the stream. Otherwise the next request starts where the
-round started, with the earlier state.
+After a round the learner keeps two inner optimizer states of the worker: the state before the round
+and the state after it. If the driver counts the round, it next requests the round that follows in
+the stream, which starts with the later state. If not, it requests rows from the same position
+again, and the learner starts with the earlier state.
 """
 
 import dataclasses
@@ -42,52 +43,54 @@ from adloco_jax.settings import Settings
 
 
 class Given(NamedTuple):
-    """Everything about a run that the driver sends once to each learner process."""
+    """What the driver sends to each learner process at its start: a description of the run."""
 
     settings: Settings
-    spec: Spec  # the driver's, without its devices
-    corpus: Rows | None  # None: the learner loads the configured corpus
-    commit: str  # commit of a data set on the hub
-    entries: dict[str, Any]  # entries of tables that reading rows needs, for a user's own entries
+    spec: Spec  # what all programs of the run share, without the driver's devices
+    corpus: Rows | None  # the rows to train on; None: the learner loads the configured corpus
+    commit: str  # commit of the data set on the hub; empty if there is none
+    # The configured entries of the tables ARCHITECTURES and DATA_SOURCES. A user may have added
+    # them in the driver.
+    entries: dict[str, Any]
     log: str  # folder of the learners' logs
 
 
 class Work(NamedTuple):
-    """One worker's part of a request to run a round: its rows, its updates, its inner state."""
+    """The part of a request that is about one worker: where to read rows, and what to compute."""
 
-    stream: int
-    start: int  # position in the stream of the first sequence
+    stream: int  # the worker's data stream
+    start: int  # position of the round's first sequence in the stream
     num_updates: int
-    num_tested: int  # number of first sequences for the batch-size test
-    rate_T: np.ndarray
-    inner_state: PyTree | None  # inner state at the start; None: the learner has the state
+    num_tested: int  # number of the first sequences on which gradient statistics are measured
+    rate_T: np.ndarray  # learning rate of each micro-batch
+    inner_state: PyTree | None  # the worker's inner state; None: the learner already has it
 
 
 class Order(NamedTuple):
-    """The driver's request to a learner: run a trainer's round for some of its workers."""
+    """The driver's request to a learner: run the round of a trainer for some of its workers."""
 
     trainer: int  # id of the trainer
-    round: int
+    round: int  # number of the trainer's round, from 1 on
     micro_batch_size: int
     num_accum_steps: int
-    is_single: bool  # whether the trainer has one worker, which then sends float32
-    work: tuple[Work, ...]
+    is_single: bool  # whether the trainer has only one worker, which sends float32 differences
+    work: tuple[Work, ...]  # one entry for each worker
 
 
 class Answer(NamedTuple):
     """The results of one worker's round, which a learner sends to the driver."""
 
-    stream: int
-    start: int
+    stream: int  # the worker's data stream
+    start: int  # position of the round's first sequence in the stream
     num_updates: int
     num_sequences: int
-    differences: Differences  # the worker's difference, leaves [1, ...], NumPy
-    norm: float  # L2 norm of the difference
-    loss_SR: np.ndarray  # R is 1
-    skipped_SR: np.ndarray
-    num_tested: int
-    stats_R: Any  # GradientStats; None if nothing was tested
-    seconds: float  # duration without compilation
+    differences: Differences  # trainer's parameters minus the worker's; NumPy leaves [1, ...]
+    norm: float  # L2 norm of these differences
+    loss_SR: np.ndarray  # loss of each update, [S, 1]; NaN for a skipped update
+    skipped_SR: np.ndarray  # bool [S, 1]: whether the update was skipped
+    num_tested: int  # number of sequences on which gradient statistics were measured
+    stats_R: Any  # GradientStats of this worker; None if nothing was measured
+    seconds: float  # duration of the round in seconds, without compilation
 
 
 class Learner:
@@ -98,15 +101,19 @@ class Learner:
     """
 
     def __init__(self, number: int, life: int, given: Given):
-        """Load the rows of tokens; watch for signals, and for the end of the parent process.
+        """Load the rows of tokens, and prepare the programs of the run for this process's devices.
+
+        From now on, SIGTERM asks the learner to leave the run. If the parent process ends, this
+        process ends too.
 
         Args:
           number: The learner's number.
-          life: How many times this learner has been started.
+          life: How many times this learner has been restarted.
           given: The description of the run.
 
         Raises:
-          UserError: If the corpus cannot be read, or the devices cannot be shared as configured.
+          UserError: If the corpus cannot be read, or if the number of devices cannot be divided by
+            `ensemble.model_shards`.
         """
         signal.signal(signal.SIGTERM, self._leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -131,14 +138,18 @@ class Learner:
             raise ConfigError(f"ensemble.model_shards = {shards}: a learner has {count} devices")
         self.spec = dataclasses.replace(spec, model_shards=shards)
         self.programs = Programs(self.spec)
-        self.held: dict[tuple[int, int, int], PyTree] = {}  # by trainer, stream, cursor
+        # Workers' inner states. The key is the trainer's id, the stream, and the position in it.
+        self.held: dict[tuple[int, int, int], PyTree] = {}
         self.leaving = False
         self.compiling = False
         self._log = Path(given.log) / f"{number}-{life}.jsonl"
         self._note(pid=os.getpid(), learner=number, life=life)
 
     def hello(self) -> dict:
-        """Describe the learner: its machine and process, its data and its versions."""
+        """Describe the learner: its machine, process and devices, its data, its package versions.
+
+        The driver calls this method first, and compares data and versions with its own.
+        """
         return {
             "process": (machine_id(), os.getpid()),
             "fingerprint": self.corpus.fingerprint,
@@ -147,27 +158,39 @@ class Learner:
         }
 
     def ping(self) -> dict:
-        """Answer a heartbeat: whether the process was asked to end, and whether it compiles now."""
+        """Answer a heartbeat request of the driver.
+
+        The answer says whether the process was asked to leave the run, and whether it is compiling
+        a program now.
+        """
         return {"leaving": self.leaving, "compiling": self.compiling}
 
     def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
-        """Return the inner states of workers, each identified by trainer, stream and cursor.
+        """Return the inner states of some workers, in the order of `wanted`.
 
-        The entry is None for a state that this process does not have.
+        A state is identified by the id of the trainer, the worker's data stream, and the position
+        in this stream up to which the worker has read. If this process does not have a state, None
+        is returned for it.
         """
         return [self.held.get(key) for key in wanted]
 
     def play(self, order: Order, params: PyTree) -> list[Answer]:
-        """Run a trainer's round for some of its workers, from the trainer's parameters (NumPy)."""
+        """Run the round of a trainer for the workers in `order`; return one answer for each worker.
+
+        `params` are the parameters of the trainer as NumPy arrays, from which all workers start.
+        """
         params_M = jax.tree.map(lambda leaf: leaf[None], params)
         return [self._play(order, work, params_M) for work in order.work]
 
     def prepare(self, order: Order, tests: bool) -> None:
-        """Compile or load a round's programs, so that a spare learner can start without delay.
+        """Compile the programs of a round, or load them from the compilation cache.
+
+        The driver calls this method if the learner has no workers. The learner can then replace a
+        lost one without delay.
 
         Args:
-          order: The round of a trainer; only its batch size and accumulation are used.
-          tests: Whether the round takes gradient statistics for the batch-size test.
+          order: The request for the round. Only its batch size and accumulation are used.
+          tests: Whether gradient statistics are measured in the round, for the batch-size test.
         """
         start, steps, stats = _keys(order)
         for key in (start, steps, stats) if tests else (start, steps):
@@ -244,8 +267,11 @@ class Learner:
         return self.programs.call(key, *arguments)
 
     def _note(self, **fields: int) -> None:
-        """Add a line to the process's log file: its identity first, later the rows it has read."""
-        if self._log.parent.is_dir():  # a machine may lack the run's folder
+        """Add a line to the log file of this process.
+
+        The first line identifies the process. A later line says which rows the learner has read.
+        """
+        if self._log.parent.is_dir():  # the learner's machine may not have the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
 
@@ -254,7 +280,10 @@ class Learner:
 
 
 def _keys(order: Order) -> tuple[ProgramKey, ProgramKey, ProgramKey]:
-    """The keys of a round's programs: the start, the inner steps and the gradient statistics."""
+    """Make the keys of a round's three programs: `start`, `steps` (inner steps) and `stats`.
+
+    The program `stats` measures gradient statistics.
+    """
     accumulates = order.num_accum_steps > 1
     return (
         ProgramKey("start", (0,), accumulates=accumulates),
@@ -264,14 +293,20 @@ def _keys(order: Order) -> tuple[ProgramKey, ProgramKey, ProgramKey]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, because a killed cluster leaves its actors."""
+    """Wait until the parent process has ended, then end this process.
+
+    If a Ray cluster is killed, its actors would otherwise keep running.
+    """
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def _alone(params_M: PyTree) -> Ensemble:
-    """Make an ensemble of one trainer and one worker from the trainer's parameters."""
+    """Make an ensemble of one trainer and one worker, with the trainer's parameters [1, ...].
+
+    It has no optimizer states.
+    """
     return Ensemble(params_M, None, None, (0,), jnp.zeros((), jnp.int32))
 
 

@@ -1,37 +1,45 @@
-"""Decide which workers each learner process hosts, when a learner is lost, when a round ends.
+"""Decisions about learners, the processes of a Ray cluster that run the rounds of workers.
 
-All functions are pure: times are arguments, in seconds of one clock. A worker is identified by the
-number of its data stream, which never changes. A learner is identified by its number, which stays
-the same when its process is restarted.
+The functions decide which workers each learner runs, when a learner counts as lost, when a round
+ends, and which updates are rejected. All functions are pure: times are arguments, in seconds of one
+clock. A worker is identified by the number of its data stream, which never changes. A learner is
+identified by its number, which stays the same when its process is restarted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# A working learner is overdue after this number times its measured seconds. A learner that is
-# stopped sends no heartbeat, and counts as lost sooner.
+# A learner at work counts as lost after this factor times the seconds that its measured speed
+# predicts. A process that is stopped sends no heartbeat, so it counts as lost sooner.
 SLOW = 5.0
 
 
 @dataclass
 class Learner:
-    """What the driver knows about a learner and its present process."""
+    """What the driver (the process with the training loop) knows about a learner's process."""
 
-    number: int
-    life: int  # number of restarts
+    number: int  # the learner's number, which its next processes keep
+    life: int  # how many times the learner has been restarted
     started_s: float  # when the process was started
     joined: bool = False  # whether the process has answered its first call
     leaving: bool = False  # whether the process has been asked to end
     asked_s: float | None = None  # time of a heartbeat request without an answer yet
     next_s: float = 0.0  # time of the next heartbeat request
-    sequence_s: float | None = None  # measured seconds for a sequence
-    lost_s: float | None = None  # when a process with workers was lost; None: not lost
-    due_s: float | None = None  # time by which its present work must be done; None: unknown
-    streams: list[int] = field(default_factory=list)  # streams of the workers that it hosts
-    prepared: set[tuple[int, bool]] = field(default_factory=set)  # rounds it has programs for
+    sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
+    lost_s: float | None = None  # when its last process ended; None: first process, or has joined
+    due_s: float | None = None  # time by which its present work must be done; None: no such time
+    streams: list[int] = field(default_factory=list)  # streams of the workers that it runs
+    # Rounds whose programs it was asked to load: micro-batch, and whether gradients accumulate.
+    prepared: set[tuple[int, bool]] = field(default_factory=set)
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
-        """State why the learner counts as lost; the text is empty if it does not."""
+        """Say in words why the learner now counts as lost; the text is empty if it does not.
+
+        Args:
+          now_s: The present time.
+          heartbeat_s: Longest time without an answer to a heartbeat request.
+          restart_s: Longest time from the start of the process to its first answer.
+        """
         if not self.joined:
             is_late = now_s - self.started_s > restart_s
             return f"did not start within {restart_s:g} s" if is_late else ""
@@ -43,9 +51,10 @@ class Learner:
 
 
 def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
-    """The latest time by which a learner should have processed some sequences.
+    """Return the time by which a learner must have processed some sequences, or counts as lost.
 
-    The time follows from the measured speed of the learner. None: the speed is not known.
+    The time allows `SLOW` times as long as the measured speed of the learner predicts, and at least
+    `SLOW` heartbeats. It is None if the speed has not been measured yet.
     """
     if learner.sequence_s is None:
         return None
@@ -59,21 +68,26 @@ def assign(
     *,
     returning: Collection[int],
 ) -> dict[int, int]:
-    """Divide workers among the present learners, between two rounds of their trainers.
+    """Assign workers to the learners that are present, following these rules in order.
 
-    A worker stays with the learner that hosts it. The workers of a lost learner are divided among
-    spare learners, which have no workers. If there is no spare, the workers wait while the learner
-    may come back; otherwise they are divided among the present learners. A spare learner then takes
-    one worker from the learner with the most workers, if that learner has at least two.
+    1. A worker whose learner is present stays with this learner.
+    2. All other workers, such as those of a lost learner, are divided among the spare learners,
+       which are learners without workers.
+    3. If there is no spare learner, a worker waits as long as its lost learner may come back. If
+       that is not expected, the worker goes to a learner with the fewest workers.
+    4. A learner that still has no workers takes one worker from the learner with the most workers,
+       if that learner has at least two.
 
     Args:
-      learners: The present learners, with the workers that they host.
+      learners: The present learners, with the streams of the workers that they run.
       trainers: The id of each worker's trainer; the key is the worker's stream.
-      movable: Streams of the workers that may be moved now.
+      movable: Streams of the workers that may change their learner now, because their trainers are
+        between two rounds. All other workers keep their assignment.
       returning: Streams of the workers whose lost learner may come back.
 
     Returns:
-      The number of the learner that hosts each worker; the key is the worker's stream.
+      The number of each worker's learner; the key is the worker's stream. Workers that wait are
+      left out.
     """
     hosts = {s: each.number for each in learners for s in each.streams if s in trainers}
 
@@ -107,12 +121,15 @@ def is_over(
 ) -> bool:
     """Whether a trainer's round ends now.
 
+    It ends if all learners that are present have answered. If there is a quorum, the round also
+    ends `grace_s` seconds after so many learners have answered. It never ends without an answer.
+
     Args:
-      reported: Learners that have answered.
-      awaited: Present learners that have not answered.
+      reported: Number of learners that have answered.
+      awaited: Number of present learners that have not answered.
       quorum: Number of learners whose answers are enough; None: all learners must answer.
-      since_quorum_s: Seconds since this number of learners has answered; None: it is not reached.
-      grace_s: Seconds to wait for the remaining learners after the quorum is reached.
+      since_quorum_s: Seconds since the quorum was reached; None: it has not been reached.
+      grace_s: Seconds to wait for further answers after the quorum was reached.
     """
     if not reported:
         return False
@@ -122,17 +139,19 @@ def is_over(
 
 
 def has_quorum(reported: int, awaited: int, quorum: int | None) -> bool:
-    """Whether enough learners have answered in a round.
+    """Whether enough learners have answered in a round: at least `quorum` of them.
 
-    The quorum is at most the number of learners that take part in the round.
+    If fewer than `quorum` learners take part in the round, or if `quorum` is None, all that take
+    part must have answered.
     """
     return reported >= min(quorum or reported + awaited, reported + awaited)
 
 
 def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -> dict[int, int]:
-    """The number of updates of each worker in a round, in proportion to its learner's speed.
+    """Return how many updates each worker makes in a round, in proportion to its learner's speed.
 
-    Each worker makes at least one update. Workers of unknown speed make as many as the fastest.
+    The fastest worker makes `num_updates` updates, and so does a worker whose speed is not known.
+    Each worker makes at least one update. `sequence_s` has the seconds per sequence of each worker.
 
     Source: DyLU of Async DiLoCo (arXiv 2401.09135).
     """
@@ -144,10 +163,11 @@ def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -
 
 
 def rejected(norms: Mapping[int, float], max_ratio: float | None) -> list[int]:
-    """Workers whose update is not finite, or longer than `max_ratio` times the peers' median norm.
+    """Return the workers whose updates are rejected.
 
-    Peers are the other workers with a finite update. A worker with fewer than two peers is not
-    rejected for its length.
+    An update is rejected if its norm is not finite. It is also rejected if its norm exceeds
+    `max_ratio` times the median norm of the peers, which are all other workers with a finite norm.
+    The second rule holds only if there are at least two peers, and if `max_ratio` is not None.
     """
     finite = {worker: norm for worker, norm in norms.items() if norm < float("inf")}
     out = [worker for worker in norms if worker not in finite]

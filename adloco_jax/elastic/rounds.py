@@ -1,4 +1,8 @@
-"""Track a round in learner processes: which answers have come, which count, when it ends."""
+"""The driver's record of a round that learners run: which answers have come, and which count.
+
+Learners are processes that run the rounds of workers. The driver is the process with the training
+loop.
+"""
 
 import time
 from collections.abc import Sequence
@@ -16,20 +20,20 @@ from adloco_jax.settings import Engine
 
 @dataclass
 class Round:
-    """The driver's record of a trainer's round that has started and has not been applied yet."""
+    """The driver's record of a trainer's round, from its start until the trainer's outer update."""
 
-    plan: RoundPlan
-    order: Order  # the request to learners, without the field `work`
-    rate_T: np.ndarray
-    start_s: float
-    wire_bytes: int
-    awaited: set[int] = field(default_factory=set)  # learners that have not answered
-    reported: set[int] = field(default_factory=set)
+    plan: RoundPlan  # sizes of the round
+    order: Order  # the request to the learners; its field `work` is empty
+    rate_T: np.ndarray  # learning rate of each micro-batch
+    start_s: float  # when the round was started, on the clock `time.monotonic`
+    wire_bytes: int  # bytes sent to and received from learners in the round so far
+    awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
+    reported: set[int] = field(default_factory=set)  # learners that have answered
     answers: dict[int, Answer] = field(default_factory=dict)  # by stream
     quorum_s: float | None = None  # when the quorum was reached
 
     def take(self, learner: int, answers: Sequence[Answer]) -> None:
-        """Store the answers of a learner; they are ignored if the round no longer waits for it."""
+        """Store the answers of a learner, unless the round does not wait for this learner."""
         if learner not in self.awaited:
             return
         self.awaited.discard(learner)
@@ -39,7 +43,11 @@ class Round:
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
     def is_over(self, rule: Engine) -> bool:
-        """Whether the round ends now: all learners have answered, or enough of them have."""
+        """Whether the round ends now, because all learners have answered, or enough of them.
+
+        `rule` is the config's group `engine`, with the quorum. The time at which the quorum was
+        reached is stored.
+        """
         now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
         if self.quorum_s is None and members.has_quorum(reported, awaited, rule.quorum):
             self.quorum_s = now_s
@@ -48,9 +56,10 @@ class Round:
         return members.is_over(reported, awaited, **how)
 
     def counted(self, rule: Engine) -> dict[int, Answer]:
-        """The answers of workers that count in the outer update, by stream.
+        """Return the answers that count in the outer update, by the worker's stream.
 
-        Answers with a rejected update do not count; if all are rejected, all answers count.
+        An answer does not count if the worker's update is rejected (`members.rejected`). If all
+        updates are rejected, all answers count.
         """
         norms = {stream: answer.norm for stream, answer in self.answers.items()}
         out = members.rejected(norms, rule.max_norm_ratio)
@@ -59,9 +68,13 @@ class Round:
 
 
 def outcome_of(answers: Sequence[Answer | None], plan: RoundPlan, norm: float) -> Outcome:
-    """Losses and skipped updates of a trainer's workers in a round.
+    """Collect the losses and skipped updates of a trainer's round from its workers' answers.
 
-    For a worker without a counted answer, losses are NaN and no update is skipped.
+    Args:
+      answers: For each worker of the trainer, the answer that counts. If it is None, the worker's
+        losses are NaN, and none of its updates is skipped.
+      plan: Sizes of the round.
+      norm: Norm of the trainer's outer gradient.
     """
     shape = (plan.num_updates, len(answers))
     loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)

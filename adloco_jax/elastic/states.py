@@ -1,7 +1,8 @@
 """The inner optimizer states of workers that run in other processes, called learners.
 
-The driver (the process with the training loop) keeps states until it sends them to learners. It
-fetches them from learners when it needs them, and replaces lost ones.
+Normally a learner keeps the inner states of its workers. The driver, the process with the training
+loop, fetches them when it needs them. If it has a state for a learner, it keeps this state until
+the learner has received it. If a state was lost with a learner, the driver makes a fresh one.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +23,28 @@ class InnerStates:
     """Tracks where each worker's inner state is: in the driver, in a learner process, or lost."""
 
     def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
-        """Store the arguments; `poll` processes the learners' answers while a call here waits."""
+        """Store the arguments.
+
+        Args:
+          spec: What all programs of the run share, including the inner optimizer.
+          fleet: Calls the learners.
+          poll: Processes the answers of learners. It is called while a method here waits for them.
+        """
         self._spec, self._fleet, self._poll = spec, fleet, poll
-        self.seeds: dict[int, PyTree] = {}  # states to send to learners, by stream
+        self.seeds: dict[int, PyTree] = {}  # states to send to learners, by the worker's stream
         self.lost: set[int] = set()  # streams whose inner state was lost with a learner
-        self._found: dict[tuple[int, int, int], PyTree | None] = {}  # answers of `states`
+        # States that learners have sent, by trainer id, stream, and position in the stream.
+        self._found: dict[tuple[int, int, int], PyTree | None] = {}
 
     def take(self, event: Event) -> None:
-        """Store the inner states in a learner's answer to the call `states`."""
+        """Store the inner states that a learner has sent as its answer to the call `states`."""
         self._found |= dict(zip(event.about, event.value, strict=True))
 
     def adopt(self, state: State) -> None:
-        """Copy the workers' inner states from an ensemble, to send them to learner processes later.
+        """Copy the inner states of all workers out of an ensemble, to send them to learners later.
 
-        Nothing happens if the ensemble has no inner states, or if `inner.state=reset` gives workers
-        a fresh state in each round.
+        Nothing is copied if the ensemble has no inner states, or if workers start every round with
+        a fresh state (`inner.state=reset`).
         """
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
@@ -47,10 +55,12 @@ class InnerStates:
         self.lost.clear()
 
     def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
-        """Collect the inner states of some workers, from this process or from learner processes.
+        """Collect the inner states of some workers, from this process or from their learners.
 
-        A lost state is replaced by a fresh one. On a small model this gave a lower loss than the
-        mean of the trainer's other workers (docs/LOG.md, 2026-11-25).
+        `workers` has the positions of the workers. A lost state is replaced by a fresh one. On a
+        small model, fresh states gave a lower loss than the mean state of the trainer's other
+        workers (docs/LOG.md, 2026-11-25). If workers start every round with a fresh state
+        (`inner.state=reset`), the result has None for each worker.
         """
         if self._spec.reset_inner_state:
             return [None for _ in workers]
@@ -63,9 +73,10 @@ class InnerStates:
         return self.seeds.get(key[1], self._found.get(key))
 
     def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch inner states from learners, and wait for them.
+        """Request the inner states that only learners have, and wait for them.
 
-        A key is the id of the trainer, the stream of the worker, and the position in the stream.
+        A key identifies the state of a worker: by the id of the trainer, the worker's stream, and
+        the position up to which the worker has read this stream.
         """
         self._found.clear()
         asked = {}
@@ -83,9 +94,12 @@ class InnerStates:
         return jax.device_get(self._spec.inner_tx.init(zeros))
 
     def with_fresh(self, ensemble: Ensemble) -> Ensemble:
-        """Give an ensemble without inner states fresh inner states for all workers."""
+        """Return the ensemble with fresh inner states for all workers, if it has no inner states.
+
+        An ensemble that has inner states is returned unchanged.
+        """
         if ensemble.inner_state_R is not None:
             return ensemble
-        fresh = self._fresh()  # with inner.state=reset every round starts with a fresh state
+        fresh = self._fresh()
         inner_R = jax.tree.map(lambda leaf: np.stack([leaf] * ensemble.num_workers), fresh)
         return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
