@@ -1,8 +1,9 @@
 """AdLoCo in JAX: train several model instances with adaptive batches and little communication.
 
-Most of the names below are pure functions on arrays, without models, configs, clocks or files.
-`train` runs a whole experiment. Each name is imported on first use, so a command that needs no
-arrays does not wait for JAX. Source: "AdLoCo", arXiv 2508.18182.
+Most public names are pure functions on arrays, which use no models, configs, clocks or files. The
+function `train` runs a whole experiment. A public name is imported when it is first used, so a
+command that needs no arrays does not wait until JAX is imported. Source: "AdLoCo", arXiv
+2508.18182.
 """
 
 import ast
@@ -12,7 +13,7 @@ import inspect
 import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the public names; `_homes` reads the modules that they are imported from
+if TYPE_CHECKING:  # the public names; `_homes` reads from these imports where they are defined
     from adloco_jax.contrib import AGGREGATORS as AGGREGATORS
     from adloco_jax.contrib import INNER_OPTIMIZERS as INNER_OPTIMIZERS
     from adloco_jax.contrib import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
@@ -70,7 +71,10 @@ __version__ = "0.2.0"
 
 @functools.cache
 def _homes() -> dict[str, str]:
-    """Map each public name in `__all__` to the module that defines it, from the imports above."""
+    """Map each public name in `__all__` to the module from which it is imported.
+
+    The imports under `TYPE_CHECKING` in this file say which module it is.
+    """
     source = ast.parse(inspect.getsource(sys.modules[__name__]))
     (block,) = (node for node in source.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Make `python -m adloco_jax` the same as the command `adloco`."""
+"""Run the command `adloco` if Python is called with `python -m adloco_jax`."""
 
 from adloco_jax.main import command
 

@@ -1,9 +1,9 @@
-"""Read the config of a run from a file and the command line; check it, and report all faults.
+"""Read the config of a run from a file and the command line, check it, and report all faults.
 
-A config is a ConfigDict of knobs (settings), in groups such as `inner`. A config file calls
-`default_config()`, which returns a locked ConfigDict, and changes some knobs. `validate` turns the
-ConfigDict into frozen dataclasses, which the other modules read. `adloco_jax.settings` declares the
-knobs.
+A config is a ConfigDict of knobs (settings), most of them in groups such as `inner`. The module
+`adloco_jax.settings` declares the knobs. A config file calls `default_config()`, which returns a
+locked ConfigDict, and changes some knobs. `validate` turns the ConfigDict into frozen dataclasses,
+which all other modules read.
 """
 
 import difflib
@@ -33,7 +33,8 @@ from adloco_jax.settings import GROUPS, KNOBS, Settings
 # `configs` at the top level.
 SHIPPED = (Path(__file__).parent / "configs").resolve()
 
-# Keys and values of version 0.2 that were removed, each with what to do instead.
+# Keys of version 0.2, and values of keys, that were removed. The text says what holds instead, or
+# what to do.
 REMOVED = {
     "data.on_bad_shard": "a damaged file is refused; leave it out by a glob",
     "data.max_bad_rows": "a damaged line is refused; repair it",
@@ -71,33 +72,37 @@ T = TypeVar("T")
 
 
 def default_config() -> ConfigDict:
-    """Return a locked config in which every knob has its default; config files start from it."""
+    """Return a locked config in which every knob has its default value.
+
+    A config file starts from this config, and changes some of the knobs.
+    """
     config: dict[str, Any] = {group: {} for group in GROUPS}
     for key, knob in KNOBS.items():
         group, _, name = key.rpartition(".")
         value = knob.default
         if knob.is_optional:
-            # If the field had the type of its default "auto", it would not accept an int.
+            # If the default is "auto", the field must accept an int too. So it may have any type.
             value = FieldReference(value, field_type=_base(knob.kind) if value is None else object)
         (config[group] if group else config)[name] = value
     return ConfigDict(config).lock()
 
 
 def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
-    """Check a whole config and return it as frozen dataclasses.
+    """Check a whole config, and return its values as frozen dataclasses.
 
     Args:
       config: A ConfigDict with the groups and knobs of `default_config()`, locked or not, or nested
         dicts with these groups and knobs.
 
     Returns:
-      The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. If sizes of
-      the model are unset, they are read from the checkpoint that `model.init_from` names.
+      The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. Sizes of the
+      model that are unset are read from the checkpoint that `model.init_from` names. If there is no
+      such checkpoint, they have the defaults that the knobs declare.
 
     Raises:
       ConfigError: If a knob is unknown, missing, of a wrong type or out of range, or if knobs
-        contradict one another. The message lists all faults, one line each. Also raised if sizes of
-        the model must be read from a checkpoint and the hub has no such checkpoint.
+        contradict one another. The message has one line for each fault. Also raised if sizes of the
+        model must be read from a checkpoint on the hub, and the hub has no such checkpoint.
       ResourceError: If sizes of the model must be read from the hub, and the hub cannot be reached.
       DataError: If the checkpoint of `model.init_from` cannot be used.
     """
@@ -116,8 +121,8 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         from adloco_jax import hf  # imported only here, because it imports JAX
 
         found = hf.inspect(values["model.init_from"]).network
-        # If the checkpoint is of another architecture, it lacks some sizes. The run later refuses
-        # such a checkpoint.
+        # A checkpoint of another architecture may lack some sizes. The default is used for these,
+        # and the run later refuses such a checkpoint.
         for key in read:
             values[key] = getattr(found, key.removeprefix("model."), KNOBS[key].size)
         faults = _contradictions(values)
@@ -137,7 +142,8 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
 def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
     """Return the keys of the model's sizes that can be read from the checkpoint `model.init_from`.
 
-    The set is empty if the config names no checkpoint, or an architecture without a weight map.
+    The set is empty if the config names no checkpoint, or if its architecture has no weight map
+    (the names under which a checkpoint stores sizes and weights).
     """
     if not values.get("model.init_from") or "model.arch" not in values:
         return set()
@@ -146,9 +152,10 @@ def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Describe the contradictions between knobs, one line for each rule that they break.
+    """Describe the contradictions between the values of knobs, one line for each broken rule.
 
-    The rules are those in `RULES`, and those of the configured architecture and source of text.
+    The rules are those in `RULES`, those of the configured architecture, and those of the
+    configured source of data.
     """
     rules = [(keys.split(), holds, need) for need, (keys, holds) in RULES.items()]
     if arch := values.get("model.arch"):
@@ -181,7 +188,7 @@ def allowed(key: str, names: tuple[str, ...] = ()) -> str:
 
 
 def value_fault(key: str, value: object) -> str:
-    """Say on one line that a key of the config may not have this value, and which it may have."""
+    """Say on one line that a value is not allowed for a key of the config, and which values are."""
     if instead := REMOVED.get(f"{key}={value}"):
         return f"{key} = {_shown(value)}: removed in 0.3: {instead}"
     names = tuple(KNOBS[key].entries()) if KNOBS[key].table else ()
@@ -189,9 +196,9 @@ def value_fault(key: str, value: object) -> str:
 
 
 def unknown_key_fault(key: str) -> str:
-    """Say on one line that a key is unknown, and which known key has the nearest name.
+    """Say on one line that a key of the config is unknown, and which known keys have a near name.
 
-    For a key that was removed in version 0.3, the line says what to do instead.
+    If the key was removed in version 0.3, the line says so, and what to do instead.
     """
     if key in REMOVED:
         return f"{key}: removed in 0.3: {REMOVED[key]}"
@@ -202,9 +209,9 @@ def unknown_key_fault(key: str) -> str:
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of all known keys of a config, and a line for each fault.
+    """Return the values of all known keys of a config, and one line of text for each fault.
 
-    A fault is a key that is unknown, missing or at a wrong place.
+    A fault is an unknown key, a missing key, or a single value in place of a group of keys.
     """
     if not isinstance(config, ConfigDict | Mapping):
         return {}, [f"config = {_shown(config)}: must be a config; start from default_config()"]
@@ -230,10 +237,12 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read(knob: Knob, value: Any) -> Any:
-    """Convert the value of a knob to its form in `Settings`.
+    """Convert the value of a knob in a config to the value that `Settings` has for it.
+
+    If the knob is unset, this is None. A whole number becomes a float if the knob is a float.
 
     Raises:
-      ValueError: If the knob may not have this value.
+      ValueError: If the value is not allowed for the knob.
     """
     if knob.is_optional and type(value) is type(knob.default) and value == knob.default:
         return None
@@ -243,18 +252,19 @@ def _read(knob: Knob, value: Any) -> Any:
 
 
 def _base(annotation: Any) -> Any:
-    """Return the plain type in the annotation of a knob.
+    """Return the plain type, such as float or tuple, in the annotation of a knob.
 
-    The range of a number, and the types of the items of a tuple, are dropped.
+    The annotation may also have the range of a number, or the types of a tuple's items.
     """
     origin = get_origin(annotation)
     return get_args(annotation)[0] if origin is Annotated else origin or annotation
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value has the type in an annotation, and is in its range.
+    """Whether a value has the type and is in the range that an annotation states.
 
-    Here a bool is not an int, and a list is not a tuple. But an int may be used as a float.
+    A bool is not accepted as an int, and a list is not accepted as a tuple. But an int is accepted
+    as a float.
     """
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
@@ -288,15 +298,16 @@ def _in_words(annotation: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """Write a value as text on one line; cut the text after 200 characters."""
+    """Represent a value as text on one line, cut after 200 characters."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
-    """List the allowed micro-batch sizes up to `largest`, ascending.
+    """List the allowed micro-batch sizes, ascending.
 
-    If `buckets` is empty, they are the powers of two, their midpoints, and `largest` itself.
+    These are the sizes in `buckets` up to `largest`. If `buckets` is empty, they are the powers of
+    two up to `largest`, the numbers halfway between two of these powers, and `largest` itself.
     """
     powers = [2**n for n in range(largest.bit_length())]
     sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
@@ -307,9 +318,9 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Define an option `--config.KEY` of the command line for every knob.
+    """Define an option `--config.KEY` of the command line for every knob of the config.
 
-    The values of these options stay text; `override` parses them.
+    The value of such an option is kept as text. The function `override` parses it later.
     """
     for key, knob in KNOBS.items():
         parser, is_bool = flags.ArgumentParser(), knob.kind is bool
@@ -318,7 +329,9 @@ def define_flags(options: flags.FlagValues) -> None:
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
-    """Parse a value from the command line, and set a key of a config to this value.
+    """Parse the text of a value from the command line, and set a key of a config to the value.
+
+    If the config lacks the key, nothing is set; `validate` then reports the missing key.
 
     Raises:
       ConfigError: If the text cannot be parsed as the key's type.
@@ -347,7 +360,11 @@ _PARSERS: dict[Any, type[flags.ArgumentParser]] = {
 
 
 def config_help() -> str:
-    """Return the help on all knobs: meaning, unit, allowed values, default, how to unset a knob."""
+    """Return the help on all knobs of the config as text.
+
+    The text says for each knob what it means, its unit, its allowed values, its default, and how to
+    unset it.
+    """
     lines = []
     for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
         card = inspect.getdoc(GROUPS[group]) if group else "The whole run."
@@ -372,10 +389,11 @@ def _unset(knob: Knob) -> str:
 
 
 def find_config(name: str | None) -> Path:
-    """Find a config file by its path, or by the name of a config of this package.
+    """Find a config file by its path, or by the name of a config that comes with this package.
 
     Raises:
-      ConfigError: If there is no such file. The message lists the configs of this package.
+      ConfigError: If `name` is None, or if there is no such file. In the second case the message
+        lists the configs that come with this package.
     """
     if name is None:
         raise ConfigError(
@@ -397,7 +415,7 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
     """Run the Python file of a config, call one of its functions, and return the result.
 
     Raises:
-      ConfigError: If running the file raises an error, if it lacks the function, or if the result
+      ConfigError: If the file raises an error, if it does not define the function, or if the result
         is not of type `kind`.
     """
     made = _run(path, function)
@@ -411,20 +429,23 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
 
 
 def add_entries(name: str | None) -> None:
-    """Run a config file, because it adds entries to tables, and ignore the config that it returns.
+    """Run a config file only for the entries that it adds to tables, such as `ARCHITECTURES`.
 
-    If `name` is None, nothing is done.
+    The config that the file makes is ignored. `name` is the path of the file, or the name of a
+    config that comes with this package. If it is None, nothing is done.
     """
     if name is not None:
         _run(find_config(name), "get_config", "get_comparison")
 
 
 def _run(path: Path, *functions: str) -> object:
-    """Run a Python file, and return the result of the first named function that it defines.
+    """Run a Python file, and return the result of one of its functions.
 
-    The result is None if the file defines none of the functions.
+    The function is the first in `functions` that the file defines. The result is None if the file
+    defines none of them.
     """
-    # The parent of the config's folder is added, so that a config can import other configs.
+    # The parent of the config's folder is added to the import path, so that a config can import
+    # other configs in this folder.
     root = str(path.resolve().parent.parent)
     sys.path.insert(0, root)
     try:
@@ -436,7 +457,8 @@ def _run(path: Path, *functions: str) -> object:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
-        # A locked ConfigDict lists all its fields before it names the nearest one.
+        # The error of a locked ConfigDict lists all fields before it names the nearest one. This
+        # list is removed.
         text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")
         raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
     finally:

@@ -1,8 +1,9 @@
-"""Named points of a run at which a test kills the process or makes a write fail.
+"""Named points in the code at which a test can kill the process, or make a write fail.
 
-With `ADLOCO_CRASH_AT=name:n` the process kills itself by SIGKILL when it reaches a point for the
-n-th time, so nothing is flushed or cleaned up. With `ADLOCO_FAIL_AT=name:n:ENOSPC` the point raises
-an OSError with the error number ENOSPC at the n-th time, and only then.
+Two environment variables select a point. With `ADLOCO_CRASH_AT=name:n` the process kills itself by
+SIGKILL when it reaches the point `name` for the n-th time, so nothing is flushed or cleaned up.
+With `ADLOCO_FAIL_AT=name:n:ENOSPC` the point `name` raises an OSError with the error number ENOSPC
+when it is reached for the n-th time, and at no other time. Other error numbers may be named.
 """
 
 import collections
@@ -16,7 +17,10 @@ _lock = threading.Lock()  # checkpoints are written on another thread
 
 
 def crash_point(name: str) -> None:
-    """Kill the process, or raise an error, if an environment variable names this point."""
+    """Kill the process, or raise an OSError, if an environment variable names this point now.
+
+    Without the variables `ADLOCO_CRASH_AT` and `ADLOCO_FAIL_AT`, nothing happens.
+    """
     crash, fail = os.environ.get("ADLOCO_CRASH_AT"), os.environ.get("ADLOCO_FAIL_AT")
     if crash is None and fail is None:
         return

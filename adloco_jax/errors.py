@@ -2,10 +2,11 @@
 
 import re
 
-# Patterns of secrets in addresses and in messages of libraries. Secrets are never shown or saved.
+# Patterns of secrets in addresses and in messages of libraries, with the texts that replace them.
+# Secrets are never shown or saved.
 _SECRETS = {
     r"(\w://)[^\s/@]+@": r"\1",  # user and password
-    r"(\w://[^\s?'\"]*)\?[^\s'\")]*": r"\1",  # a signature in a query
+    r"(\w://[^\s?'\"]*)\?[^\s'\")]*": r"\1",  # the query of an address, which may have a signature
     r"\bhf_\w{4,}": "hf_...",
     r"(?i)\b(bearer|basic) [\w.~+/=-]{4,}": r"\1 ...",
 }
@@ -19,15 +20,20 @@ def without_secrets(text: str) -> str:
 
 
 def reason(error: BaseException, limit: int = 300) -> str:
-    """The message of an error from a library, on one line without secrets; or the error's class."""
+    """Return the message of an error from a library, on one line and without secrets.
+
+    The message is cut after `limit` characters. If it is empty, the name of the error's class is
+    returned.
+    """
     return without_secrets(" ".join(str(error).split()))[:limit] or type(error).__name__
 
 
 class UserError(Exception):
-    """An error that the user can correct: one clear line says what, where and what to do.
+    """An error that the user can correct.
 
-    The command line prints the message without a traceback and ends with `exit_code`. If several
-    faults are found together, the message has one line for each. Secrets are removed from it.
+    Its message says in one line what is wrong, where, and what to do. If several faults are found
+    together, the message has one line for each fault. Secrets are removed from the message. The
+    command line prints the message without a traceback, and ends with `exit_code`.
     """
 
     exit_code: int = 2

@@ -1,7 +1,7 @@
-"""Files that the package reads and writes: checks of JSON, hashes, atomic replacement.
+"""Read and write files: check the content of JSON files, hash files, replace files atomically.
 
-A folder may be damaged, or come from somebody else. So `fault` checks the types of JSON values when
-they are read, before the rest of the package uses them.
+A folder may be damaged, or come from somebody else. So the function `fault` checks the types of
+values that were read from JSON files, before the rest of the package uses these values.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from adloco_jax.errors import ResourceError
 
-MAX_JSON_BYTES = 2**28  # room for records of a million source files; bounds the memory
-Size = typing.NewType("Size", int)  # at least 1
-_MOST_SECONDS = 1e12
+# Largest JSON file that is read. It has room for the records of a million source files, and limits
+# the memory that reading needs.
+MAX_JSON_BYTES = 2**28
+Size = typing.NewType("Size", int)  # an integer of at least 1
+_MOST_SECONDS = 1e12  # upper limit of durations and times in JSON files
 _WORDS = {
     Size: "a count from 1 on",
     int: "a count",
@@ -31,13 +33,13 @@ _WORDS = {
 
 
 class Maybe(NamedTuple):
-    """In a description of JSON data: a field that may be missing; `kind` is its type."""
+    """Marks a field that may be missing, in a mapping from fields to types that `fault` checks."""
 
-    kind: Any
+    kind: Any  # type of the field if it is there
 
 
 class FileRecord(typing.TypedDict):
-    """The record of a text file that was read, with the one field that must be there."""
+    """The record of a text file that a run has read. Of its fields only `name` is required."""
 
     name: str
 
@@ -49,12 +51,13 @@ def read_json(
 
     Args:
       path: The file.
-      error: Class of the error to raise; its argument is one line.
-      max_bytes: Largest accepted size; a larger file is not read. None: `MAX_JSON_BYTES`.
+      error: Class of the error to raise. It is called with one line of text.
+      max_bytes: Largest accepted size of the file in bytes. None: `MAX_JSON_BYTES`.
       links: Whether the file may be a symbolic link, as in the cache of the Hugging Face hub.
 
     Raises:
-      Exception: An `error` if the file is missing, a link, too large or not a JSON object.
+      Exception: An instance of `error`, if the file is missing, too large or not a JSON object, or
+        if it is a link and `links` is False.
     """
     try:
         if not path.is_file() or (path.is_symlink() and not links):
@@ -70,13 +73,16 @@ def read_json(
 
 
 def fault(value: Any, kind: Any, name: str) -> str:
-    """Describe the first field of a JSON value whose type or range is wrong; empty if none is.
+    """Find the first part of a JSON value whose type or range is wrong, and describe the fault.
 
     Args:
       value: A value from JSON.
-      kind: The expected type: an annotation, a dataclass, or a mapping from field to type. A
-        mapping need not have all fields; the others are not checked.
+      kind: The expected type: an annotation, a dataclass, or a mapping from fields to types. Fields
+        of the value that a mapping does not contain are not checked.
       name: Name of the value, for the message.
+
+    Returns:
+      One line about the fault; empty if there is none.
     """
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, UnionType):
@@ -114,20 +120,20 @@ def fault(value: Any, kind: Any, name: str) -> str:
 def _is(value: Any, kind: Any, name: str) -> bool:
     if kind in (int, Size):
         return type(value) is int and int(kind is Size) <= value < 2**63
-    if kind is float:  # an integer may be too large for a float
+    if kind is float:  # JSON may have an integer here, and it may be too large for a float
         limit = _MOST_SECONDS if name.endswith(("_s", ".seconds")) else 2**1023
         return type(value) in (int, float) and abs(value) < limit
     return kind is Any or type(value) is kind
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
+    """Compute the SHA-256 hash of a file's content, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Write a file's content, or a folder's list of entries, from the system's buffers to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -137,7 +143,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing; after everything is on the disk, it replaces `path`."""
+    """Open a new file for writing, which replaces `path` at the end of the `with` block.
+
+    The content is written to the disk first. If the block raises an error, `path` does not change.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         yield file
@@ -148,7 +157,10 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Make a new folder to write in; after everything is on the disk, it replaces `folder`."""
+    """Make a new folder to write in, which replaces `folder` at the end of the `with` block.
+
+    The files are written to the disk first. If the block raises an error, `folder` does not change.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -161,7 +173,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError while writing to `path` into a `ResourceError` that names the path."""
+    """Replace an OSError in the `with` block by a `ResourceError`: `path` cannot be written."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,9 @@
 """Read and write models in Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-Only JSON and safetensors files are read, with one exception. If a folder has no safetensors file, a
-pickle called `pytorch_model.bin` is read by PyTorch, with the option that loads only tensors. The
-name, shape and type of every tensor are checked. `models.weight_maps` defines the names.
+Only JSON and safetensors files are read, with one exception: if a folder has no safetensors file,
+but a pickle called `pytorch_model.bin`, PyTorch reads this file with the option that loads only
+tensors. The name, shape and type of every tensor are checked. The module `models.weight_maps` says
+which name a checkpoint has for each parameter.
 """
 
 import dataclasses
@@ -37,7 +38,8 @@ _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
-# Buffers that old versions of transformers saved, and the values that this package's model uses.
+# Buffers (constant tensors) that old versions of transformers saved, and functions that compute the
+# values that this package's models use instead.
 _BUFFERS: dict[str, Callable[[Any], np.ndarray]] = {
     r".*\.rotary_emb\.inv_freq": lambda network: rotary_frequencies(
         network.width // network.num_heads, network.rope_theta
@@ -52,10 +54,11 @@ class Loaded(NamedTuple):
     """A model that was read from a checkpoint, with its weights.
 
     Attributes:
-      network: The model, which computes in float32; `network.clone(dtype=...)` changes the dtype.
-      params: Parameter tree of NumPy float32 arrays.
+      network: The model. It computes in float32; `network.clone(dtype=...)` returns a model that
+        computes in another dtype.
+      params: The parameters of the model, a tree of float32 NumPy arrays.
       stored_as: Dtypes that the weights have in the checkpoint, such as `("bfloat16",)`.
-      left_out: Names of tensors in the checkpoint that were not read, because they belong to heads
+      left_out: Names of tensors in the checkpoint that were not read, because they belong to a head
         that the model does not have.
     """
 
@@ -69,11 +72,11 @@ class Description(NamedTuple):
     """What is known about a checkpoint before its weights are read.
 
     Attributes:
-      network: The model, which computes in float32.
-      has_head: Whether the checkpoint stores the head (the last matrix), or a tensor that is tied
-        to the head.
-      has_tensors: Whether the names, shapes and dtypes of the tensors were checked. False for a
-        repository on the hub, of which only `config.json` is read.
+      network: The model that the checkpoint describes. It computes in float32.
+      has_head: Whether the checkpoint has the model's head (the last matrix): as a tensor of its
+        own, or as another tensor that is declared equal to the head.
+      has_tensors: Whether the names, shapes and dtypes of the tensors were checked. It is False for
+        a repository on the hub, of which only `config.json` is read.
     """
 
     network: nn.Module
@@ -82,19 +85,22 @@ class Description(NamedTuple):
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
-    """Return the Hugging Face names of a model's parameters; None if its architecture has none."""
+    """Return the Hugging Face names of a model's parameters (its weight map).
+
+    The result is None if no architecture has a weight map for this kind of model.
+    """
     return next((known for known in _weight_maps() if type(network) is known.model), None)
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and where it belongs in this package's parameter tree.
+    """A tensor of a checkpoint, and the place of its values in this package's parameter tree.
 
     Attributes:
       name: Name of the tensor in the checkpoint.
-      path: Path of the leaf in the parameter tree that holds the values of the tensor.
-      layer: A leaf may hold the tensors of all layers; then this is the index of the tensor's layer
-        in the leaf. `...`: the leaf holds only this tensor.
-      transposed: Whether the tensor is the transpose of what the leaf holds.
+      path: Path of the leaf (an array of the parameter tree) that has the values of the tensor.
+      layer: If the leaf stacks the tensors of all layers, the index of this tensor's layer. If the
+        leaf has only this tensor, `...`.
+      transposed: Whether the checkpoint has the transpose of the matrix in the leaf.
     """
 
     name: str
@@ -103,12 +109,18 @@ class Tensor(NamedTuple):
     transposed: bool
 
     def of(self, leaf: np.ndarray) -> np.ndarray:
-        """Return the tensor as a view of `leaf`, the array at `path` in the parameter tree."""
+        """Return the part of `leaf` that has the values of this tensor, as a view.
+
+        `leaf` is the array at `path` in the parameter tree.
+        """
         return leaf[self.layer].T if self.transposed else leaf[self.layer]
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
-    """List the tensors that a checkpoint of a model has in Hugging Face layout."""
+    """List the tensors of a model's checkpoint in Hugging Face layout.
+
+    `names` is the weight map of the model's architecture.
+    """
     found = []
     for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
@@ -119,31 +131,33 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
 
 
 def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
-    """Read a model from a checkpoint: a Llama, a BERT for classification, or an added architecture.
+    """Read a model and its weights from a checkpoint in Hugging Face layout.
 
-    An architecture that a user adds can be read if it has a weight map (`models.weight_maps`).
+    The model may be a Llama, a BERT for classification, or an architecture that a user has added.
+    An added architecture needs a weight map (`models.weight_maps`).
 
     Args:
       path_or_name: A folder in Hugging Face layout, or the name of a repository on the hub. A
-        folder has `config.json`, and the weights in `model.safetensors`, in several shards with an
-        index, or else in `pytorch_model.bin`, which PyTorch reads. A repository that is in the
-        cache is not downloaded.
-      head: Whether the head (the matrix to the vocabulary or to the classes) must be stored. If
-        False and the head is missing, the parameters have no head; the checkpoint may then have a
-        head of another kind, which is not read.
-      key: The config's key, or the option, that gave the name, for messages.
+        folder has `config.json`, and the weights in one of three forms: in `model.safetensors`, in
+        several safetensors files with an index, or in `pytorch_model.bin`, which PyTorch reads. A
+        repository that is in the cache is not downloaded again.
+      head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
+        classes). If False and the head is missing, the returned parameters have no head. The
+        checkpoint may then have a head of another kind, which is not read.
+      key: The key of the config, or the option, that gave the name. Messages mention it.
 
     Returns:
       The model, its weights in float32, and the dtypes of the stored weights. If the checkpoint
-      ties the head and the embedding (says that they are equal), they become separate matrices. If
-      only one of the two is stored, the other becomes a copy of it.
+      declares the head and the embedding to be equal (tied), they become two separate matrices. If
+      only one of the two is stored, the other becomes a copy.
 
     Raises:
       ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
       ResourceError: If the hub cannot be reached.
       DataError: If the folder has another architecture or no weights; if tensors are missing,
         unexpected, stored twice, of a wrong shape, not of a float dtype or not finite; or if stored
-        buffers differ from the values that the model computes. The message names all faults.
+        buffers (constant tensors) differ from the values that the model computes. The message names
+        all faults.
     """
     name = str(path_or_name)
     folder = _local(name)
@@ -163,10 +177,12 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
 
 
 def inspect(path_or_name: str | Path) -> Description:
-    """Make the checks of `load(..., head=False)` that do not need the weights.
+    """Describe the model of a checkpoint without reading its weights.
+
+    The checks of `load(..., head=False)` are made, except those that need the weights.
 
     Args:
-      path_or_name: A folder, or the name of a repository on the hub. Of a repository, only
+      path_or_name: A folder, or the name of a repository on the hub. If it is a repository, only
         `config.json` is checked, and the weights are not downloaded.
 
     Returns:
@@ -175,14 +191,14 @@ def inspect(path_or_name: str | Path) -> Description:
     Raises:
       ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
       ResourceError: If the hub cannot be reached.
-      DataError: In the cases of `load`, except that weights may be not finite.
+      DataError: In the cases in which `load` raises it, but not for weights that are not finite.
     """
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
         network, names, config = _described(_of_hub(name, ["config.json"], key="model.init_from"))
-        # If config.json does not list a class, the weights are taken to be of the class that is
-        # supported here, and so to have its head.
+        # If config.json lists no class, the class that is supported here is assumed. The weights
+        # then have the head of this class.
         classes = config.get("architectures") or [names.class_name]
         return Description(network, names.class_name in classes, has_tensors=False)
     network, stored, _ = _checked(folder, needs_head=False)
@@ -200,14 +216,16 @@ def save(
     network: nn.Module,
     dtype: str = "float32",
 ) -> None:
-    """Write a model to a folder that `transformers` loads without a missing or unexpected key.
+    """Write a model to a folder in Hugging Face layout.
+
+    The library `transformers` loads this folder without a missing or unexpected key.
 
     Args:
       params: One model's parameters.
-      folder: The folder. An existing folder is replaced after everything is written.
-      tokenizer: Tokenizer to write to the same folder; None: no tokenizer.
+      folder: The folder. If it exists, it is replaced when everything is written.
+      tokenizer: Tokenizer to write to the same folder. None: no tokenizer is written.
       network: The model to which the parameters belong.
-      dtype: "float32", which is lossless, or "bfloat16".
+      dtype: Type in which weights are stored: "float32", which is lossless, or "bfloat16".
 
     Raises:
       ConfigError: If no architecture has a weight map for this model.
@@ -226,7 +244,7 @@ def save(
         config["eos_token_id"] = tokenizer.eot_id
     leaves = _leaves(jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params))
     arrays = {
-        # The arrays are made contiguous, because the file would not keep the strides of a view.
+        # The arrays are made contiguous, because a file does not store the strides of a view.
         tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
         for tensor in tensors(network, names)
     }
@@ -246,10 +264,11 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """Return the folder of this name; None if there is none and the name may be one on the hub.
+    """Return the folder with this name, or None if the name can only be one on the hub.
 
     Raises:
-      DataError: If the name is that of a file, or neither a folder's nor possible on the hub.
+      DataError: If there is a file with this name, or if there is no folder with it and no
+        repository on the hub can have it.
     """
     path = Path(name).expanduser()
     try:
@@ -273,9 +292,9 @@ def _of_hub(name: str, one_of: Sequence[str], *, key: str) -> Path:
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    """Read `config.json` in a folder, and make the model that it describes.
+    """Read the file `config.json` in a folder, and make the model that the file describes.
 
-    Returns the model, the names of its weights, and the content of the file.
+    Returns the model, its weight map (the names of its weights), and the content of the file.
 
     Raises:
       DataError: If the model is not supported. The message names all faults.
@@ -322,17 +341,20 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in a file: its name, shape and type, and a function that reads its values."""
+    """A tensor in a file: the tensor's name, shape and type, and a function to read its values."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    kind: str  # dtype, as safetensors names it
+    kind: str  # dtype by the name that safetensors uses, such as "F32"
     read: Callable[[], np.ndarray]
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """Find all tensors that are stored in the files of a folder; the key is the tensor's name."""
+    """Find all tensors that are stored in the files of a folder.
+
+    The key of the result is the tensor's name. The values of the tensors are read later.
+    """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _open(_inside(folder, whole.name, whole))
@@ -361,10 +383,15 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """Return the path of a file in a folder, after a check that it does not lead elsewhere.
+    """Return the path of a file in a folder, after a check that the file is not elsewhere.
 
-    A link may lead only to a file in the same folder, or from the hub's cache into this cache.
-    `index` is the file that names the file, for messages.
+    The file may be a link to a file in the same folder. In the cache of the hub it may also be a
+    link to the folder `blobs` of the same repository. Other links are refused.
+
+    Args:
+      folder: The folder.
+      name: The name of the file.
+      index: The file in which this name was found, for messages.
     """
     if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(
@@ -382,9 +409,9 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
 
 
 def _open(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a safetensors file; the values are read later.
+    """List the tensors of a safetensors file by name; their values are read later.
 
-    The library `safetensors` checks that the header describes each byte of the file exactly once.
+    The library `safetensors` checks that each byte after the header belongs to exactly one tensor.
     """
     try:
         opened, found = safetensors.safe_open(file, framework="numpy"), {}
@@ -402,10 +429,10 @@ def _has_torch() -> bool:
 
 
 def _unpickled(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a `pytorch_model.bin`, the only kind of pickle that is opened.
+    """List the tensors of a file `pytorch_model.bin` by name. No other pickle is ever opened.
 
     With the option `weights_only`, PyTorch refuses a file that contains anything but tensors. So no
-    code in the file is run. The option is safe from PyTorch 2.6 on.
+    code that the file contains is run. The option is safe only from PyTorch 2.6 on.
     """
     if not _has_torch():
         raise ConfigError(f"{file}: {_TORCH}")
@@ -441,7 +468,11 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Make a dict from pairs (name, tensor); raise DataError if a name occurs twice."""
+    """Make a dict from pairs (name, tensor).
+
+    Raises:
+      DataError: If a name occurs twice.
+    """
     found: dict[str, _Stored] = {}
     for name, where in pairs:
         if (other := found.setdefault(name, where)) is not where:
@@ -455,14 +486,20 @@ def _checked(
 ) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...]]:
     """Check the names, shapes and dtypes of the tensors that a checkpoint stores.
 
-    Returns the model, the stored tensor for each tensor of the model, and the names of stored
-    tensors that are not used, because they belong to other heads.
+    Args:
+      folder: The folder of the checkpoint.
+      needs_head: Whether the checkpoint must have the model's head.
+
+    Returns:
+      The model, the stored tensor for each tensor of the model, and the names of stored tensors
+      that are not used, because they belong to a head of another kind.
 
     Raises:
       DataError: If a name, shape or dtype is wrong. The message names all faults.
     """
     network, names, config = _described(folder)
-    # In the BERT that Google published, the gains and biases of norms are called gamma and beta.
+    # The BERT that Google published calls the gains and biases of norms gamma and beta. Here these
+    # names are replaced by those of all other checkpoints, weight and bias.
     stored = _joined(
         (re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)), where)
         for name, where in _stored(folder).items()
@@ -472,9 +509,9 @@ def _checked(
         raise DataError(
             f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"
         )
-    # One of two tied tensors may be absent; it is then equal to the other. If both are stored, both
-    # are used, as in transformers 5. They may differ, because somebody trained only the head, or
-    # merged a LoRA into it.
+    # Of two tied tensors (which config.json declares equal), one may be missing. The other one is
+    # then used for both. If both are stored, both are used, as in transformers 5. They may differ,
+    # for instance because somebody trained only the head, or merged a LoRA into it.
     ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
     ties = ties if config.get("tie_word_embeddings") is True else {}
     wanted = {
@@ -496,7 +533,8 @@ def _checked(
     for name, expected in buffers.items():
         where = stored[name]
         values = np.asarray(where.read(), np.float64).reshape(-1)
-        # Buffers may be stored in bfloat16, with 8 bits of precision.
+        # The tolerance is wide, because buffers may be stored in bfloat16, which has 8 bits of
+        # precision.
         if values.shape != expected.shape or not np.allclose(values, expected, rtol=0.01):
             faults.append(f"{where.file}: {name}: have other values than config.json gives")
     for tensor, name in wanted.items():

@@ -1,9 +1,10 @@
-"""Rules that relate several knobs of a config to one another.
+"""Rules about combinations of knobs, the settings of a config.
 
-`RULES` is a dict with one item per rule. The key is the end of the message for a broken rule; it
-says what to do. The message begins with the values of the knobs. The value of the item has the
-names of the knobs that the rule reads, and a function that says whether their values may be
-combined. A rule is checked only if each knob's value is allowed on its own.
+`RULES` is a dict with one item for each rule. The value of an item is a pair: the names of the
+knobs that the rule reads, and a function that says whether the values of these knobs may be
+combined. If they may not, a message is shown. It begins with the values of the knobs, and ends with
+the key of the item, which says what to do. A rule is checked only if the value of each of its knobs
+is allowed on its own.
 """
 
 import math
@@ -19,7 +20,7 @@ def _entry(key: str, name: str) -> Any:
 
 
 def _needs(source: str) -> Any:
-    """The keys of the config that a data source needs, from the table `DATA_SOURCES`."""
+    """Return which keys of the config's group `data` a source needs, from `DATA_SOURCES`."""
     return _entry("data.source", source).needs
 
 

@@ -1,6 +1,7 @@
-"""Run an experiment from its config to its report: build its parts, then call the loop `adloco`.
+"""Run a whole experiment: build its parts, call the training loop, and write the report.
 
-`train` runs what a config describes; `fit` does the same for the caller's own model and data.
+`train` runs the experiment that a config describes. `fit` runs an experiment with the caller's own
+model and data. The training loop is `loop.adloco.adloco`.
 """
 
 import contextlib
@@ -59,21 +60,24 @@ from adloco_jax.study import report
 
 @dataclass(frozen=True)
 class Result:
-    """What a run returns: its folder, the consensus model, its loss, and the final state."""
+    """What a run returns: its folder, the consensus model with its loss, and the final state.
 
-    workdir: Path
+    The consensus is the one model that stands for all trainers.
+    """
+
+    workdir: Path  # the run's folder
     params: PyTree  # parameters of the consensus model
-    loss: float  # held-out loss of the consensus model, nats/token
-    state: State
+    loss: float  # held-out loss of the consensus model, in the run's unit (nats/token for text)
+    state: State  # the state after the last round
 
     @property
     def ensemble(self) -> Ensemble:
-        """The trainers and workers of the final state."""
+        """The parameters and optimizer states of all trainers and workers in the final state."""
         return self.state.ensemble
 
     @property
     def controller(self) -> Control:
-        """The host's numbers in the final state, such as sizes and totals (`Control`)."""
+        """The numbers of the final state that the host keeps, such as batches and total tokens."""
         return self.state.control
 
 
@@ -87,18 +91,21 @@ def train(
 ) -> Result:
     """Run the experiment that a config describes, or resume it from its folder.
 
-    The result is the consensus model: the best trainer or the average of all. At the end a table is
-    printed. The run's folder then has the report in `report/` and the consensus model in `export/`
+    The run trains several trainers (model instances). Its result is the consensus model: the
+    trainer with the lowest loss, or the average of all trainers. At the end a table is printed, and
+    the run's folder has the report in `report/` and the consensus model in `export/`
     (`run.export.write_consensus`).
 
-    SIGTERM or SIGINT saves and raises `Preempted` after the current round. A second signal ends the
-    process. Signals are handled only on the main thread.
+    If the process receives SIGTERM or SIGINT, the run is saved after the current round, and
+    `Preempted` is raised. A second signal ends the process at once. Signals are handled only if the
+    function is called on the main thread.
 
     Args:
       config: A config from a file in `configs/`, or `default_config()` with changes.
-      workdir: The run's folder, created if missing. If it contains a run, this run is resumed. None
-        creates `runs/train-<date>-<time>`.
-      command: The command line, which is recorded in the ledger for the report's caption.
+      workdir: The run's folder, which is created if it is missing. If it contains a run, this run
+        is resumed. If it is None, the folder `runs/train-<date>-<time>` is created.
+      command: The command line. It is recorded in the ledger (the log file of the run), and the
+        report shows it in a caption.
       accept_config_change: Whether a resumed run may continue with changed settings, such as
         another learning rate.
       accept_data_change: Whether a resumed run may continue with other data.
@@ -110,11 +117,11 @@ def train(
       ConfigError: If the config or the folder cannot be used. Nothing is compiled or created then.
       DataError: If the text or tokens cannot be used, or have changed since the run began. Nothing
         is compiled or created then.
-      CheckpointError: If the folder contains a run that cannot be read, or checkpoints are deleted
-        while one is written.
-      DivergedError: If the loss of every trainer is not finite.
-      ResourceError: If memory or disk space is missing; saved files stay.
-      Preempted: After a signal, when everything is saved.
+      CheckpointError: If the folder contains a run that cannot be read, or if checkpoints are
+        deleted while the run writes one.
+      DivergedError: If the losses of all trainers have become infinite or NaN.
+      ResourceError: If memory or disk space is missing. Files that were saved before stay.
+      Preempted: If the process received a signal to stop. The run has been saved.
     """
     settings = validate(config)
     check_installed(settings.log)
@@ -172,32 +179,33 @@ def fit(
 ) -> Result:
     """Run AdLoCo on the caller's model and rows of tokens, or resume such a run.
 
-    As with `train`, a table is printed at the end, and the folder has `report/` and `export/`.
+    As with `train`, a table is printed at the end. The run's folder then has the report in
+    `report/` and the consensus model in `export/`.
 
     Args:
-      settings: The result of `validate`. The groups `model` and `data` are only recorded;
-        `ArrayRows.ordered` lists the exceptions.
-      corpus: Rows to train on and to hold out: `ArrayRows`, or an object with the methods of
-        `engine.inputs.Rows`.
+      settings: The result of `validate`. The groups `model` and `data` are recorded, but describe
+        neither model nor data here; `ArrayRows.ordered` lists the few settings that are used.
+      corpus: The rows to train on and the held-out rows: `ArrayRows`, or an object with the
+        methods of `engine.inputs.Rows`.
       init_fn: Makes one trainer's parameters from a PRNG key.
-      loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
-      workdir: The run's folder; one that holds a run of these settings is resumed.
-      params: Initial parameters of all trainers, with the structure of `init_fn`'s result. None:
+      loss_fn: `loss_fn(params, rows) -> scalar`, the mean loss over int32 rows [B, L + 1].
+      workdir: The run's folder. If it contains a run of these settings, this run is resumed.
+      params: Initial parameters of all trainers, with the structure of `init_fn`'s result. If None,
         `init_fn` draws the parameters.
-      num_classes: Number of classes, if rows begin with a class and a length. Predicted classes are
-        then evaluated too. None for rows of text.
-      inner_tx: The workers' optimizer, which replaces the one of `inner.tx`. It must have learning
-        rate 1, because its updates are multiplied by the config's rate, warm-up and schedule. A
-        resumed run needs the same optimizer.
-      outer_tx: The trainers' optimizer, which replaces the one of `outer.tx`. It must have learning
-        rate 1.
-      loss_unit: Unit of the loss: "nats/token", for which perplexity is reported too,
-        "nats/example", or other words. None: nats/example with `num_classes`, nats/token if the
-        corpus knows its tokens per byte of text, else a plain number.
-      loss_of: `loss_of(mode) -> loss_fn`, for a model that can save memory by recomputing layers
-        in the backward pass. `mode`, a `run.choose.Mode`, says in its field `remat` whether it must
-        do so. None: the argument `loss_fn` is used, and layers are not recomputed.
-      command: The command line, which is recorded in the ledger.
+      num_classes: Number of classes, if each row begins with its class and its length. The run then
+        also reports how well classes are predicted. None for rows of text.
+      inner_tx: The workers' optimizer, in place of the one that `inner.tx` names. It must have
+        learning rate 1, because its updates are multiplied by the learning rate of the config, with
+        warm-up and schedule. A resumed run needs the same optimizer.
+      outer_tx: The trainers' optimizer, in place of the one that `outer.tx` names. It must have
+        learning rate 1, because its updates are multiplied by `outer.learning_rate`.
+      loss_unit: Unit of the loss: "nats/token" (perplexity is then reported too), "nats/example",
+        or other words. None: "nats/example" if `num_classes` is given, "nats/token" if the corpus
+        knows its number of tokens per byte of text, and otherwise no unit.
+      loss_of: `loss_of(mode) -> loss_fn`, for a model that can save memory by recomputing layers in
+        the backward pass. The field `remat` of `mode` (a `run.choose.Mode`) says whether the loss
+        must do so. If `loss_of` is None, `loss_fn` is used, and layers are not recomputed.
+      command: The command line, which is recorded in the ledger (the log file of the run).
       accept_config_change: Whether a resumed run may continue with changed settings.
       accept_data_change: Whether a resumed run may continue with other data.
 
@@ -207,9 +215,9 @@ def fit(
     Raises:
       ConfigError: If arguments are invalid, if an optimizer is given here and also named in the
         settings, or if the folder cannot be used. The message has one line for each fault.
-      DataError: If there are too few held-out rows: one trainer needs one row, several trainers
-        need two. Also raised if `corpus.batch` gives two workers the same rows.
-      UserError: In the other cases of `train`, except for errors of reading text.
+      DataError: If there are too few held-out rows (a run with one trainer needs one row, a run
+        with several needs two), or if `corpus.batch` gives two workers the same rows.
+      UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
     if settings.engine.kind == "ray":
@@ -224,7 +232,7 @@ def fit(
         return evaluate.split_heldout(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,
-            batch_size=settings.batching.initial_batch_size,  # replaced later
+            batch_size=settings.batching.initial_batch_size,  # `begin` replaces it
             num_classes=num_classes,
             num_trainers=settings.ensemble.num_trainers,
         )
@@ -267,7 +275,10 @@ def fit(
 
 
 def _until_done(run: Run) -> Result:
-    """Run all remaining rounds; after a failure try again from the newest checkpoint."""
+    """Run all remaining rounds of a run, with a new attempt from the newest checkpoint on failure.
+
+    `after_failure` decides after each failure whether there is a new attempt.
+    """
     failures = Failures()
     with exclusive(run.workdir), processes.stop_requests() as stop, processes.ending_together():
         while True:
@@ -286,16 +297,19 @@ def _until_done(run: Run) -> Result:
 class Failures:
     """The failures of earlier attempts to finish a run, and what the next attempt changes."""
 
-    faults: tuple[dict, ...] = ()  # fields of `fault` lines of the ledger
-    max_batch_size: int | None = None  # a smaller limit, after memory ran out
-    round: int | None = None  # rounds completed before the last failure
+    faults: tuple[dict, ...] = ()  # for each failure, the fields of its line in the ledger
+    max_batch_size: int | None = None  # limit of micro-batches after memory ran out; None: no limit
+    round: int | None = None  # number of rounds completed before the last failure
 
 
 @dataclass
 class Attempt:
-    """A run that is restored or started, with its observers, and ready for its next round."""
+    """An attempt to finish a run: the restored or initial state, and the run's observers.
 
-    state: State
+    Observers are called after each round with its results.
+    """
+
+    state: State  # the state before the next round
     ended: bool  # whether the ledger says that the run is finished
     recorder: observers.Recorder
     evaluator: observers.Evaluator
@@ -305,16 +319,16 @@ class Attempt:
 def begin(
     run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
 ) -> Attempt:
-    """Begin an attempt: restore the newest checkpoint, or start the run if there is none.
+    """Begin an attempt to finish a run: restore the newest checkpoint, or else start the run.
 
     Args:
       run: The data that all attempts of the run share.
-      stack: Receives all files and programs that are opened, to close them after the attempt.
+      stack: Closes all files and programs that the attempt opens, when the attempt has ended.
       stop: An event that is set when the process receives a signal to stop.
       failures: The failures of earlier attempts.
 
     Raises:
-      UserError: See `train`.
+      UserError: In the cases that `train` lists.
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     restored, damage, end = resume.restore(run)
@@ -369,11 +383,13 @@ def begin(
 
 
 def execute(run: Run, attempt: Attempt) -> State:
-    """Run all remaining rounds; `attempt.evaluator` then has the consensus model and its loss.
+    """Run all remaining rounds of an attempt, and return the state after the last round.
+
+    `attempt.evaluator` then has the consensus model, and `attempt.recorder` has its loss.
 
     Raises:
-      DivergedError: If every trainer's loss is not finite.
-      Exception: Any error of a round; `after_failure` decides whether another attempt may succeed.
+      DivergedError: If the losses of all trainers have become infinite or NaN.
+      Exception: Any error of a round. The caller asks `after_failure` whether to try again.
     """
     settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
     if is_over(state.control, settings):
@@ -384,14 +400,16 @@ def execute(run: Run, attempt: Attempt) -> State:
     observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:
-            # Ends the process with every thread's traceback if no round ends for so many seconds.
+            # If no round ends within this number of seconds, the tracebacks of all threads are
+            # printed, and the process ends.
             watchdog = functools.partial(
                 faulthandler.dump_traceback_later, settings.checkpoint.watchdog_s, exit=True
             )
             stack.callback(faulthandler.cancel_dump_traceback_later)
             watchdog()
             observe.insert(0, lambda state, boundary: watchdog())
-        is_local = settings.engine.kind == "local"  # learners compile the programs of rounds
+        # With learners, the driver compiles no programs of rounds: the learners do.
+        is_local = settings.engine.kind == "local"
         ahead = programs_ahead(state.control, settings, engine.programs.spec) if is_local else []
         engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
         try:
@@ -410,12 +428,24 @@ def execute(run: Run, attempt: Attempt) -> State:
 def after_failure(
     run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
 ) -> Failures:
-    """Decide whether to try again after a failure, and what the next attempt changes.
+    """Decide after a failed round whether to try again, and what the next attempt changes.
+
+    If memory ran out, the next attempt has half the largest micro-batch. If anything else failed,
+    the next attempt changes nothing.
+
+    Args:
+      run: The data that all attempts of the run share.
+      attempt: The attempt that has failed.
+      error: The error that ended it.
+      before: The failures of earlier attempts.
+
+    Returns:
+      All failures so far, with the changes for the next attempt.
 
     Raises:
-      ResourceError: If memory is exhausted at a micro-batch of one sequence, or if the run has
-        several processes, which must all be restarted.
-      Exception: The error itself, if the same round has failed before.
+      ResourceError: If memory ran out at a micro-batch of one sequence, or if the run has several
+        processes. In the second case all processes must be started again.
+      Exception: The error itself, if memory did not run out and the same round has failed before.
     """
     control = attempt.recorder.engine.underway
     index, size = control.round + 1, control.max_batch_size
@@ -454,7 +484,7 @@ def after_failure(
 def _engine(
     run: Run, stack: contextlib.ExitStack, programs: Programs, heldout: evaluate.HeldOut
 ) -> observers.RunEngine:
-    """Make the engine that the setting `engine.kind` names."""
+    """Make the engine that the setting `engine.kind` names: it runs the rounds on devices."""
     if run.settings.engine.kind == "local":
         return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout)
     engine = RayEngine(run, programs, heldout)
