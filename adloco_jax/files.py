@@ -173,7 +173,10 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Replace an OSError in the `with` block by a `ResourceError`: `path` cannot be written."""
+    """Turn an OSError that the `with` block raises into a `ResourceError`.
+
+    The message says that `path` cannot be written, and what to do.
+    """
     try:
         yield
     except OSError as error:

@@ -91,7 +91,7 @@ def train(
 ) -> Result:
     """Run the experiment that a config describes, or resume it from its folder.
 
-    The run trains several trainers (model instances). Its result is the consensus model: the
+    The run trains one or several trainers (model instances). Its result is the consensus model: the
     trainer with the lowest loss, or the average of all trainers. At the end a table is printed, and
     the run's folder has the report in `report/` and the consensus model in `export/`
     (`run.export.write_consensus`).

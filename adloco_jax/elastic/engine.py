@@ -407,10 +407,10 @@ class RayEngine:
             self.rounds[event.about].take(learner.number, answers)
 
     def _do_without(self, event: Event) -> None:
-        """Continue without a lost learner the rounds that wait for it.
+        """Continue the rounds that wait for a lost learner, without this learner.
 
-        If such a round has no answer and waits for no other learner, it is dropped, and `_begin`
-        starts it again.
+        If such a round has no answer and waits for no other learner, it is dropped. `_begin` starts
+        it again.
 
         Raises:
           ResourceError: If the round of a trainer was dropped `_TRIES` times in a row.

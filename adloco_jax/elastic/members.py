@@ -82,7 +82,7 @@ def assign(
       learners: The present learners, with the streams of the workers that they run.
       trainers: The id of each worker's trainer; the key is the worker's stream.
       movable: Streams of the workers that may change their learner now, because their trainers are
-        between two rounds. All other workers keep their assignment.
+        between two rounds. No other worker changes its learner.
       returning: Streams of the workers whose lost learner may come back.
 
     Returns:
@@ -122,7 +122,8 @@ def is_over(
     """Whether a trainer's round ends now.
 
     It ends if all learners that are present have answered. If there is a quorum, the round also
-    ends `grace_s` seconds after so many learners have answered. It never ends without an answer.
+    ends `grace_s` seconds after this number of learners has answered. It never ends without an
+    answer.
 
     Args:
       reported: Number of learners that have answered.

@@ -159,8 +159,8 @@ def loss_key(batch_size: int) -> ProgramKey:
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
     """Take the parameters of one trainer, by its position, out of an ensemble.
 
-    The ensemble stacks the parameters of all trainers on the first axis, M. The result has no such
-    axis.
+    An ensemble has the arrays of all trainers and workers. The parameters of all trainers are
+    stacked along the first axis, M. The result does not have this axis.
     """
     return _row(ensemble.params_M, position)
 

@@ -114,7 +114,7 @@ class Group(NamedTuple):
 
 
 class Test(NamedTuple):
-    """The rows on which the gradient statistics of a group's workers are measured.
+    """The rows on which gradient statistics are measured for the workers of a group of trainers.
 
     The batch-size test decides from these statistics whether batches grow.
     """
@@ -288,11 +288,12 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
 
 
 def foreseen(control: Control, settings: Settings) -> Control:
-    """Predict the host's data (`Control`) after the merge and the joining of workers due now.
+    """Predict the host's data (`Control`) at the start of the next round.
 
-    A policy chooses the trainers to merge, and may use their losses on the guard rows (the held-out
-    rows that only decisions use). These losses are not known yet, so the prediction assumes that
-    all trainers have the same loss.
+    These data change before that round if trainers are due to merge now, or workers are due to
+    join. A policy chooses the trainers to merge, and may use their losses on the guard rows (the
+    held-out rows that only decisions use). These losses are not known yet, so the prediction
+    assumes that all trainers have the same loss.
     """
     if members := _members(control, settings):
         control = after_merge(control, members)

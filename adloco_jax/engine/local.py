@@ -200,7 +200,10 @@ class LocalEngine:
         return state, metrics, changes
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble of the state, because it is always complete in the local engine."""
+        """Return the ensemble of the state, which has the arrays of all trainers and workers.
+
+        In this engine the state always has all of these arrays, so nothing must be fetched.
+        """
         return state.ensemble
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:

@@ -52,7 +52,7 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All bytes in use: those of the program, and those of the state that it does not take."""
+        """All bytes in use: those of the program, and those of all other arrays of the state."""
         return self.program + self.beside
 
 
@@ -60,10 +60,10 @@ def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
     """Compute the bytes of a device's memory that are in use while a program runs.
 
     Args:
-      programs: The programs of the run; the program is compiled if it is not yet.
-      key: Identifies the program.
-      owners: Position of each worker's trainer. The states of all these trainers and workers are on
-        the devices, even if the program takes only some of them.
+      programs: The programs of the run.
+      key: Identifies the program. If the program is not compiled yet, it is compiled.
+      owners: Position of each worker's trainer. The arrays of all these trainers and workers are on
+        the devices, even if only some of them are arguments of the program.
     """
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
@@ -144,7 +144,8 @@ def merge_bytes(
     Args:
       spec: What all programs of the run share.
       owners: Position of each worker's trainer before the merge.
-      members: Positions of the trainers that merge, the representative first.
+      members: Positions of the trainers that merge. The first is the representative, the trainer
+        that absorbs the others.
       after: Position of each worker's trainer after the merge.
     """
     weights_n = np.ones(len(members), np.float32)

@@ -144,7 +144,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """Arrange the devices of the program that `key` identifies as a mesh, with array shardings."""
+    """Make the mesh of a program's devices, with the shardings of arrays on this mesh."""
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
@@ -190,10 +190,10 @@ def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
 
 
 def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
-    """Start a round (`core.start_round`): make the arrays that the workers start it with.
+    """Start a round (`core.start_round`): make the arrays with which the workers begin.
 
-    If gradients are accumulated, these include the sums of gradients. Workers that run one after
-    another on a device share one sum.
+    If gradients are accumulated, these arrays include the sums of gradients. Workers that run one
+    after another on a device share one sum.
     """
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
@@ -206,7 +206,7 @@ def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Wo
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
     """Trace the program that `key` identifies, and lower it to XLA's input language.
 
-    The result is not compiled yet. To compile it takes much longer than this function.
+    The result is not compiled yet. Its compilation takes much longer than this function.
     """
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:

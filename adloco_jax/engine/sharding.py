@@ -179,7 +179,7 @@ class Placement:
         return "; ".join(parts)
 
     def draw(self, workers: Sequence[str]) -> list[str]:
-        """Make one line of text for each group of devices that names the workers it runs."""
+        """Describe which workers each group of devices runs: one line of text for each group."""
         size = self.mesh.shape
         groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
         each = len(workers) // len(groups)

@@ -48,7 +48,7 @@ class ProgramKey(NamedTuple):
 class Compiled(NamedTuple):
     """What is known about one compilation of a program.
 
-    The ledger, the log file of the run, has it in a line with the event `compile`.
+    It is written to the ledger, the log file of the run, as a line with the event `compile`.
     """
 
     key: ProgramKey
@@ -157,7 +157,7 @@ class Spec:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the parameters and optimizer states that are sent if trainers or workers change.
+        """Bytes of the parameters and optimizer states that are sent in merges and joins.
 
         An absorbed trainer sends parameters and an outer state in a merge. A worker that joins a
         trainer receives parameters and an inner state.
