@@ -89,7 +89,7 @@ def fault(value: Any, kind: Any, name: str) -> str:
         faults = [fault(value, m, name) for m in members if m is not NoneType]
         return "" if "" in faults or (value is None and NoneType in members) else faults[0]
     parts: dict[str, tuple[Any, Any]] = {}  # value and kind of each part, by name
-    if kind in (Any, *_WORDS):  # in a tuple, because a mapping has no hash
+    if kind in (Any, *_WORDS):  # a tuple, because `kind` may be a mapping, which has no hash
         is_well, expected = _is(value, kind, name), _WORDS.get(kind, "")
     elif origin is Literal:
         is_well, expected = type(value) is str and value in members, " or ".join(map(repr, members))

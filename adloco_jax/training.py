@@ -298,7 +298,7 @@ class Failures:
     """The failures of earlier attempts to finish a run, and what the next attempt changes."""
 
     faults: tuple[dict, ...] = ()  # for each failure, the fields of its line in the ledger
-    max_batch_size: int | None = None  # limit of micro-batches after memory ran out; None: no limit
+    max_batch_size: int | None = None  # limit of micro-batches if memory ran out before
     round: int | None = None  # number of rounds completed before the last failure
 
 

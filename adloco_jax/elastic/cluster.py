@@ -131,7 +131,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             _tame(ray, at_sigterm)
             yield
             return
-        folder = tempfile.mkdtemp(prefix="adloco-", dir="/tmp")  # sockets need a short name
+        folder = tempfile.mkdtemp(prefix="adloco-", dir="/tmp")  # a socket's path must be short
         reap = [sys.executable, "-c", _REAPER, folder]
         reaper = subprocess.Popen(reap, stdin=subprocess.PIPE, env={}, start_new_session=False)
         stack.callback(_end, reaper, folder)
@@ -213,7 +213,7 @@ def put(value: Any) -> Any:
 
     try:
         return ray.put(value)
-    except TypeError as error:  # Ray lists the whole value
+    except TypeError as error:  # the message of Ray would list the whole value
         raise ConfigError(
             "engine.kind = ray: functions and rows that learners are sent must be picklable"
             f" ({type(error.__cause__).__name__}: {str(error.__cause__)[:200]})"

@@ -73,7 +73,7 @@ class RayEngine:
         self.fleet = Fleet(run)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
         self._finished_s = time.monotonic()  # when the last round ended
-        self._up_s = 0.0  # seconds that learners were up until the last round ended
+        self._up_s = 0.0  # seconds that learners had been up when the last round ended
         self._failures: dict[int, int] = {}  # number of rounds without an answer, by trainer's id
         how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
         how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}

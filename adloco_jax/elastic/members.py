@@ -26,7 +26,7 @@ class Learner:
     asked_s: float | None = None  # time of a heartbeat request without an answer yet
     next_s: float = 0.0  # time of the next heartbeat request
     sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
-    lost_s: float | None = None  # when its last process ended; None: first process, or has joined
+    lost_s: float | None = None  # when its last process ended; None if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
     streams: list[int] = field(default_factory=list)  # streams of the workers that it runs
     # Rounds whose programs it was asked to load: micro-batch, and whether gradients accumulate.

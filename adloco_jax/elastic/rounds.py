@@ -29,8 +29,8 @@ class Round:
     wire_bytes: int  # bytes sent to and received from learners in the round so far
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
     reported: set[int] = field(default_factory=set)  # learners that have answered
-    answers: dict[int, Answer] = field(default_factory=dict)  # by stream
-    quorum_s: float | None = None  # when the quorum was reached
+    answers: dict[int, Answer] = field(default_factory=dict)  # the answers, by the worker's stream
+    quorum_s: float | None = None  # when the quorum was reached; None: not yet
 
     def take(self, learner: int, answers: Sequence[Answer]) -> None:
         """Store the answers of a learner, unless the round does not wait for this learner."""
@@ -79,7 +79,7 @@ def outcome_of(answers: Sequence[Answer | None], plan: RoundPlan, norm: float) -
     shape = (plan.num_updates, len(answers))
     loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
     for column, answer in enumerate(answers):
-        if answer is not None:  # a slower worker's updates are the last ones of the round
+        if answer is not None:  # a worker with fewer updates fills the last rows
             loss_SR[-answer.num_updates :, column] = answer.loss_SR[:, 0]
             skipped_SR[-answer.num_updates :, column] = answer.skipped_SR[:, 0]
     return Outcome(loss_SR, skipped_SR, norm)

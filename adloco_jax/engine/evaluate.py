@@ -126,7 +126,7 @@ def class_report(
         return _losses(programs, params, np.hstack([labels_E1, rows_EL[:, 1:]]), batch_size)
 
     predicted_E = np.argmin([losses_under(label) for label in range(num_classes)], axis=0)
-    count_CC = np.zeros((num_classes, num_classes), int)  # by class and predicted class
+    count_CC = np.zeros((num_classes, num_classes), int)  # number of rows, by class and prediction
     np.add.at(count_CC, (rows_EL[:, 0], predicted_E), 1)
     classes = []
     columns = (count_CC.diagonal(), count_CC.sum(axis=0), count_CC.sum(axis=1))
@@ -141,7 +141,7 @@ def class_report(
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
     """Compute the loss of each row under one model, in batches of `batch_size` rows."""
     key = loss_key(batch_size)
-    params = reshard(params, programs[key].input_shardings[0][0])  # once for all calls
+    params = reshard(params, programs[key].input_shardings[0][0])  # once, not again in each call
     losses = []
     for start in range(0, len(rows_EL), batch_size):
         rows = rows_EL[start : start + batch_size].astype(np.int32)

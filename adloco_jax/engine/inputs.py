@@ -90,8 +90,8 @@ class Group(NamedTuple):
     """A group of trainers with their workers, which one compiled program runs together."""
 
     trainers: tuple[int, ...]  # positions of the trainers
-    workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
-    owners: tuple[int, ...]  # each worker's trainer, as a position in the group's own stack
+    workers: tuple[int, ...]  # positions of their workers, in the order of the group's arrays
+    owners: tuple[int, ...]  # each worker's trainer: its index in `trainers`
     devices: tuple[int, int] | None  # first device and number of devices; None: all
     plan: RoundPlan = RoundPlan(0, 1, 0)  # sizes of the trainers' round, if the group runs one
     in_pool: int | None = None  # number of all workers of the run if `Spec.by_position`; else None
@@ -157,7 +157,7 @@ class Batch(NamedTuple):
 
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
-    calls: list[list[Call]]  # for each group: all calls of one worker, then of the next
+    calls: list[list[Call]]  # for each group: all calls of the first turn, then of the next
     # The extra arguments of the outer optimizer by name: float32 [M], one number per trainer.
     extra_M: dict[str, np.ndarray]
     tests: list[Test]
@@ -428,7 +428,8 @@ def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarra
     for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
         read = control.reads(worker)
         before = first_with.setdefault(rows_BL.tobytes(), read)
-        # A few rows may be equal by chance. Rows that another process reads are all zero here.
+        # A few rows may be equal by chance. Also, rows that only another process reads are all zero
+        # here, so they have one distinct row.
         if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
             raise DataError(
                 f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"

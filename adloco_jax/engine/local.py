@@ -45,7 +45,7 @@ from adloco_jax.settings import Settings
 
 # A trainer is removed if each of its workers has skipped this many updates in a row.
 SKIPS_BEFORE_QUARANTINE = 3
-_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields for gradient accumulation
+_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields that only gradient accumulation uses
 
 
 class Outcome(NamedTuple):
@@ -109,7 +109,7 @@ class LocalEngine:
         self._ahead: tuple[tuple, Batch | Exception] | None = None
         # When the round began: the clock, and the seconds that calls had waited for compilation.
         self._start_s = self._stalled_s = 0.0
-        self._flushed: set[int] = set()  # ids of trainers without unsynchronised worker updates
+        self._flushed: set[int] = set()  # ids of trainers that were flushed after the last round
 
     @property
     def state_bytes(self) -> StateBytes:
@@ -256,7 +256,7 @@ class LocalEngine:
             unused = {} if steps.accumulates else dict.fromkeys(_SUMS)
             sums = {name: getattr(workers, name) for name in unused}
             workers = workers.replace(**unused)
-            num_calls = len(calls) // spec.outer.fragments  # for each synchronisation
+            num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
             for i, inputs in enumerate(calls):
                 fragment, rest = divmod(i + 1, num_calls)
                 if spec.outer.own_params and not rest:
@@ -339,7 +339,7 @@ class LocalEngine:
         """Write `sub`, the trainers and workers of a group, back into the ensemble."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
-        at = placement(self.spec, ProgramKey("outer", group.owners))  # on all devices
+        at = placement(self.spec, ProgramKey("outer", group.owners))  # a mesh of all devices
         return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
 
 
@@ -411,7 +411,7 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
         retired = {"workers": control.owners.count(position)}
         control.quarantined.append({"trainer": trainer.id, "round": control.round} | retired)
     control.trainers = [control.trainers[m] for m in survivors]
-    # In the order of `core.take`: each trainer's workers next to one another.
+    # As in the result of `core.take`, the workers of each trainer come next to one another.
     workers.sort(key=lambda worker: control.owners[worker])
     control.streams = [control.streams[w] for w in workers]
     control.owners = [survivors.index(control.owners[w]) for w in workers]

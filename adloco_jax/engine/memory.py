@@ -94,7 +94,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
     """
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
-        tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs least
+        tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs the least
         if _round_bytes(tried, owners, accumulates=True) <= budget:
             return shards
     return count
@@ -251,7 +251,7 @@ def find_max_batch(
     return max(size for size, need in peaks.items() if need <= budget)
 
 
-PART_BYTES = 2**30  # most bytes of inner states to replace in one step; a larger array goes alone
+PART_BYTES = 2**30  # most bytes of inner states that one step replaces, unless an array is larger
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -65,7 +65,7 @@ class Programs:
         self.spec = spec
         self.stall_s = 0.0  # seconds that callers have waited for compilation so far
         self._on_compile = on_compile
-        self._x64 = jnp.result_type(float) == jnp.float64  # a context may set it for one thread
+        self._x64 = jnp.result_type(float) == jnp.float64  # other threads may have another setting
         self._programs: dict[ProgramKey, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
@@ -96,7 +96,7 @@ class Programs:
         """
         start_s = time.perf_counter()
         begun = self._programs.get(key)
-        if begun is None or begun.cancel():  # cancelled while it was still in the queue
+        if begun is None or begun.cancel():  # it was queued for the background, and is taken out
             begun = self._programs[key] = Future()
             try:
                 begun.set_result(self._compile(key, background=False))
@@ -185,7 +185,7 @@ def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
     In each turn a device runs one of its workers.
     """
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
-    in_turn = spec.in_turn and not spec.outer.own_params  # fragments need all workers
+    in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
     return len(key.owners) // num_groups if in_turn else 1
 
 

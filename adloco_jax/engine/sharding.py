@@ -194,7 +194,7 @@ class Placement:
 
     def _stacked(self, shapes: PyTree, lead: str | tuple[str, ...], over: Sequence[str]) -> PyTree:
         def spread(leaf):
-            if _is_packed(leaf):  # whole blocks
+            if _is_packed(leaf):  # divided only between whole blocks
                 rows = self._spread(leaf.scales.shape[:2], (lead,), over)
                 return jax.tree.map(lambda _: rows, leaf)
             return self._spread(leaf.shape, (lead,), over)

@@ -55,7 +55,7 @@ class Compiled(NamedTuple):
     seconds: float
     hit: bool  # whether the program came from the persistent cache
     background: bool  # whether it was compiled in the background
-    needed_bytes: int | None  # bytes of a device while it runs; None if the compiler does not say
+    needed_bytes: int | None  # memory of a device while it runs; None: the compiler does not say
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Spec:
     aggregate: Aggregator = mean  # aggregates the differences of a trainer's workers
     extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
     key_seed: int | None = None  # seed for a loss that takes `key`; None: the loss takes none
-    remat: bool = False  # layers are recomputed in the backward pass
+    remat: bool = False  # whether layers are recomputed in the backward pass
     in_turn: bool = False  # whether a device's workers run their rounds one after another
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
 
