@@ -3,12 +3,14 @@
 A compiled program runs on a mesh of devices: by default all devices of all processes. The mesh has
 five axes:
 
-  trainer  divides the trainers; during a round, workers of different trainers do not communicate
-  worker   divides a trainer's workers, or all workers if the trainers do not divide over devices
-  data     devices along it share the batch of a worker
-  model    divides a worker's parameters and optimizer state; its devices also share the worker's
-           batch if the batch is divisible
-  idle     devices along it repeat the work of others, because no array can be divided further
+- `trainer` divides the trainers. During a round, workers of different trainers do not communicate.
+- `worker` divides the workers of a trainer, or all workers if the trainers cannot be divided
+  equally over the devices.
+- `data` divides the batch of a worker.
+- `model` divides the parameters and the inner optimizer state of a worker. If the batch is
+  divisible, this axis divides the batch too.
+- `idle` divides nothing: devices along this axis do the same work, because no array can be divided
+  further.
 
 The parameters of a trainer are replicated over the trainer's workers, because every worker starts
 the batch-size test and the round from these parameters. The outer optimizer's state of a trainer is
