@@ -13,10 +13,12 @@
 # %% [markdown]
 # # Batch-size control in a training loop of your own
 #
-# Two training loops that know nothing of this package measure the noise of their gradients, and set
-# batch and accumulation by it. The first is `flax.nnx` and optax, data parallel over eight devices;
-# it uses the mean gradients that the devices compute anyway. The second is plain JAX on one device;
-# it measures single examples exactly. Less than a minute on two CPU cores.
+# This notebook has two training loops that do not use the runner of this package. They call a few
+# functions of the package to measure the noise of their gradients, and choose from this noise the
+# batch size and the number of accumulated micro-batches. The first loop is data parallel over eight
+# devices, in `flax.nnx` and optax. It uses the mean gradients that the devices compute anyway. The
+# second loop is plain JAX on one device. It measures the gradients of single examples exactly. The
+# notebook takes less than a minute on two CPU cores.
 
 # %%
 import sys
@@ -50,7 +52,8 @@ import adloco_jax as al
 # %% [markdown]
 # ## A model, a loss and data
 #
-# A small network learns a noisy function. `loss_fn(params, batch)` is the mean over the examples.
+# A small network learns a noisy function. `loss_fn(params, batch)` returns the mean loss over the
+# examples of a batch.
 
 # %%
 teacher = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -84,13 +87,16 @@ def loss_fn(params, batch):
 # %% [markdown]
 # ## `flax.nnx`, data parallel: statistics at no extra cost
 #
-# Each device has the mean gradient of its share of a micro-batch, and accumulation has several of
-# them. Their norms, and the norm of their mean, are all that `gradient_stats_of_means` needs; no
-# gradient is computed twice, and devices exchange one number more for each micro-batch.
+# Each device computes the mean gradient of its share of a micro-batch. With accumulation, an update
+# has several micro-batches, so each device computes several such means. `gradient_stats_of_means`
+# needs only the norms of these means and the gradient that is averaged over all of them. So no
+# gradient is computed twice. Each device sends only one more number for each micro-batch: the norm
+# of its mean gradient.
 #
-# The statistics are averaged over steps, then `norm_test` says how many examples per device the
-# noise asks for, `next_batch_size` rounds and limits that, and `switch_mode` turns it into a
-# micro-batch that fits and a number of accumulation steps.
+# The statistics are averaged over steps. From them `norm_test` computes how many examples per
+# device an update needs at this noise. `next_batch_size` rounds this number and limits it.
+# `switch_mode` divides the resulting batch into micro-batches that a device can hold; it returns
+# their size and their number.
 
 # %%
 mesh = jax.make_mesh((jax.device_count(),), ("device",), axis_types=(AxisType.Auto,))
@@ -137,8 +143,9 @@ for row in history:
     )
 
 # %% [markdown]
-# Are they right? At these parameters single examples, measured exactly, agree within the spread
-# that the docstring states.
+# Is the noise that was estimated from mean gradients right? To check it, we measure the noise
+# exactly at the final parameters, from the gradients of single examples. The mean of eight
+# estimates must agree with the exact noise, within the spread of the estimates.
 
 # %%
 held_out = examples(num_steps, 1, mesh.size, 32)
@@ -158,8 +165,8 @@ assert history[-1][1] * history[-1][2] > 1, "the noise has asked for a larger ba
 # %% [markdown]
 # ## Plain JAX, one device: exact statistics
 #
-# `gradient_stats` measures per-example gradients of any loss function (by `vmap`, a few examples at
-# a time). Here it measures some examples every few steps.
+# `gradient_stats` computes the gradients of single examples for any loss function. It uses `vmap`
+# on a few examples at a time. Here it measures 32 examples after every `test_every` steps.
 
 # %%
 measure = jax.jit(

@@ -13,10 +13,11 @@
 # %% [markdown]
 # # What the batch-size tests measure
 #
-# AdLoCo asks at every round how large the next batch should be, from a handful of per-example
-# gradients. Here the tests meet a problem whose answers are known in closed form. We see which
-# estimates are unbiased, how much they scatter, and why the plug-in form that the paper uses stops
-# growing too early. Less than a minute on two CPU cores.
+# In every round AdLoCo decides how large the next batch should be. A *batch-size test* computes
+# this from the gradients of a few single examples. Here the tests run on a problem for which the
+# right answers are known in closed form. We see which estimates are unbiased, and how much they
+# scatter. We also see why batches stop growing too early in the paper's mode, which puts a plug-in
+# estimate into the test. The notebook takes less than a minute on two CPU cores.
 #
 # Sources: Byrd et al. 2012 (norm test, eq. 3.9); Bollapragada et al. 2017 (inner-product tests, eq.
 # 2.6 and 3.3); McCandlish et al. 2018 (arXiv 1812.06162: noise scale and its unbiased estimates);
@@ -53,16 +54,18 @@ BLUE, RED, GREEN, VIOLET, BLACK = "c0", "c1", "c2", "c4", "c6"  # classes of the
 # ## A problem with known noise and signal
 #
 # The loss of an example $z$ is $\frac12|x-z|^2$ with $z\sim N(0,\Sigma)$, so its gradient is
-# $g = x-z$: mean $G = x$, covariance $\Sigma$. We give $\Sigma$ the eigenvalues $k^{-3/4}$ in 500
-# dimensions, and let $G$ lean to where the noise is large ($G_k^2\propto\Sigma_{kk}$). Then
+# $g = x-z$. The gradients have the mean $G = x$ and the covariance $\Sigma$. We give $\Sigma$ the
+# eigenvalues $k^{-3/4}$ in 500 dimensions, and choose $G$ larger in the directions in which the
+# noise is larger ($G_k^2\propto\Sigma_{kk}$). Then
 #
 # $$\operatorname{tr}\Sigma\ \text{(the noise)},\qquad |G|^2\ \text{(the signal)},\qquad
 # B_\text{simple} = \operatorname{tr}\Sigma/|G|^2,\qquad V = G^\top\Sigma G$$
 #
-# are plain numbers. $B_\text{simple}$ (McCandlish et al.) is the batch, in examples, at which the
-# noise of the mean gradient is as large as the signal. Training makes it grow: $G$ falls, the noise
-# stays. The effective dimension $(\operatorname{tr}\Sigma)^2/\operatorname{tr}\Sigma^2$ says over
-# how many directions the noise spreads; a network has far more than this problem.
+# are known numbers. $B_\text{simple}$ (McCandlish et al.) is the batch, in examples, at which the
+# noise of the mean gradient is as large as the signal. $B_\text{simple}$ grows during training,
+# because $G$ becomes smaller and the noise does not. The effective dimension
+# $(\operatorname{tr}\Sigma)^2/\operatorname{tr}\Sigma^2$ says over how many directions the noise
+# spreads. The effective dimension of a network is far higher than that of this problem.
 
 # %%
 eigenvalues = np.arange(1, 501) ** -0.75
@@ -110,9 +113,10 @@ print(f"noise {noise:.2f}, effective dimension {effective_dimension:.0f}")
 # $$\hat S = \frac{\sum_j |g_j|^2 - b|\bar g|^2}{b-1},\qquad
 # \hat G_2 = \frac{b^2|\bar g|^2 - \sum_j |g_j|^2}{b(b-1)}$$
 #
-# estimate noise and signal without bias. The plug-in $|\bar g|^2$ does not: its mean is $|G|^2 +
-# \operatorname{tr}\Sigma/b$, since the noise that is left in the mean counts as signal. At $b =
-# B_\text{simple}$ it is twice too large. Below, $B_\text{simple} = 32$.
+# estimate noise and signal without bias. The *plug-in* estimate of the signal, $|\bar g|^2$, is
+# biased. Its expected value is $|G|^2 + \operatorname{tr}\Sigma/b$, because the noise that is left
+# in the mean gradient is counted as signal. At $b = B_\text{simple}$ the expected value is twice
+# the signal. The chart has $B_\text{simple} = 32$.
 
 # %%
 batch_sizes = np.array([4, 8, 16, 32, 64, 128])
@@ -160,16 +164,17 @@ shown(title, panel(title, TEST_BATCH, "mean estimate / truth", curves, x_base=2,
 # %% [markdown]
 # ## (b) Spread
 #
-# Unbiased does not mean precise. For Gaussian gradients the variances are exact:
+# An unbiased estimate need not be precise. For Gaussian gradients these variances are exact:
 #
 # $$\operatorname{Var}\hat S = \frac{2\operatorname{tr}\Sigma^2}{b-1},\qquad
 # \operatorname{Var}\hat G_2 = \frac{4V}{b} + \frac{2\operatorname{tr}\Sigma^2}{b(b-1)}$$
 #
-# (the second holds for any distribution: $\hat G_2$ is a U-statistic). A handful of examples tells
-# the noise well. The signal takes more, the more the larger $B_\text{simple}$ is, and from small
-# test batches $\hat G_2$ is often negative. Several tests `pool` their sums: the spread falls with
-# the square root of their number, with no bias, and so a run smooths over rounds instead of taking
-# one large test.
+# (The second holds for any distribution, because $\hat G_2$ is a U-statistic.) A few examples are
+# enough to estimate the noise well. To estimate the signal takes more examples, and more of them if
+# $B_\text{simple}$ is larger. From small test batches $\hat G_2$ is often negative. The function
+# `pool` adds the sums of several tests. The spread of the pooled estimate is smaller by the square
+# root of the number of tests, and the estimate remains unbiased. So a run averages over the tests
+# of several rounds, instead of making one large test.
 
 # %%
 pooled = [jax.vmap(al.pool)(jax.tree.map(lambda f: f.reshape(-1, 10), s)) for s in stats]
@@ -199,24 +204,27 @@ shown(title, panel(title, TEST_BATCH, "standard deviation / truth", curves, x_ba
 # %% [markdown]
 # ## (c) The batch that is requested, and why the paper's mode stalls
 #
-# The norm test (Byrd et al., eq. 3.9) wants the noise of the averaged gradient to be at most
-# $\eta^2$ of its squared norm:
+# The norm test (Byrd et al., eq. 3.9) requires that the noise of the mean gradient,
+# $\operatorname{tr}\Sigma/b$, is at most $\eta^2$ times the signal $|G|^2$. So it requests the
+# batch $T$:
 #
 # $$b \ge T = \frac{\operatorname{tr}\Sigma}{\eta^2|G|^2} = \frac{B_\text{simple}}{\eta^2}.$$
 #
-# The paper puts the plug-in $|\bar g|^2$ of the present batch into the denominator. On average it
-# then sees
+# The paper's mode puts the plug-in $|\bar g|^2$ of the present batch $b$ into the denominator. With
+# the expected value of the plug-in, the request is
 #
 # $$T_\text{paper} = \frac{\operatorname{tr}\Sigma}{\eta^2(|G|^2 + \operatorname{tr}\Sigma/b)}
 # \le \frac{b}{\eta^2},$$
 #
-# whatever the signal. The request exceeds $b$, and the batch grows, only while
-# $b < B_\text{simple}(1/\eta^2 - 1)$. At $\eta = 0.8$ that is $0.56\,B_\text{simple}$, where the
-# test itself asks for $1.56\,B_\text{simple}$. So a batch of 8 does not grow in a run whose
-# $B_\text{simple}$ stays below 14.2, and with $\eta \ge 1$ none ever does, chance aside. (Where
-# several workers are averaged, $b$ is their total batch.)
+# for every signal. The request exceeds $b$, and the batch grows, only while
+# $b < B_\text{simple}(1/\eta^2 - 1)$. At $\eta = 0.8$ this limit is $0.56\,B_\text{simple}$, but
+# the request of the test with the true signal is $1.56\,B_\text{simple}$. So a batch of 8 does not
+# grow in a run whose $B_\text{simple}$ stays below 14.2. With $\eta \ge 1$ no batch grows, except
+# by chance. (If the gradients of several workers are averaged, $b$ is the sum of the workers'
+# batches.)
 #
-# The curves below ask the library's own `norm_test`, given the true noise and signal.
+# The curves below are computed by the library's own `norm_test` from the true noise and the true
+# signal.
 
 # %%
 eta = 0.8
@@ -278,15 +286,17 @@ shown(
 )
 
 # %% [markdown]
-# Those were expectations. Now runs with noisy tests: $B_\text{simple}$ rises from 2 to 900 over 200
-# tests, each on a batch as large as the run's own at that time. The unbiased mode smooths its sums
-# with decay 0.9, as a run does; the paper's mode uses each test alone. (For Gaussian examples $\bar
-# g$ and $\hat S$ can be drawn directly, which saves making the examples.)
+# The curves above have expected values. Next we simulate runs whose tests are noisy.
+# $B_\text{simple}$ rises from 2 to 900 over 200 tests. Each test is made on as many examples as the
+# run's batch has at that time. The unbiased mode averages its sums over the tests with decay 0.9,
+# as a run does. The paper's mode uses each test alone. (For Gaussian examples $\bar g$ and $\hat S$
+# can be drawn directly from their distributions, so no examples have to be drawn.)
 #
-# The unbiased mode follows the right batch, behind it by the memory of its smoothing. The paper's
-# mode follows $B_\text{simple}(1/\eta^2 - 1)$. That it lies above that line is luck made permanent:
-# a batch never shrinks, so a test that scatters upwards is not taken back. The higher the effective
-# dimension, the smaller the scatter and this gap.
+# In the unbiased mode the batch follows the right batch, with a delay that comes from averaging
+# over tests. In the paper's mode the batch follows $B_\text{simple}(1/\eta^2 - 1)$, but stays above
+# this line. The reason is chance: if a test requests too large a batch, the batch grows, and it
+# never shrinks again. If the effective dimension is higher, tests scatter less, and the batch is
+# closer to the line.
 
 # %%
 path = np.geomspace(2, 900, 200)
@@ -332,16 +342,18 @@ shown(title, panel(title, "B_simple (examples), rising as in training", "batch (
 # %% [markdown]
 # ## (d) The inner-product test
 #
-# Bollapragada et al. (eq. 2.6) only ask that the mean gradient point forward: the variance of
-# $\langle g_j, G\rangle$, which is $V = G^\top\Sigma G$, should be at most $b\,\vartheta^2|G|^4$,
-# so $T = V/(\vartheta^2|G|^4)$. The plug-in replaces $G$ by $\bar g$, which holds each $g_j$
-# itself:
+# The inner-product test (Bollapragada et al., eq. 2.6) only requires that the mean gradient points
+# in the direction of $G$. The variance of $\langle g_j, G\rangle$ over the examples is
+# $V = G^\top\Sigma G$. It must be at most $b\,\vartheta^2|G|^4$, so the test requests
+# $T = V/(\vartheta^2|G|^4)$. The plug-in estimate of $V$ replaces $G$ by $\bar g$. It is biased,
+# because $\bar g$ contains each $g_j$ itself:
 #
 # $$\mathrm{E}\,\hat V_\text{plug-in} = V + \operatorname{tr}\Sigma^2/b .$$
 #
-# The unbiased estimate takes two independent means, of the first and the second third of the test
-# batch, and the covariance of the products with each over the last third. Here $B_\text{simple} =
-# 32$ again.
+# The unbiased estimate divides the test batch into thirds. Each gradient of the last third is
+# multiplied by the mean gradient of the first third, and by the mean gradient of the second third.
+# The estimate is the covariance of these two products over the last third. In the left chart
+# $B_\text{simple} = 32$ again.
 
 # %%
 v = point(32)[2]
@@ -378,27 +390,29 @@ shown(
 )
 
 # %% [markdown]
-# Left, the bias: the plug-in variance is several times too large from a small batch (as
-# $G^2_k\propto\Sigma_{kk}$ here, by the same factor as in (a)). The request does not rise with it
-# (right), because the plug-in $|\bar g|^4$ in the denominator is inflated more. As $|G|\to 0$ the
-# plug-in request tends to
+# The left chart shows the bias. From a small batch, the plug-in estimate of $V$ is several times
+# too large. (The factor is the same as in (a), because $G^2_k\propto\Sigma_{kk}$ here.) The right
+# chart shows that the request is not too large, because the plug-in $|\bar g|^4$ in the denominator
+# is too large by an even larger factor. As $|G|\to 0$, the request with plug-in estimates tends to
 #
 # $$\frac{b}{\vartheta^2}\cdot\frac{\operatorname{tr}\Sigma^2}{(\operatorname{tr}\Sigma)^2},$$
 #
-# the batch divided by the effective dimension: it stays below the running batch, and the test never
-# makes it grow, however weak the signal; the true request passes 8 at $B_\text{simple}\approx 600$.
-# The curves take the expectations of numerator and denominator; only growth above the batch so far
-# counts.
+# which is the present batch $b$ divided by $\vartheta^2$ and by the effective dimension. This is
+# less than $b$. A batch grows only if the request exceeds it. So with plug-in estimates the test
+# never makes the batch grow, even if the signal is very weak. The request with the true values
+# exceeds a batch of 8 from $B_\text{simple}\approx 600$ on. The curves are computed from the
+# expected values of numerator and denominator.
 #
-# The augmented test (Bollapragada et al., eq. 3.3) adds a bound $\nu$ on the noise orthogonal to
-# $G$. In high dimension that is nearly all of the noise, so it acts like a norm test with
-# $\eta = \nu$.
+# The augmented test (Bollapragada et al., eq. 3.3) also bounds the noise that is orthogonal to $G$,
+# with the threshold $\nu$. In high dimension nearly all of the noise is orthogonal to $G$, so this
+# test acts like a norm test with $\eta = \nu$.
 #
 # ## (e) The same numbers from one backward pass
 #
-# Per-example gradients by `vmap` take memory for the batch times the parameters. The models of this
-# package form each example's squared gradient norm inside the backward pass ("taps"): the same
-# numbers from one plain gradient.
+# If the gradients of single examples are computed by `vmap`, each example needs memory for as many
+# numbers as the model has parameters. The models of this package have layers that compute the
+# squared gradient norm of each example inside the backward pass ("taps"). So one ordinary backward
+# pass gives the same numbers.
 
 # %%
 from adloco_jax.models.llama import Llama, next_token_loss

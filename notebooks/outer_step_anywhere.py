@@ -13,10 +13,12 @@
 # %% [markdown]
 # # AdLoCo around your own network
 #
-# The algorithm is a handful of pure functions on pytrees. Here they train a small classifier with a
-# loss of our own, without the package's models, configs or runner: four trainers, eight workers,
-# batches that grow with the measured noise, merges. Then the same samples train it data-parallel,
-# and we compare. Less than a minute on two CPU cores.
+# The algorithm consists of a few pure functions on pytrees. In this notebook they train a small
+# classifier with a loss function of our own, without the models, the configs and the runner of the
+# package. The run has four trainers (model copies that are trained separately) with eight workers,
+# batches that grow with the measured gradient noise, and a merge of the trainers. Then plain
+# data-parallel training uses as many samples, and we compare the two. The notebook takes less than
+# a minute on two CPU cores.
 
 # %%
 import sys
@@ -55,12 +57,15 @@ from adloco_jax.study.chart import Curve
 # %% [markdown]
 # ## Your data, network and loss
 #
-# A teacher, linear but for a `tanh`, draws one of ten classes for each input. Labels are drawn, not
-# fixed, so that no network can do better than the teacher's own entropy: a floor that we know.
+# The data come from a *teacher*, which consists of two matrices with a `tanh` between them. For
+# each input the teacher gives the probabilities of ten classes, and the label is drawn with these
+# probabilities. So the expected loss of any network is at least the entropy of these probabilities.
+# We can compute this lowest possible loss.
 #
-# The network is Flax NNX; `nnx.split` gives its parameters as a pytree. A dict of arrays (plain
-# JAX, Linen, Haiku) does as well. All that is asked of `loss_fn(params, batch)` is that it return
-# the mean over the examples of `batch`, any pytree.
+# The network is written in Flax NNX, and `nnx.split` returns its parameters as a pytree. A dict of
+# arrays, as in plain JAX, Linen or Haiku, works as well. There is only one requirement:
+# `loss_fn(params, batch)` must return the mean loss over the examples of `batch`, which may be any
+# pytree of arrays.
 
 # %%
 random = np.random.default_rng(0)
@@ -103,13 +108,17 @@ print(f"before training {heldout_loss(params):.3f}, the teacher's entropy {floor
 # %% [markdown]
 # ## A round, and the next batch
 #
-# `al.init` stacks the trainers and the pool of workers; the result is a pytree. `al.outer_step` is
-# a whole round: `steps_per_round` updates on every worker, then one outer update of each trainer.
-# It is pure, so `jit` it once, with the optimizers fixed. Trainers differ in batch size, and shapes
-# must not, so each runs on its own part of the stack: `al.take`, a round, `al.put`.
+# `al.init` returns the *ensemble*: a pytree in which the arrays of all trainers are stacked, and
+# those of all workers. `al.outer_step` computes a whole round: `steps_per_round` updates on every
+# worker, then one outer update of each trainer. It is a pure function, so apply `jit` to it once,
+# with fixed optimizers. Within a call all workers have equally large batches, but here the batch
+# size differs between trainers. So the rounds of the trainers are separate calls. For each of them,
+# `al.take` returns an ensemble that has only this trainer, and after the round `al.put` puts the
+# result back.
 #
-# The test is on per-example gradients at the trainer's parameters, over the first sequences that
-# the round is about to train on. We `pool` the last five tests: one alone scatters.
+# A batch-size test determines the next batch size. It measures the gradients of single examples at
+# the trainer's parameters, on the first examples that the round will train on. We combine the last
+# five tests with `pool`, because the result of a single test is noisy.
 
 # %%
 inner_tx = optax.adamw(1e-3)
@@ -163,10 +172,12 @@ def one_round(ensemble, m, batch_size, tests):
 # %% [markdown]
 # ## The run
 #
-# After four rounds the trainers become one (`choose_merge`, `merge`), and the workers are divided
-# again by demand (`allocate_workers`, `reassign`); with a smaller `width` they would merge in
-# several steps, as in the paper. What we report is the model that merging all trainers now would
-# give. A communication is a round of a trainer with several workers; a merge counts as one too.
+# After four rounds the trainers merge into one (`choose_merge`, `merge`). Then the workers are
+# divided again among the trainers that are left, in proportion to their batch sizes
+# (`allocate_workers`, `reassign`). With a smaller `width`, fewer trainers would merge at a time, as
+# in the paper. After each round we measure the loss of the model that a merge of all present
+# trainers would give. Two things count as one communication each: a round of a trainer that has
+# several workers, and a merge.
 
 # %%
 batch_sizes = [8] * 4
@@ -195,8 +206,9 @@ print(f"{samples:,} samples, {communications} communications, held out {adloco[-
 # %% [markdown]
 # ## The same samples, data-parallel
 #
-# Plain AdamW on the union of the eight workers' batches of 8, one communication per update, until
-# it has seen as many samples, with the same learning rate.
+# For comparison, plain AdamW trains one model with the same learning rate. Each update uses 8
+# samples for each of eight workers and counts as one communication. Training ends when it has used
+# as many samples as the run above.
 
 
 # %%
@@ -247,14 +259,16 @@ for label, base, curves in (
 chart.document(panels, title="AdLoCo and data parallel", columns=2, width=1120, right_px=170)
 
 # %% [markdown]
-# Per sample data parallel is ahead: it makes more updates, and each serves all eight workers. Per
-# communication AdLoCo is ahead, by a factor of tens; data parallel ends lower, at a loss that
-# AdLoCo has not reached by then. Whether that is a good bargain depends on the links. One seed, and
-# learning rates tuned for neither: this shows the calls; it is not a verdict.
+# With equally many samples data parallel has the lower loss. It makes more updates, and each of
+# them uses the gradients of all eight workers. With equally many communications AdLoCo has the
+# lower loss: it needs fewer communications than data parallel to reach a loss, by a factor of tens.
+# But data parallel ends at a loss that AdLoCo has not reached. Which of the two is better depends
+# on the speed of the links. This notebook has only one seed, and the learning rate was tuned for
+# neither method, so it shows how the functions are called, and does not decide between the methods.
 #
-# ## Save it, spread it
+# ## Saving, and several devices
 #
-# The whole state is one pytree, so Orbax saves it directly:
+# The ensemble with all its state is one pytree, so Orbax can save it directly:
 
 # %%
 folder = Path(tempfile.mkdtemp()) / "ensemble"
@@ -265,8 +279,9 @@ with ocp.StandardCheckpointer() as saver:
 jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), ensemble, restored))
 
 # %% [markdown]
-# To spread the workers over devices, shard the arrays of workers over a mesh: axis 1 of the batch,
-# axis 0 of the inner states. `jit` follows the placement.
+# To run the workers on several devices, shard the arrays that have a worker axis over a mesh. This
+# axis is axis 1 of the batch, and axis 0 of the workers' optimizer states (`inner_state_R`). `jit`
+# compiles the round for these devices.
 
 # %%
 mesh = Mesh(np.array(jax.devices()), ("worker",))

@@ -13,10 +13,12 @@
 # %% [markdown]
 # # AdLoCo in a notebook
 #
-# Several trainers side by side, batches that grow with the measured gradient noise, accumulation
-# once a batch outgrows the device, and a merge: on the text of Python's own standard library, in
-# less than a minute on two CPU cores. It is the first half of `configs/quickstart.py`, and faster
-# once that has run, because compiled programs are kept.
+# This notebook trains a small language model with AdLoCo on the source text of Python's standard
+# library. Several trainers (copies of the model) are trained side by side. Their batches grow with
+# the measured gradient noise. If a batch is larger than a worker can process at once, gradients are
+# accumulated. Then the trainers merge. The run takes less than a minute on two CPU cores. It is
+# like the first half of the run of `configs/quickstart.py`. If that run was made before on this
+# machine, the notebook is faster, because compiled programs are kept.
 
 # %%
 import sys
@@ -33,7 +35,8 @@ num_rounds = 5
 workdir = None  # a fresh folder under runs/
 
 # %% [markdown]
-# A config holds every knob with its default. It is locked: a misspelt key is an error.
+# `default_config()` returns a config that has every setting with its default. The config is locked,
+# so a misspelt name of a setting raises an error.
 
 # %%
 from adloco_jax import train
@@ -59,7 +62,8 @@ config.merge.width = 3  # all trainers become one
 result = train(config, workdir)
 
 # %% [markdown]
-# The run's folder holds a ledger, one event per line, and the report made of it.
+# The folder of the run has the ledger (the log of the run, with one event per line) and a report
+# that is made from the ledger:
 
 # %%
 from html import escape
@@ -71,9 +75,10 @@ frame = f'<iframe srcdoc="{escape(page.read_text())}" width="100%" height="900">
 HTML(f"<div>{frame}</div>")
 
 # %% [markdown]
-# The folder also holds the trained consensus in Hugging Face layout, which `transformers` loads as
-# it is. Here it continues a prompt. Half a minute of training on bytes teaches frequent letters
-# and some short words, not sense; increase `num_rounds` for more.
+# The folder also has the trained model in the layout of Hugging Face, which `transformers` can load
+# without conversion. The next cell loads the model and lets it continue a prompt. After half a
+# minute of training on bytes, the model writes frequent letters and some short words, but no
+# meaningful text. For a better model, increase `num_rounds`.
 
 # %%
 import jax
@@ -99,10 +104,11 @@ for tokens in np.asarray(texts_BL):
     print(tokenizer.decode(tokens[1:]), end="\n" + "-" * 72 + "\n")
 
 # %% [markdown]
-# `result.params` is the same model as a plain pytree; `result.ensemble` the whole final state. The
-# pure functions behind the run (`init`, `outer_step`, `gradient_stats`, `norm_test`, `merge`, …)
-# take any loss and any parameters: `outer_step_anywhere` shows them on a network of your own, and
-# `batch_size_tests` what the batch-size tests measure.
+# `result.params` has the parameters of the same model as a pytree. `result.ensemble` is the final
+# state of all trainers and workers. The pure functions that the run uses (`init`, `outer_step`,
+# `gradient_stats`, `norm_test`, `merge`, …) work with any loss function and any parameters. The
+# notebook `outer_step_anywhere` shows these functions on a network of your own. The notebook
+# `batch_size_tests` shows what the batch-size tests measure.
 
 # %%
 jax.tree.map(lambda leaf: leaf.shape, result.params)
