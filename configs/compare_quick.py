@@ -37,8 +37,9 @@ ADLOCO = {
 }
 
 # DiLoCo was tuned on seed 0 (docs/LOG.md) over batches of 4, 8 and 16 sequences, rounds of 100 to
-# 2,640 steps, learning rates 2e-3 and 4e-3, and Nesterov or averages. The choice of 1,200 steps
-# needs fewer communications than 800 steps, and fewer tokens than 1,600 steps.
+# 2,640 steps, learning rates 2e-3 and 4e-3, and Nesterov or averages. To reach a loss, rounds of
+# 1,200 steps need fewer communications than rounds of 800 steps, and fewer tokens than rounds of
+# 1,600 steps.
 TUNED = {**AVERAGE, "inner.steps_per_round": 1200, "num_tokens": 6_100_000}
 
 RAMP = {

@@ -32,8 +32,9 @@ def get_config() -> ConfigDict:
     config.model.max_length = 2048  # tokens
     config.model.norm_eps = 1e-5
     config.model.rope_theta = 10_000.0
-    config.model.dtype = "bfloat16"  # 6.1, mixed precision
-    # Our choice, in sequences; the float32 logits of one sequence take 65 MB.
+    config.model.dtype = "bfloat16"  # section 6.1, mixed precision
+    # Our choice: logits are computed for 4 sequences at a time. The float32 logits of one sequence
+    # take 65 MB.
     config.model.loss_chunk = 4
 
     config.data.source = "hf"
@@ -50,8 +51,8 @@ def get_config() -> ConfigDict:
     # this as a pool of 4 x 4 workers: each of the four trainers starts with four workers.
     config.ensemble.num_workers = 16
 
-    # Table A.2. DEPARTURE: we count updates. The paper counts micro-batches, so its rounds have
-    # fewer updates if gradients are accumulated.
+    # Table A.2. DEPARTURE: here it is the number of updates. In the paper it is the number of
+    # micro-batches, so the paper's rounds have fewer updates if gradients are accumulated.
     config.inner.steps_per_round = 200
     config.inner.tx = "adamw"
     config.inner.learning_rate = 2e-5  # table A.2, chosen by the paper for trained weights

@@ -1,22 +1,26 @@
-"""How long trainers can train separately before they merge, from random weights and from a trunk.
+"""How long can trainers train separately, and still merge without a higher loss?
+
+Two starts are compared: random weights, and a *trunk*, which is a model that one worker has trained
+for a while. Four trainers with one worker each make a number of separate updates and then try to
+merge. The guard compares losses on held-out rows: it refuses a merge if the average of the trainers
+has a higher loss than the trainers have on average.
 
 Command:   make the trunk as in studies/compare_trunk.py, then
            adloco compare studies/compare_barrier.py
              --results studies/barrier.jsonl
 Hardware:  two CPU cores, about half an hour
-Model:     as in studies/compare_trunk.py. Four trainers with one worker each make a number of
-           separate updates and then try to merge. The guard refuses merges that raise the loss.
+Model:     as in studies/compare_trunk.py
 """
 
 from adloco_jax.study.compare import Comparison
 from studies.compare_trunk import AVERAGE, get_base
 
 STEPS = 110  # updates of a round
-APART = (1, 2, 4, 8, 16, 32)  # rounds before the merge
+APART = (1, 2, 4, 8, 16, 32)  # rounds of separate training before the merge
 
 
 def get_comparison() -> Comparison:
-    """The variants, their seeds and the target losses."""
+    """Return the comparison: variants, seeds, and the losses for which costs are compared."""
     base = get_base()
     base.ensemble.num_trainers = 4
     base.inner.steps_per_round = STEPS

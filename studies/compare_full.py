@@ -1,4 +1,4 @@
-"""All baselines, and AdLoCo without each of its parts.
+"""AdLoCo, AdLoCo without one of its parts at a time, and the methods it is compared with.
 
 Command:   adloco compare studies/compare_full.py --processes 2
 Hardware:  two CPU cores, under two hours; the same command continues a stopped comparison
@@ -10,8 +10,9 @@ from adloco_jax.study.compare import Comparison
 
 
 def get_comparison() -> Comparison:
-    """The variants, their seeds and the target losses."""
-    # ADLOCO meets a request by longer rounds; these settings meet it by larger batches instead.
+    """Return the comparison: variants, seeds, and the losses for which costs are compared."""
+    # If the batch-size test requests more sequences, ADLOCO lengthens rounds. With these settings
+    # batches grow instead.
     grown = {"batching.max_batch_size": 24, "batching.buckets": (4, 8, 16, 24)}
     capped = {"batching.batch_cap": 24}
     return Comparison(
@@ -42,7 +43,8 @@ def get_comparison() -> Comparison:
             "AdLoCo, fixed batch": ADLOCO | {"batching.test": "constant"},
             "AdLoCo, no merging": ADLOCO | {"merge.policy": "none"},
             "AdLoCo, no growth": ADLOCO | {"inner.max_steps_per_round": None},
-            # The paper's table A.2, with steps and rate for a model trained from scratch.
+            # The method of the paper's table A.2. The steps of a round and the learning rate are
+            # those of the base, because the model is trained from random weights.
             "AdLoCo, as in the paper": {
                 "ensemble.num_trainers": 4,
                 "outer.tx": "sgd",

@@ -1,8 +1,9 @@
 """The study of docs/RESULTS.md at 35 M and 150 M parameters, for GPUs.
 
 Command:   SIZE=35m adloco compare studies/compare_gpu.py --results studies/gpu_35m.jsonl
-           (SIZE=150m selects the larger model; C4=/path/to/c4-train.*.json.gz reads local shards
-           instead of the hub; TOKENIZER names a tokenizer of at most 32,000 ids)
+           Environment variables: SIZE=150m selects the larger model. If
+           C4=/path/to/c4-train.*.json.gz is set, the text is read from these local files instead of
+           the hub. TOKENIZER names a tokenizer of at most 32,000 ids.
 Before:    adloco plan studies/compare_gpu.py shows the memory and the tokens of one run
 Hardware:  one GPU or more; not run yet
 Model:     a Llama of 35.2 M or 148 M parameters, 20 tokens per parameter, 8 workers of batch 16
@@ -20,7 +21,7 @@ from studies.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, qsr
 from studies.compare_study_again import MILD, SKIP
 
 WORKERS, BATCH, LENGTH = 8, 16, 512
-STEPS = 50  # updates of a base round; other rounds are multiples
+STEPS = 50  # updates of the shortest round; the lengths of other rounds are multiples of it
 WIDTH = {"35m": 384, "150m": 768}
 LAYERS = {"35m": 6, "150m": 14}
 PARAMS = {"35m": 35_200_000, "150m": 148_000_000}
@@ -28,7 +29,7 @@ SIZE = os.environ.get("SIZE", "35m")
 
 
 def get_base() -> ConfigDict:
-    """DiLoCo, the base that the other methods change."""
+    """Return the config of DiLoCo, of which the other methods change some settings."""
     config = default_config()
     config.num_rounds = 1_000_000  # num_tokens ends the runs
     config.num_tokens = 20 * PARAMS[SIZE]
@@ -75,14 +76,14 @@ def _variants() -> Mapping[str, Mapping[str, object]]:
 
 
 def get_config() -> ConfigDict:
-    """The method of configs/recommended.py, for `adloco plan`."""
+    """Return the config of "ours", the method of configs/recommended.py; `adloco plan` reads it."""
     config = get_base()
     config.update_from_flattened_dict(_variants()["ours"])
     return config
 
 
 def get_comparison() -> Comparison:
-    """The variants, their seeds and the target losses."""
+    """Return the comparison: variants, seeds, and the losses for which costs are compared."""
     return Comparison(
         base=get_base(),
         variants=_variants(),

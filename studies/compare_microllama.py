@@ -1,7 +1,9 @@
 """The paper's comparison: AdLoCo and DiLoCo, MicroLlama on C4, from the published checkpoint.
 
 Command:   adloco compare studies/compare_microllama.py
-           (needs the hub, or folders that environment variables name, see below)
+           The model and the text come from the Hugging Face hub, or from local files:
+           the environment variable MICROLLAMA names the folder of a checkpoint, and C4 the files of
+           the text.
 Hardware:  four 80 GB GPUs
 Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; departures as in
            configs/microllama.py
@@ -15,7 +17,10 @@ from adloco_jax.study.compare import Comparison
 
 
 def get_comparison() -> Comparison:
-    """The variants. MICROLLAMA and C4 may name a local checkpoint and local shards."""
+    """Return the comparison of AdLoCo and DiLoCo.
+
+    The environment variables MICROLLAMA and C4 may name a local checkpoint and local text files.
+    """
     config = microllama.get_config()
     if model := os.environ.get("MICROLLAMA"):
         config.model.init_from = config.data.tokenizer = model

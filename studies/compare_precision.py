@@ -13,7 +13,11 @@ BELOW_FLOAT32 = ("bfloat16", "int4")
 
 
 def get_comparison() -> Comparison:
-    """What runs: Nesterov with short rounds, and averages of long ones."""
+    """Return the comparison of three precisions, for two settings of DiLoCo.
+
+    One setting has an outer Nesterov step and short rounds. The other averages the workers, after
+    long rounds.
+    """
     variants = {}
     for name, overrides in {"DiLoCo": {}, "DiLoCo, tuned": compare_quick.TUNED}.items():
         variants[name] = overrides

@@ -1,11 +1,12 @@
 """nanoGPT's Shakespeare recipe with one worker, DiLoCo and AdLoCo, at equal tokens.
 
-Only nanoGPT's own tuning is used: rate, warm-up, schedule, decay and clipping are those of
-configs/shakespeare_char.py. DiLoCo has four workers in two variants. In one variant the workers
-share the recipe's batch and make as many serial updates. In the other each worker has the recipe's
-batch, so there are a quarter of the serial updates. AdLoCo begins with one worker. Its norm test
-first adds workers, up to four, and then lengthens rounds. The schedules of DiLoCo and AdLoCo fall
-over tokens; the recipe's schedule falls over the updates after the warm-up.
+Nothing was tuned here: learning rate, warm-up, schedule, weight decay and clipping are nanoGPT's,
+as in configs/shakespeare_char.py. DiLoCo runs in two variants with four workers. In one variant the
+workers share the recipe's batch of 12, and make as many serial updates as the recipe. In the other
+variant each worker has a batch of 12, and makes a quarter of the recipe's serial updates. AdLoCo
+begins with one worker. Its norm test first adds workers, up to four, and then lengthens rounds. The
+schedules of DiLoCo and AdLoCo fall over tokens; the recipe's schedule falls over the updates after
+the warm-up.
 
 Command:   adloco compare studies/compare_shakespeare.py
              --results studies/shakespeare.jsonl
@@ -23,7 +24,7 @@ POOL = {**NESTEROV, **BY_TOKENS, "ensemble.num_workers": 4}
 
 
 def get_comparison() -> Comparison:
-    """The variants, their seeds and the target losses."""
+    """Return the comparison: variants, seeds, and the losses for which costs are compared."""
     return Comparison(
         base=shakespeare_char.get_config(),
         variants={

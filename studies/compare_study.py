@@ -1,23 +1,34 @@
 """The declaration of the study that docs/RESULTS.md reports: models, texts, trials, seeds.
 
+These are the methods:
+
+- one worker;
+- data parallel: AdamW on the batch of all workers. It runs as one worker with this batch
+  (docs/conformance.md), and each update is counted as one communication;
+- DiLoCo;
+- linear ramp: DiLoCo whose rounds grow linearly over the run;
+- QSR: DiLoCo whose rounds have (alpha / learning rate)^2 updates (the quadratic rule);
+- trunk: one worker trains for a share of the tokens (the trunk), then all workers continue;
+- ours: one worker begins; more workers join, and rounds grow, as the gradient noise grows;
+- AdLoCo as published.
+
 This file was written and committed before its runs. Every method is tuned on seed 0 with the trials
-below. The objective is the fewest serial updates to the target loss. Ties within 5 % are decided by
-the fewest communications, then by tokens. The chosen settings then run on seeds 1 to 5 (three seeds
-at 0.5 M parameters).
+below. The best trial of a method is the one that reaches the target loss with the fewest serial
+updates (updates that must follow one another). Among trials within 5 % of it, the one with the
+fewest communications wins, then the one with the fewest tokens. The chosen settings then run on
+seeds 1 to 5 (three seeds at 0.5 M parameters).
 
-The target losses of a text and size are rounded to 0.02 nats. They meet two conditions: data
-parallelism with the same workers reaches the loss in at most 0.4 of one worker's serial updates,
-and tuned DiLoCo needs at least eight communications. The targets are the highest such loss, and the
-lowest loss that both methods reach.
+The target losses of a text and size are rounded to 0.02 nats. They meet two conditions. First, data
+parallelism with the same workers reaches the loss in at most 0.4 of the serial updates of one
+worker. Second, tuned DiLoCo needs at least eight communications to reach it. The targets are the
+highest loss that meets both conditions, and the lowest loss that both methods reach.
 
-Two changes were made before the trials that they concern. After 26 trials, Nesterov at a constant
-rate had lost to averages behind every trunk. So the trials of trunk and ours with decay use only
-averages, at two budgets of tokens: a decay ends with the tokens, and both methods need fewer tokens
-per serial update. After 35 trials, eta 0.8 had lost with decay, so rounds from 880 steps replaced
-its second trial.
-
-Data parallelism with AdamW is one worker with the whole pool's batch (docs/conformance.md); its
-communications are counted as one per update.
+Trials were changed twice, both times before the changed trials had run. The first change came after
+26 trials. Behind every trunk, Nesterov at a constant rate had lost to averages. So the trials of
+trunk and ours with decay use only averages. They have two budgets of tokens, because a decay ends
+with the tokens, and both methods need fewer tokens per serial update. The second change came after
+35 trials. With decay, eta 0.8 had lost, so a trial whose rounds begin at 880 steps replaced the
+second trial of eta 0.8.
 
 Command:   adloco compare studies/compare_study.py
              --results studies/small_tuning.jsonl
@@ -48,7 +59,7 @@ ONE = {"ensemble.num_workers": 1, **AVERAGE}
 WORKERS, BATCH = 4, 4
 WIDTH = {"small": 48, "half": 128}  # 75,600 and 0.55 M parameters
 LENGTH = {"small": 64, "half": 128}  # bytes of a row
-STEPS = 110  # updates of a base round; other rounds are multiples
+STEPS = 110  # updates of the shortest round; the lengths of other rounds are multiples of it
 PUBLISHED = {
     **{"ensemble.num_trainers": WORKERS, "batching.test": "norm", "batching.batch_cap": 32},
     **{"batching.max_batch_size": 16, "batching.buckets": (4, 6, 8, 12, 16)},
@@ -58,7 +69,7 @@ PUBLISHED = {
 
 
 def get_base(size: str, text: str) -> ConfigDict:
-    """DiLoCo with four workers, the base that the other methods change.
+    """Return the config of DiLoCo with four workers; the other methods change some settings.
 
     Args:
       size: "small" or "half".
@@ -74,7 +85,7 @@ def get_base(size: str, text: str) -> ConfigDict:
     if text != "stdlib":
         config.data.source, config.data.path = "tokens", text
     config.ensemble.num_workers = WORKERS
-    config.inner.steps_per_round = 200  # each method changes it
+    config.inner.steps_per_round = 200  # each method sets its own
     config.inner.learning_rate = 2e-3 if size == "small" else 1e-3
     config.update_from_flattened_dict(batch(BATCH))
     config.batching.smoothing = 0.5  # a run of a few long rounds has few tests to average
@@ -84,29 +95,35 @@ def get_base(size: str, text: str) -> ConfigDict:
 
 
 def budget(size: str, updates: int, *, workers: int = WORKERS) -> dict[str, int]:
-    """The token budget for this number of serial updates and workers."""
+    """Return the setting that ends a run after the tokens of `updates` serial updates."""
     return {"num_tokens": updates * workers * BATCH * LENGTH[size]}
 
 
 def steps(count: int) -> dict[str, int]:
-    """Rounds of `count` updates."""
+    """Return the setting for rounds of `count` updates."""
     return {"inner.steps_per_round": count}
 
 
 def qsr(alpha: float) -> dict[str, str]:
-    """Rounds of (alpha / learning rate)^2 updates; adds the rule to the table `ROUND_LENGTHS`."""
+    """Return the setting for rounds of (alpha / learning rate)^2 updates.
+
+    The rule with this alpha is added to the table `ROUND_LENGTHS`.
+    """
     name = f"qsr_{alpha:g}"
     ROUND_LENGTHS[name] = functools.partial(quadratic, alpha=alpha)
     return {"inner.round_length": name}
 
 
 def trunk(share: float) -> dict[str, Any]:
-    """One worker for a share of the tokens, then all workers."""
+    """Return the settings of a trunk: one worker for a share of the tokens, then all workers."""
     return {"ensemble.initial_workers": 1, "ensemble.spawn_frac": share}
 
 
 def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, Any]:
-    """Ours: one worker begins. As the noise grows, more workers join, and then rounds grow."""
+    """Return the settings of "ours": one worker begins, and more join as the gradient noise grows.
+
+    When all workers have joined, rounds grow from `first` to at most `longest` updates.
+    """
     return {
         "ensemble.initial_workers": 1,
         "batching.test": "norm",
@@ -119,7 +136,11 @@ def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, A
 
 
 def trials(size: str) -> dict[str, dict[str, Any]]:
-    """At most twelve trials per method, by "method: setting"; other texts and sizes run some."""
+    """Return the changes of at most twelve trials per method, by the name "method: setting".
+
+    All of them run at 0.08 M parameters on the standard library. With other texts and sizes only
+    some of them run.
+    """
     full, found = budget(size, 5280), {}
     rates = (2e-3, 4e-3) if size == "small" else (1e-3, 2e-3)
     for rate in rates:
@@ -153,7 +174,8 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
         for outer, count in (("average", 8 * STEPS), ("Nesterov", 4 * STEPS)):
             name = f"trunk: {share:g} of the tokens, {outer}, constant"
             found[name] = {**OUTER[outer], **steps(count), **full, **trunk(share)}
-        # A decay ends with the token budget, and a trunk needs fewer tokens per serial update.
+        # A decay ends with the tokens, and a trunk needs fewer tokens per serial update. So
+        # there are two budgets.
         for updates in (2640, 3960):
             name = f"trunk: {share:g} of {updates} updates' tokens, decay"
             falling = {**AVERAGE, **LINEAR, **budget(size, updates)}
@@ -175,7 +197,8 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
             **growing(eta=eta, first=first * STEPS, longest=longest * STEPS),
         }
     for count in (STEPS, 4 * STEPS):
-        for alpha in (10, 20):  # the square root of the number of steps at the peak rate
+        # At the peak learning rate a round has alpha^2 updates.
+        for alpha in (10, 20):
             found[f"QSR: from {count}, {alpha} times the rate"] = {
                 **AVERAGE,
                 **LINEAR,
@@ -193,7 +216,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
 def tuning(
     size: str, text: str, tried: Mapping[str, Changes], *, seeds: tuple[int, ...] = (0,)
 ) -> Comparison:
-    """A comparison of trials. DiLoCo's first trial is the baseline.
+    """Return a comparison of trials, with DiLoCo's first trial as the baseline.
 
     Args:
       size: "small" or "half".
@@ -222,7 +245,10 @@ PARTS_OFF = {
 def over_seeds(
     size: str, text: str, methods: Mapping[str, Changes], *, seeds: tuple[int, ...]
 ) -> Comparison:
-    """The main runs: the chosen setting of each method, and ours with each part off in turn.
+    """Return the comparison of the main runs.
+
+    It has the chosen setting of each method, and for each part of ours a variant in which only this
+    part is off.
 
     Args:
       size: "small" or "half".
@@ -238,5 +264,5 @@ def over_seeds(
 
 
 def get_comparison() -> Comparison:
-    """The trials at 0.08 M parameters on the standard library."""
+    """Return the comparison of the trials at 0.08 M parameters on the standard library."""
     return tuning("small", "stdlib", trials("small"))

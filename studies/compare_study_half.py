@@ -1,7 +1,8 @@
 """The study's trials at 0.55 M parameters on the standard library: two of each baseline on seed 0.
 
-The baselines' trials are the best trials at 0.08 M parameters, with half the learning rate. Ours
-has the setting that was chosen at 0.08 M parameters, because one setting should fit both sizes.
+studies/compare_study.py says what the methods are. The trials of the baselines are their best
+trials at 0.08 M parameters, with half the learning rate. Ours has the setting that was chosen at
+0.08 M parameters, because one setting should fit both sizes.
 
 Command:   adloco compare studies/compare_study_half.py
              --results studies/half_tuning.jsonl
@@ -30,5 +31,5 @@ TRIED = (
 
 
 def get_comparison() -> Comparison:
-    """The trials on seed 0."""
+    """Return the comparison of the trials, on seed 0."""
     return tuning("half", "stdlib", named("half", TRIED))

@@ -1,7 +1,8 @@
 """The study's trials at 0.08 M parameters on prose: four of each baseline on seed 0.
 
-The baselines' trials are the best trials on the standard library. Ours has the setting that was
-chosen on the standard library, because one setting should fit both texts.
+studies/compare_study.py says what the methods are. The trials of the baselines are their best
+trials on the text of the standard library. Ours has the setting that was chosen on the standard
+library, because one setting should fit both texts.
 
 Before:    adloco prepare PROSE --out runs/prose --sequence-length 64; PROSE is a folder of C4
            shards and film reviews as JSON lines, 9.8 MB
@@ -43,5 +44,5 @@ TRIED = (
 
 
 def get_comparison() -> Comparison:
-    """The trials on seed 0."""
+    """Return the comparison of the trials, on seed 0."""
     return tuning("small", TEXT, named("small", TRIED))

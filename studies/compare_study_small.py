@@ -1,9 +1,11 @@
 """The study's main runs at 0.08 M parameters on the standard library, on untuned seeds.
 
-DiLoCo, the trunk and ours have the settings that studies/compare_study_again.py chose on seeds 0, 6
-and 7 for 1.6 nats per byte. The other methods have those that studies/compare_study.py chose on
-seed 0. QSR, the linear ramp and the published method did not reach 1.6 in any trial, so their
-trials with the lowest loss run. A second DiLoCo has the setting with the fewest communications.
+studies/compare_study.py says what the methods are. DiLoCo, the trunk and ours have the settings
+with the fewest serial updates to 1.6 nats per byte in studies/compare_study_again.py, on seeds 0, 6
+and 7. The other methods have settings that were chosen in the same way on seed 0, from the trials
+of studies/compare_study.py. QSR, the linear ramp and the published method did not reach 1.6 in any
+trial. For each of them, the trial with the lowest loss runs here. DiLoCo runs with a second setting
+too: the one with the fewest communications.
 
 Command:   adloco compare studies/compare_study_small.py
              --results studies/small.jsonl
@@ -30,5 +32,5 @@ CHOSEN = (
 
 
 def get_comparison() -> Comparison:
-    """The variants, their seeds and the target losses."""
+    """Return the comparison: variants, seeds, and the losses for which costs are compared."""
     return over_seeds("small", "stdlib", named("small", CHOSEN), seeds=(21, 22, 23, 24, 25))

@@ -1,4 +1,7 @@
-"""One worker begins, then four workers continue from its parameters: does it pay?
+"""Does it pay if one worker begins, and four workers then continue from its parameters?
+
+The first part, with one worker, is called the *trunk*. The variants named "scratch" have no trunk:
+their four workers begin from random weights.
 
 Command:   python -m adloco_jax.main --config studies/compare_trunk.py --workdir runs/trunk
            adloco export runs/trunk --out runs/trunk/model
@@ -27,7 +30,10 @@ def _rounds(count: int, steps: int) -> dict[str, object]:
 
 
 def get_base() -> ConfigDict:
-    """Four workers from random weights. The number of rounds ends a run, not tokens."""
+    """Return a config of four workers that begin from random weights.
+
+    A run ends after a number of rounds, not after a number of tokens.
+    """
     config = compare_quick.get_base()
     config.num_tokens = None
     # The sizes of the trunk's model are set here, because its checkpoint may not exist yet.
@@ -36,7 +42,7 @@ def get_base() -> ConfigDict:
 
 
 def get_config() -> ConfigDict:
-    """The trunk: one worker."""
+    """Return the config of the trunk: eight rounds of one worker."""
     config = get_base()
     config.update_from_flattened_dict({**AVERAGE, **_rounds(8, 440)})
     config.ensemble.num_workers = 1
@@ -45,7 +51,7 @@ def get_config() -> ConfigDict:
 
 
 def get_comparison() -> Comparison:
-    """The variants, their seeds and the target losses."""
+    """Return the comparison: variants, seeds, and the losses for which costs are compared."""
     return Comparison(
         base=get_base(),
         variants={

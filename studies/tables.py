@@ -3,11 +3,13 @@
 python studies/tables.py choose studies/small_tuning.jsonl --target 1.6
 python studies/tables.py claims studies/small.jsonl --target 1.6
 
-Variants have names of the form "method: setting". `choose` prints the trial of each method that
-reaches a loss with the fewest serial updates, by its median seed. Among trials within 5 % the
-fewest communications win, then the fewest tokens. `claims` prints the costs of each method over
-seeds, and the ratios to DiLoCo and to the trunk of the same seed. A method named "data parallel"
-is one worker with the pool's batch; it communicates once per update (studies/compare_study.py).
+Variants have names of the form "method: setting". For each method, `choose` prints its best trial:
+the one whose median seed reaches a loss with the fewest serial updates. Among trials within 5 % of
+it, the one with the fewest communications wins, then the one with the fewest tokens. `claims`
+prints what each method spends until it reaches the loss, over seeds. It also prints this cost
+divided by the cost of DiLoCo, and by the cost of the trunk, for the same seed. A method named "data
+parallel" runs as one worker with the batch of all workers, so each of its updates counts as one
+communication (studies/compare_study.py).
 """
 
 import argparse
@@ -37,7 +39,12 @@ class Cost(NamedTuple):
 
 
 def cost(line: dict, target: float) -> Cost | None:
-    """The cost of a line's run when it first reached the loss `target`; None if it never did."""
+    """Return what a run had spent when it first reached the loss `target`; None if it never did.
+
+    Args:
+      line: The run's line of the results file.
+      target: The loss, in nats per token.
+    """
     syncs = "updates" if line["variant"].startswith("data parallel:") else "syncs"
     for point in line["curve"]:
         if point["loss"] <= target:
@@ -46,13 +53,16 @@ def cost(line: dict, target: float) -> Cost | None:
 
 
 def middle(costs: Sequence[Cost | None]) -> Cost | None:
-    """The cost of the median seed by serial updates; runs that never reached the loss rank last."""
+    """Return the cost of the median seed. Seeds are ranked by their serial updates.
+
+    Runs that never reached the loss rank last.
+    """
     ranked = sorted(costs, key=lambda spent: (spent is None, spent or ()))
     return ranked[len(ranked) // 2]
 
 
 def chosen(lines: Iterable[dict], target: float) -> list[tuple[str, ...]]:
-    """A row for each method, with the columns of `CHOICE`."""
+    """Return a row for each method: its best trial, with the columns of `CHOICE`."""
     methods: dict[str, dict[str, list[Cost | None]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         method, _, setting = line["variant"].partition(": ")
@@ -73,7 +83,7 @@ def chosen(lines: Iterable[dict], target: float) -> list[tuple[str, ...]]:
 
 
 def by_method(lines: Iterable[dict], target: float) -> dict[str, dict[int, Cost | None]]:
-    """The cost by method and seed; each method has one setting."""
+    """Return the cost of each run, by method and seed. Each method has one setting."""
     found: dict[str, dict[int, Cost | None]] = defaultdict(dict)
     for line in lines:
         found[line["variant"].partition(": ")[0]][line["seed"]] = cost(line, target)
@@ -81,7 +91,7 @@ def by_method(lines: Iterable[dict], target: float) -> dict[str, dict[int, Cost 
 
 
 def spent(costs: dict[str, dict[int, Cost | None]]) -> list[tuple[str, ...]]:
-    """A row for each method, median (range) of the seeds that reached the loss."""
+    """Return a row for each method: median (range) of its costs over the seeds that reached it."""
     rows = []
     for method, seeds in costs.items():
         reached = [found for found in seeds.values() if found is not None]
@@ -94,7 +104,10 @@ def spent(costs: dict[str, dict[int, Cost | None]]) -> list[tuple[str, ...]]:
 
 
 def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tuple[str, ...]]:
-    """A row for each other method and seed: its cost over the baseline's of the same seed."""
+    """Return a row for each other method and seed: its cost divided by that of the baseline.
+
+    The baseline's cost is that of the same seed.
+    """
     rows = []
     for method, seeds in costs.items():
         for seed, found in sorted(seeds.items()) if method != baseline else ():
@@ -108,12 +121,12 @@ def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tupl
 
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a Markdown table."""
+    """Print a title and a Markdown table."""
     print(f"{title}\n\n{markdown_table([header, *rows])}\n")
 
 
 def main() -> int:
-    """Prints the tables of each target."""
+    """Print the tables of each target loss; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("table", choices=("choose", "claims"))
     parser.add_argument("results", type=Path, help="of adloco compare --results")
