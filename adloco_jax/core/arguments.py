@@ -48,7 +48,7 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """Bind a fixed random key to a loss function that takes `key`; return any other unchanged.
+    """Bind a fixed random key to a loss that takes `key`; return any other loss function unchanged.
 
     The losses of two calls then differ only by parameters and data, not by random numbers.
     """

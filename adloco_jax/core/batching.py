@@ -84,8 +84,9 @@ def inner_product_test(
       vartheta: Allowed ratio of the standard deviation of the inner product <averaged gradient, G>
         to |G|^2 (> 0), where G is the true gradient.
       num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes, as the variance of inner
-        products, the sample variance of those with the mean gradient, which is biased low.
+      mode: `unbiased` or `paper`, as in `norm_test`. With `paper`, the variance is also computed in
+        another way: as the sample variance of the inner products of each example's gradient with
+        the mean gradient. This variance is biased low.
       batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
         tested examples are the whole batch.
 
@@ -129,8 +130,9 @@ def augmented_inner_product_test(
         to |G|^2 (> 0), where G is the true gradient.
       nu: Allowed ratio of the orthogonal noise (root mean square) to the norm of G (> 0).
       num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also takes, as the variance of inner
-        products, the sample variance of those with the mean gradient, which is biased low.
+      mode: `unbiased` or `paper`, as in `norm_test`. With `paper`, the variance is also computed in
+        another way: as the sample variance of the inner products of each example's gradient with
+        the mean gradient. This variance is biased low.
       batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
         tested examples are the whole batch.
 

@@ -127,9 +127,10 @@ def gradient_stats_of_means(
 
     Noise and signal are unbiased, as in `gradient_stats`, but scatter more. The relative standard
     error of the noise is sqrt(2 / ((N - 1) d)), where d = (tr Sigma)^2 / tr Sigma^2 is the
-    effective number of dimensions of the noise; `gradient_stats` on the same examples would have N
-    batch_size in place of N. The error of the signal comes from the noise of the mean gradient of
-    the whole batch. So average the statistics over several steps before a test: convert the
+    effective number of dimensions of the noise. If `gradient_stats` measured the same examples, its
+    error would follow from the same formula with N * batch_size, the number of examples, in place
+    of N, so it would be smaller. The error of the signal comes from the noise of the mean gradient
+    of the whole batch. So average the statistics over several steps before a test: convert the
     statistics of each step with `in_units_of(1.0)`, then average sums and weights separately, for
     instance 0.9 times the old value plus 0.1 times the new one.
 

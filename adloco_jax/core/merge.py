@@ -129,14 +129,18 @@ def merge(
     become weighted means over the members. The means are computed in float32, or in float64 for
     float64 arrays. Values that are equal in all members do not change. A member is left out of the
     means if its weight is not positive and finite, or if it has a value that is not finite and that
-    is not the same in all members. It is masked out, because multiplying by a weight of zero would
-    keep a NaN. If no finite member has a usable weight, all finite members count equally. If no
-    member is finite, the representative stays as it is.
+    is not the same in all members. The values of such a member are masked out, because multiplying
+    a NaN by a weight of zero would give NaN. If no finite member has a usable weight, all finite
+    members count equally. If no member is finite, the representative stays as it is.
 
-    The representative's own workers keep their inner state, and the workers that join take the mean
-    of these states. The remaining trainers keep their order. If workers have their own parameters,
-    all workers of the members start at the merged parameters. Worker updates that are not yet
-    synchronised are then lost, so call `outer_update` before.
+    The representative's own workers keep their inner states, and the workers of the absorbed
+    members take the mean of these states. If the representative is left out of the means, the first
+    member that is not left out takes its place here: that member's workers keep their inner states,
+    and the workers of all other members take the mean of these states.
+
+    The remaining trainers keep their order. If workers have their own parameters, all workers of
+    the members start at the merged parameters. Worker updates that are not yet synchronised are
+    then lost, so call `outer_update` before.
 
     Args:
       ensemble: The stack of M trainers.
@@ -322,9 +326,9 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     A trainer's exact share of the pool is proportional to its request, and need not be whole. Every
     trainer gets the whole part of its share, but at least one worker. The workers that are left go
     one by one to the trainer that lacks most of its share (largest remainder). If the minimum of
-    one worker has given out more workers than there are, trainers with several workers give back
-    those that exceed their shares most. Of equal trainers, the one at the lower position gets the
-    worker.
+    one worker has given out more workers than there are, workers are taken back one by one, each
+    from the trainer that exceeds its share most, of those with more than one worker. Of equal
+    trainers, the one at the lower position gets or keeps the worker.
 
     Args:
       requested_batch_sizes: Each trainer's requested batch, positive, in stack order.

@@ -19,8 +19,9 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
     On explicit axes JAX requires that many operations name the sharding of their result. The
     decorated function therefore runs with automatic axes, on which the compiler chooses these
-    shardings. Only the shardings of the final results are prescribed. If no argument is on a mesh
-    with explicit axes, the function is called as it is.
+    shardings. Only the shardings of the final results are prescribed, by `shardings`. If no
+    argument is on a mesh with explicit axes, the decorated function calls the original function
+    directly.
 
     Args:
       shardings: `shardings(whole, result, *args, **kwargs)` returns the shardings of the function's

@@ -5,7 +5,7 @@ instance a long round with gradient accumulation. The loop then calls the three 
 `start_round` once, `inner_steps` once or several times, `outer_update` once. If workers run in
 other processes, `pack_differences` and `apply_differences` replace `outer_update`. If the
 parameters are synchronised in fragments, one after another, `outer_update_fragment` and
-`receive_fragment` of `contrib.streaming` replace it.
+`receive_fragment` of `contrib.streaming` replace `outer_update`.
 """
 
 import functools
@@ -101,9 +101,10 @@ def by_trainers(
 ) -> tuple[PyTree, Array]:
     """Aggregate the differences of each trainer's workers: leaves [R, ...] -> [M, ...].
 
-    A worker counts if it is usable and its weight is positive and finite. If a trainer has no such
-    worker, its usable workers count equally. The second result, bool [M], says for each trainer
-    whether it has a usable worker.
+    A worker is usable if its entry in `usable_R` is True; the caller sets False for a difference
+    that is not finite or is missing. A worker counts if it is usable and its weight is positive and
+    finite. If a trainer has no such worker, its usable workers count equally. Returns the
+    aggregates, and whether each trainer has a usable worker, bool [M].
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
 
@@ -166,10 +167,10 @@ def outer_step(
     - Transformations that need the loss (`value`): `optax.contrib.reduce_on_plateau`,
       `optax.lbfgs`, `optax.polyak_sgd`, line searches.
     - As `inner_tx`, transformations whose state holds parameters, because an outer update would not
-      change these: `optax.contrib.schedule_free`, and `optax.contrib.sam` unless it is opaque. Both
-      are accepted as `outer_tx`. With `schedule_free`, the parameters of a trainer are the point at
-      which gradients are taken. Evaluate such a trainer at the parameters that
-      `optax.contrib.schedule_free_eval_params` returns.
+      change the parameters in the state: `optax.contrib.schedule_free`, and `optax.contrib.sam`
+      unless it is opaque. Both are accepted as `outer_tx`. With `schedule_free`, the parameters of
+      a trainer are the point at which gradients are taken. Evaluate such a trainer at the
+      parameters that `optax.contrib.schedule_free_eval_params` returns.
     - `optax.lookahead`, because it expects a pair of parameters; the outer update replaces it.
 
     Args:
@@ -184,10 +185,11 @@ def outer_step(
       learning_rate_SR: For each update and worker, a factor on the update of `inner_tx`, which
         should then have learning rate 1. None leaves the updates unchanged.
       weights_R: Relative weights of the workers in their trainer's mean, for instance the number of
-        examples of each; None weighs them equally.
-      key: A typed key, for a loss that takes `key`. Each micro-batch gets a separate key. It is
-        made from this one by folding in the position of the trainer, the position of the worker,
-        and the number of examples that the worker has used before in this round.
+        examples of each worker; None weighs them equally.
+      key: A typed key, for a loss that takes `key`. Each micro-batch gets a separate key. The key
+        of a micro-batch is `key` with three numbers folded in: the position of the trainer, the
+        position of the worker, and the number of examples that the worker has used before in this
+        round.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays). The metrics then have
         the mean of these arrays for each update.
       aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
@@ -266,8 +268,8 @@ def start_round(
 ) -> Workers:
     """Start a round: give every worker the parameters and the inner state that it starts with.
 
-    A worker starts at its own parameters if the ensemble has such (`params_R`), else at the
-    parameters of its trainer.
+    A worker starts at its own parameters if the ensemble keeps parameters for each worker
+    (`params_R`), else at the parameters of its trainer.
 
     Args:
       ensemble: Trainers and workers between two rounds.

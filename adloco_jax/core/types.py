@@ -276,9 +276,10 @@ def init(
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     """Take some trainers with their workers out of the stack, to run a round of them separately.
 
-    The result has the count `round` of the whole stack. So if a loop runs one round in several
-    groups of trainers, either take every group from the stack as it was at the start of the round,
-    or set `round` at the end of the round. `put` describes both ways.
+    The field `round` of the result, which counts completed rounds, is that of the whole stack. So
+    if a loop runs one round in several groups of trainers, either take every group from the stack
+    as it was at the start of the round, or set `round` at the end of the round. `put` describes
+    both ways.
 
     Args:
       ensemble: The whole stack.
@@ -393,9 +394,10 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: S
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """Take `tree_X` at those indices of the leaves' first axis where the condition holds.
+    """Choose between two pytrees at each index of the first axis of their leaves.
 
-    At the other indices take `other_X`.
+    The result has the entries of `tree_X` at the indices where `condition_X` is True, and the
+    entries of `other_X` at all other indices.
     """
 
     def select(leaf, other):
