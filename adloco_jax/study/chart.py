@@ -1,7 +1,9 @@
-"""Charts as SVG, in a web page or as files, for reports, comparisons and documentation.
+"""Draw charts as SVG: in a web page, or as files of their own.
 
-Positions in a chart's box are percentages, so the box can be stretched while text and lines keep
-their size. Colours and dashes are CSS classes of `chart.css`, with other colours on a dark page.
+Reports, comparisons and the documentation use these charts. Positions inside the box of a chart are
+percentages of the box. So the box can be stretched, while texts and lines keep their size. The
+colours and dashes of curves are CSS classes, which `chart.css` defines. That file has one set of
+colours for light pages and one for dark pages.
 """
 
 import math
@@ -34,17 +36,20 @@ NUM_COLORS, NUM_DASHES = 7, 6  # no common factor, so 42 curves look different
 
 
 def look(index: int) -> str:
-    """The CSS classes of a curve, by the number of the curve; the same in every chart."""
+    """The CSS classes of a curve's colour and dashes, for the curve with this number.
+
+    Curves are numbered from 0. A number has the same look in every chart.
+    """
     return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
 
 
 def escaped(text: str) -> str:
-    """Escape text for HTML and SVG; characters that these do not allow become question marks."""
+    """Escape text for HTML and SVG, and replace forbidden characters with question marks."""
     return escape(_NO_TEXT.sub("?", text))
 
 
 class Axis(NamedTuple):
-    """A range of values, horizontal or vertical."""
+    """An axis of a chart, horizontal or vertical: its label, its range of values, and its ticks."""
 
     label: str
     low: float
@@ -54,7 +59,10 @@ class Axis(NamedTuple):
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """Position of a value on the axis: 0 at `low`, 1 at `high`, clipped to this range."""
+        """Position of a value on the axis: 0 for `low`, 1 for `high`.
+
+        A value outside the range has the position of the nearer end.
+        """
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.is_log:
@@ -72,15 +80,16 @@ def axis(
     margin: float = 0.0,
     max_ticks: int = _MAX_TICKS,
 ) -> Axis:
-    """Make an axis whose range covers all these values.
+    """Make an axis whose range covers the values that will be drawn.
 
     Args:
-      label: The quantity, with its unit unless `unit` gives it.
-      values: The values to draw; values that are not finite are ignored.
-      base: Base of a logarithmic axis, which uses only positive values; 0: a linear axis.
-      whole: Whether all ticks are whole numbers.
-      unit: Unit after the number of each tick.
-      margin: Margin on both sides, as a fraction of the axis.
+      label: Name of the quantity. It includes the unit, unless `unit` has the unit.
+      values: The values that will be drawn. Values that are not finite are ignored.
+      base: Base of a logarithmic axis, which ignores values that are not positive. 0 makes the axis
+        linear.
+      whole: Whether a linear axis has ticks only at whole numbers.
+      unit: Unit that is printed after the number of each tick.
+      margin: Empty room at both ends, as a fraction of the length that the values cover.
       max_ticks: Largest number of ticks.
     """
     shown = [v for v in values if abs(v) < _HUGE and (v > 0 or not base)] or [1.0]
@@ -97,7 +106,7 @@ def axis(
 
 
 def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Ticks of a linear axis, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Ticks of a linear axis: multiples of a step that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
     for step in [size for size in sizes if size % 1 == 0] or [1.0] if whole else sizes:
@@ -108,7 +117,11 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
-    """Ticks of a logarithmic axis: powers of the base, or other numbers if these are too few."""
+    """Ticks of a logarithmic axis: powers of the base, of which some are left out if they crowd.
+
+    With base 10, twice and five times the powers are ticks too, if there is room for all of them.
+    If the axis has room for fewer than two of these ticks, it has the ticks of a linear axis.
+    """
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     sets = [[float(base) ** p for p in powers if p % every == 0] for every in (1, 2, 3, 5, 10)]
     if base == 10:
@@ -121,7 +134,7 @@ def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
 
 
 class Curve(NamedTuple):
-    """A line through points in order; where y is not finite, the line has a gap."""
+    """A line through points in the given order. The line has a gap where y is not finite."""
 
     x: Sequence[float] | np.ndarray
     y: Sequence[float] | np.ndarray
@@ -134,13 +147,17 @@ class Curve(NamedTuple):
 def points(
     x: Iterable[Sequence[float]], y: Iterable[Sequence[float]], color: str, label: str = ""
 ) -> list[Curve]:
-    """Draw dots, with bars over the ranges of their values; the last dot has a label.
+    """Make curves that show values as dots, with bars over the ranges of the values.
 
     Args:
-      x: For each dot the lowest, middle and highest horizontal value; the dot is at the middle.
-      y: For each dot the lowest, middle and highest vertical value.
-      color: A class of `chart.css`.
-      label: Label of the last dot.
+      x: For each dot the lowest, middle and highest horizontal value. The dot is at the middle
+        value, and a horizontal bar reaches from the lowest value to the highest.
+      y: The same for the vertical values, with a vertical bar.
+      color: The class of `chart.css` for the colour of dots and bars.
+      label: Label of the last dot. The other dots have no label.
+
+    Returns:
+      Three curves for each dot: the two bars and the dot.
     """
     curves = []
     for across, up in zip(x, y, strict=True):
@@ -153,7 +170,11 @@ def points(
 
 
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The points of a curve that is constant within a round, with gaps where rounds are missing."""
+    """The points (x and y) of a curve with one value for each round.
+
+    The curve is constant from x = n - 1 to x = n for round n. It has a gap where rounds are
+    missing.
+    """
     x, y = [], []
     for number, value in zip(rounds, values, strict=True):
         if x and x[-1] < number - 1:
@@ -163,20 +184,20 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
 
 
 def shortened(label: str) -> str:
-    """Shorten a label to fit beside a curve; its beginning and its end are kept."""
+    """Shorten a label that is too long to fit beside a curve: a "…" replaces its middle."""
     half = _MAX_LABEL // 2
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
 
 
 class Figure(str):
-    """The text of an SVG file, which notebooks show as a picture."""
+    """The text of an SVG file. A notebook shows an object of this class as a picture."""
 
     def _repr_svg_(self) -> str:
         return str(self)
 
 
 class Panel(NamedTuple):
-    """One chart, to be shown on a page or in a file."""
+    """One drawn chart, which can be shown on a web page or written to a file."""
 
     title: str  # for screen readers; a file shows it
     body: str  # SVG elements, whose positions are percentages of the box
@@ -186,7 +207,7 @@ class Panel(NamedTuple):
     classes: str = ""  # CSS classes of the whole chart
 
     def html(self) -> str:
-        """The chart as HTML, for a page."""
+        """The HTML of the chart for a web page, with the labels of both axes."""
         return (
             f'<div class="chart{self.classes}"><p class="axis">{escaped(self.y_label)}</p>\n'
             f'<svg role="img" aria-label="{escaped(self.title)}" height="{self.height}">'
@@ -203,15 +224,18 @@ def chart(
     height: int = 190,
     label_px: int = _LABEL_PX,
 ) -> Panel:
-    """Draw curves over two axes, with labels at their ends that do not overlap.
+    """Draw curves in a chart with two axes, and write the label of each curve beside its end.
+
+    Labels are moved apart where they would overlap.
 
     Args:
       x: Horizontal axis.
       y: Vertical axis.
-      curves: The curves, from back to front.
+      curves: The curves. Later ones are drawn over earlier ones.
       title: Title of the chart.
       height: Height of the box, in pixels.
-      label_px: Distance between labels, in pixels.
+      label_px: Smallest distance between two labels, in pixels. It is less if the box has no room
+        for all labels at this distance.
     """
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
@@ -239,16 +263,17 @@ def frame(
     y_label: str,
     classes: str = "",
 ) -> Panel:
-    """Draw a box with grid, ticks and axis labels around a drawing.
+    """Put a drawing into a box with a grid, ticks and axis labels.
 
     Args:
       x: Horizontal axis.
-      body: SVG elements; their positions are percentages of the box.
+      body: The drawing, as SVG elements whose positions are percentages of the box.
       title: Title of the chart.
       height: Height of the box, in pixels.
-      left: Texts left of the box, as pairs: the distance from the top (0 to 1), and the text.
-      y_label: Label for the texts on the left.
-      classes: Classes of the whole chart.
+      left: Texts on the left side of the box, each with a horizontal grid line. An entry is a pair:
+        the distance from the top of the box (0 to 1, the bottom), and the text.
+      y_label: Label for the texts on the left side.
+      classes: CSS classes of the whole chart, after a space.
     """
     across = [(f"{100 * x.at(tick):.2f}%", short(tick, x.unit)) for tick in x.ticks]
     up = [(f"{100 * row:.2f}%", text) for row, text in left]
@@ -263,7 +288,10 @@ def frame(
 
 
 def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
-    """Move positions until neighbours are at least `gap` apart, in order, between 0 and `high`."""
+    """Move positions so that neighbours are at least `gap` apart, and keep their order.
+
+    The moved positions lie between 0 and `high`, as far as there is room for all.
+    """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     blocks: list[tuple[list[int], float]] = []  # members, and the position of the first one
     for index in order:
@@ -290,17 +318,18 @@ def document(
     font_px: int = 13,
     theme: str | None = None,
 ) -> Figure:
-    """Make an SVG file of panels in a grid with a caption below; see `svg`.
+    """Make an SVG file with panels in a grid, and a caption below the grid.
 
     Args:
-      panels: The panels, row by row from the left.
+      panels: The panels, row by row, and in a row from the left.
       title: Text for screen readers.
       caption: Text below the panels.
       columns: Number of panels in a row.
       width: Width of the figure, in pixels.
       right_px: Room for labels to the right of each box, in pixels.
       font_px: Size of the text, in pixels.
-      theme: As in `svg`.
+      theme: "light" or "dark" has the colours for such a page, and no background. None has a
+        background, and the colours that the reader's system prefers.
     """
     em, top, parts = font_px, 0.0, []
     for row in (panels[first : first + columns] for first in range(0, len(panels), columns)):
@@ -324,7 +353,7 @@ def document(
 
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:
-    """One line of text in a figure."""
+    """The SVG element of one line of text in a figure; `x` and `y` are in pixels."""
     return f'<text x="{x:g}" y="{y:g}" class="{classes}">{escaped(words)}</text>'
 
 
@@ -337,7 +366,7 @@ def svg(
     font_px: int = 13,
     theme: str | None = None,
 ) -> Figure:
-    """Make an SVG file of SVG elements.
+    """Make the text of an SVG file from SVG elements.
 
     Args:
       width: Width in pixels.
@@ -345,8 +374,8 @@ def svg(
       title: Text for screen readers.
       parts: SVG elements.
       font_px: Size of the text, in pixels.
-      theme: "light" or "dark": without a background. None: with a background, in the theme that the
-        reader's system prefers.
+      theme: "light" or "dark" has the colours for such a page, and no background. None has a
+        background, and the colours that the reader's system prefers.
     """
     style = {None: STYLE, "light": _LIGHT + _RULES, "dark": _DARK + _RULES}[theme]
     paper = '<rect width="100%" height="100%" class="paper"/>' if theme is None else ""
@@ -359,13 +388,19 @@ def svg(
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
-    """The last finite point of a curve: distances from the left and from the top."""
+    """Position of the last finite point of a curve in the box; None if no point is finite.
+
+    The position is the distance from the left and from the top, as fractions of the box.
+    """
     finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
     return (x.at(finite[-1][0]), 1 - y.at(finite[-1][1])) if finite else None
 
 
 def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
-    """The label of a curve right of the box, with a thin line from the end of the curve."""
+    """Draw a curve's label to the right of the box, and a thin line to it from the curve's end.
+
+    The end of the curve, `end`, and the height of the label, `row`, are fractions of the box.
+    """
     leader = [f"{100 * value:.1f}%" for value in (*end, row)]
     key = f'<tspan class="key">{escaped(curve.key)}</tspan> ' if curve.key else ""
     return (
@@ -376,7 +411,7 @@ def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
 
 
 def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
-    """The SVG path of a curve and of its band, in coordinates that stretch with the box."""
+    """The SVG of a curve and of its band, in coordinates that stretch with the box."""
     points = [_thinned(run, num_bins) for run in _placed(curve.x, curve.y, x, y)]
     area = ""
     if curve.band:
@@ -401,7 +436,7 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
 def _placed(
     xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
-    """Coordinates of a curve's points: one list for each part of the curve without a gap."""
+    """Coordinates of the points of a curve, in one list for each stretch between two gaps."""
     stretches: list[list[tuple[int, int]]] = [[]]
     for a, b in zip(xs, ys, strict=True):
         if not math.isfinite(b):
@@ -412,9 +447,10 @@ def _placed(
 
 
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
-    """Leave out points of a long curve.
+    """Leave out points of a long curve, so that the file stays small.
 
-    In each horizontal bin the first, last, lowest and highest point are kept.
+    The width of the box is divided into `num_bins` bins. The first, the last, the lowest and the
+    highest point in each bin are kept.
     """
     if len(points) <= 2 * num_bins:
         return [*points]

@@ -1,16 +1,20 @@
-"""Simulated time: the seconds that a recorded run would take on a cluster, from its ledger.
+"""Simulated time: the seconds that a recorded run would take on a cluster.
 
-Every worker has its own device. All devices compute at the same rate, and all pairs of devices have
-the same bandwidth and latency.
+The seconds are computed from the run's ledger, which is the log of its rounds. In the simulated
+cluster every worker has its own device. All devices compute at the same rate, and all pairs of
+devices have the same bandwidth and latency.
 
-- **Compute.** A round of a trainer takes 6 * parameters * tokens FLOPs (Kaplan et al. 2020, section
-  2.1), divided among its workers.
-- **Synchronisation.** A ring all-reduce among the workers of a trainer: see `ring_s`. Its bytes are
-  the ledger's. A fragment may travel while its workers compute: see `blocked_s`.
-- **Merge, refused merge, parameters for workers that join.** The ledger's bytes over one link, and
-  one latency for each of the line's `syncs`. The members of a merge wait for one another; other
-  trainers do not wait. The members wait for all bytes of the merge's line, including bytes for
-  workers of other trainers.
+- **Compute.** A round of a trainer takes 6 * parameters * tokens floating-point operations (Kaplan
+  et al. 2020, section 2.1), which are divided among the trainer's workers.
+- **Synchronisation.** The workers of a trainer synchronise by a ring all-reduce: see `ring_s`. The
+  ledger states the number of bytes. If the parameters are synchronised in fragments, a fragment may
+  be on its way while the workers compute. `blocked_s` has the seconds for which the workers must
+  wait.
+- **Merge, refused merge, parameters for workers that join.** The ledger has a line for each of
+  these events. The bytes that the line states are sent over one link, and each communication that
+  the line counts (`syncs`) adds one latency. The members of a merge wait for one another; other
+  trainers do not wait. The members wait for all bytes of the line, including bytes for workers of
+  other trainers.
 - **Left out**: evaluation, checkpoints, the batch-size test (about 4 % of a round), the optimizer's
   update, quantisation, failures, and transfers that share a link.
 """
@@ -24,7 +28,7 @@ from adloco_jax.study.curves import SPENDING, last, lines
 
 @dataclass(frozen=True)
 class Cluster:
-    """A simulated cluster with a device for each worker and equal links between all devices."""
+    """A simulated cluster, with one device for each worker and equal links between all devices."""
 
     bandwidth: float = 10e9 / 8  # bandwidth of a link, bytes/s
     latency_s: float = 0.03
@@ -47,11 +51,14 @@ class Cluster:
 
 
 def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
-    """For each round, the seconds from the run's start until every trainer has ended the round.
+    """Simulated seconds from the start of a run until the last trainer has ended a round, by round.
 
     Args:
-      events: The lines of the run's ledger; the run may be resumed or unfinished.
+      events: The lines of the run's ledger. The run may be resumed or unfinished.
       cluster: The cluster for which the run is timed.
+
+    Returns:
+      A dictionary from the number of the round to seconds.
     """
     start = last(events, "start")
     model, outer = start["num_params"], start["config"]["outer"]
@@ -90,21 +97,30 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
 
 
 def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
-    """Seconds of a ring all-reduce: a reduce-scatter, then an all-gather (docs/algorithm.md, 6)."""
+    """Seconds of a ring all-reduce: a reduce-scatter, then an all-gather (docs/algorithm.md, 6).
+
+    Args:
+      num_members: Number of devices in the ring.
+      num_bytes: Size of the array that is reduced.
+      bandwidth: Bandwidth of each link, bytes/s.
+      latency_s: Latency of each link.
+    """
     return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)
 
 
 def blocked_s(
     transfer_s: float, round_s: float, *, num_fragments: int = 1, hidden_frac: float = 0.0
 ) -> float:
-    """Seconds that a trainer waits for a round's synchronisations.
+    """Seconds for which the workers of a trainer wait for the synchronisations of a round.
 
     Args:
-      transfer_s: Seconds of all fragments' transfers together.
-      round_s: Seconds in which the trainer's workers compute.
-      num_fragments: Number of fragments of equal size, synchronised one after another in the round.
-      hidden_frac: Fraction of the round between sending and using a fragment. At most
-        1 / num_fragments counts, because a fragment has arrived before the next one is sent.
+      transfer_s: Seconds that the transfers of all fragments take together.
+      round_s: Seconds in which the workers compute.
+      num_fragments: Number of fragments: parts of the parameters, of equal size, that are
+        synchronised one after another in the round.
+      hidden_frac: Fraction of the round for which workers compute between sending a fragment and
+        using the result. At most 1 / num_fragments counts, because a fragment has arrived before
+        the next one is sent.
 
     Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), sections 2.2 to 2.4.
     """

@@ -1,7 +1,9 @@
-"""Comparisons: runs of several variants with several seeds, and tables of their results.
+"""Comparisons of variants: a list of runs with several seeds, and tables of their results.
 
-All numbers come from the runs' ledgers, at the evaluations of the consensus model. Communications
-and bytes are counted as in the report (`curves.heldout_points`).
+A variant is a config that differs in some keys from the comparison's base config. All numbers come
+from the ledgers (the logs) of the runs, at the evaluations of the consensus, which is the one model
+that stands for all trainers of a run. Communications and bytes are counted as in the report
+(`curves.heldout_points`).
 """
 
 import copy
@@ -55,7 +57,7 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison runs, and the losses at which it compares costs."""
+    """A comparison: its variants and seeds, and the losses for which it compares costs."""
 
     base: ConfigDict
     variants: Mapping[str, Mapping[str, object]]
@@ -73,13 +75,14 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
 
     Args:
       comparison: The result of a config file's `get_comparison()`.
-      folder: The folder of all runs; a run is in `<folder>/<variant>/seed-<seed>`.
+      folder: The folder of all runs. A run is in `<folder>/<variant>/seed-<seed>`.
 
     Returns:
-      Every variant with every seed.
+      One `Trial` for every variant with every seed.
 
     Raises:
-      ConfigError: If variants are invalid. The message lists all faults, each with its variant.
+      ConfigError: If the comparison or one of its variants is invalid. The message lists all
+        faults. The fault of a variant begins with the variant's name.
     """
     variants, seeds = comparison.variants, comparison.seeds
     faults, runs = [], []
@@ -116,13 +119,15 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
 
     Args:
       events: The lines of the run's ledger.
-      simulated: The cluster and the model whose time is simulated.
+      simulated: The cluster and the model for which time is simulated.
 
     Returns:
-      `loss` (nats/token) and each of `MEASURES` at every evaluation with a finite loss, in order.
+      A dictionary for each evaluation with a finite loss, in order. It has `loss` (nats/token), and
+      what the run had spent until then in each of `MEASURES`: tokens, communications, bytes, serial
+      updates, simulated seconds and rounds.
 
     Raises:
-      DataError: If the ledger has no evaluation or no round.
+      DataError: If the ledger has no evaluation with a finite loss.
     """
     end_s = run_seconds(events, simulated)
     updates: dict[int, int] = {}
@@ -149,22 +154,32 @@ def tabulate(
 ) -> dict:
     """Compute the comparison's table from the runs' ledgers.
 
-    The budget of a measure is the smallest final cost of any run; for communications and bytes only
-    runs that communicate count. "At equal" is the lowest loss that a run reached within the budget;
-    over tokens, updates and time the loss is interpolated between evaluations. The cost "to reach"
+    Costs are measured in tokens, communications, bytes, serial updates, simulated seconds and
+    rounds (`MEASURES`). The budget of a measure is the smallest final cost of any run; runs whose
+    final cost is zero, such as runs that never communicate, are left out. The loss "at equal" cost
+    is the lowest loss that a run reached within the budget. Tokens, updates and time grow while
+    devices compute, so the loss is interpolated over them between evaluations. The cost "to reach"
     a loss is the cost at the first evaluation with that loss or a lower one.
 
     Args:
       comparison: The comparison.
-      folder: The folder of its runs, all of which have finished.
-      results_file: File with lines of finished runs whose folders are deleted.
+      folder: The folder of the comparison's runs, all of which have finished.
+      results_file: A file with lines of finished runs. The folders of these runs are not needed.
 
     Returns:
-      Plain JSON: `name`; `ran`, a sentence on runs, date and devices; `budgets` by measure;
-      `target_losses`; `simulated` and `charged`, sentences on simulated time and on the counting of
-      communications; and `rows` by variant. A row has `final`, `at_equal`, `to_target` (a list, by
-      target) and `to_baseline` (each seed against the same seed of the baseline). These have, by
-      measure, `median`, `low` and `high` over the seeds, and `reached` of `seeds`.
+      Plain values, ready for JSON:
+
+      - `name`, of the folder, and the comparison's `baseline`, `seeds` and `target_losses`;
+      - `ran`, a sentence on the runs, their dates and devices; `simulated`, a text on the simulated
+        cluster; `charged`, a sentence on how communications are counted;
+      - `budgets`: the budget of each measure;
+      - `rows`: a dictionary for each variant. `final` has the loss and the costs at the end of the
+        runs, `at_equal` the lowest loss within each budget. `to_target` is a list with the costs to
+        reach each target loss. `to_baseline` has the costs with which a seed reached the final loss
+        that the baseline had with the same seed.
+
+      Each value of a row is summarised over the seeds: `median`, `low`, `high`, and `reached`, the
+      number of `seeds` that have a value.
 
     Raises:
       DataError: If a run is missing or not finished.
@@ -211,14 +226,15 @@ def tabulate(
 
 
 def markdown(table: dict) -> str:
-    """Format the table: medians with the range over seeds in brackets.
+    """Format the table of a comparison in Markdown: medians over seeds, with ranges in brackets.
 
     Args:
-      table: From `tabulate`.
+      table: The result of `tabulate`.
 
     Returns:
-      Markdown: title, a sentence on runs and devices, a conclusion, the figure `front.svg`, and
-      three tables: loss at equal cost, cost of the baseline's loss, cost of each target loss.
+      A title, a sentence on the runs and devices, a conclusion, a link to the figure `front.svg`,
+      and the tables: the loss at equal cost, the cost to reach the baseline's final loss, and the
+      cost to reach each target loss.
     """
     rows, shown = table["rows"], f"median of {len(table['seeds'])} seeds (range)"
     equal = [f"{MEASURES[m]} ({short(table['budgets'][m])})" for m in MEASURES]
@@ -247,13 +263,15 @@ def markdown(table: dict) -> str:
 
 
 def write(comparison: Comparison, folder: str | Path, *, results_file: Path | None = None) -> dict:
-    """Write `comparison.json` and `comparison.md` into the folder.
+    """Write the table into the folder of the runs, as `comparison.json` and `comparison.md`.
+
+    The arguments are those of `tabulate`.
 
     Returns:
       The table.
 
     Raises:
-      DataError: In the cases of `tabulate`.
+      DataError: If a run is missing or not finished.
     """
     table = tabulate(comparison, folder, results_file=results_file)
     text = json.dumps(table, indent=2, allow_nan=False)
@@ -263,9 +281,9 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
 
 
 def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
-    """Describe the runs of a comparison: their number, dates and devices.
+    """Describe the runs of a comparison: their number, dates, devices, model and data.
 
-    The values are from the `start` lines of the ledgers.
+    Dates, devices and the model's size are from the `start` lines of the ledgers.
     """
     base = comparison.base
 
@@ -283,7 +301,11 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
 
 
 def _conclusion(table: dict) -> str:
-    """State which variant reached the baseline's final loss with the fewest communications."""
+    """State which other variant reached the loss of the baseline with the fewest communications.
+
+    The loss is the baseline's final loss, seed by seed. The text also has the variant's costs as
+    multiples of the baseline's.
+    """
     baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
     costs = {
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
@@ -320,7 +342,10 @@ def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None
 
 
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
-    """For each measure, the median and range of the costs at which seeds reached a target loss."""
+    """For each measure, the median and the range of the costs with which the seeds reached a loss.
+
+    `losses` has the loss to reach for each seed.
+    """
     never = dict.fromkeys(MEASURES)
     first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
     return _over_seeds(first)
@@ -331,7 +356,7 @@ def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> di
 
 
 def _spread(values: Sequence[float | None]) -> dict:
-    """Median and range of some costs; None (loss not reached) counts as the largest cost."""
+    """Median and range of a value over the seeds; None (a loss that was not reached) ranks last."""
     reached = sorted(value for value in values if value is not None)
     ranked = [*reached, *[None] * (len(values) - len(reached))]
     return {
@@ -344,9 +369,9 @@ def _spread(values: Sequence[float | None]) -> dict:
 
 
 def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
-    """Make a table of costs with a row for each variant that reached the loss with some seed.
+    """Make a table of what the variants spent to reach a loss, and a line on those that did not.
 
-    The other variants are named below the table.
+    The table has a row for each variant that reached the loss with at least one seed.
     """
     reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
     rows = [
@@ -371,13 +396,16 @@ _loss = "{:.3f}".format
 
 
 def figure(table: dict, *, command: str) -> Figure:
-    """Draw what each variant spent to reach a target loss, with a panel for each question.
+    """Draw what each variant spent to reach a target loss: one dot for each variant.
 
-    The target loss is the one that most variants reached; if there are several, the lowest.
+    Each panel answers a question, such as what fewer communications cost in tokens, and has one
+    cost on each axis. The target loss is the one that most variants reached with more than half of
+    their seeds. If there are several such losses, it is the lowest of them.
 
     Args:
-      table: The result of `tabulate`. If no variant reached a target loss, there are no panels.
-      command: The command line of the comparison, for the caption.
+      table: The result of `tabulate`. If no variant reached a target loss, the figure has no
+        panels.
+      command: The command line of the comparison, which the caption states.
 
     Returns:
       An SVG file.
@@ -424,7 +452,10 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto front, sorted by the first coordinate: points that no other point dominates."""
+    """The Pareto front of points, sorted by the first coordinate.
+
+    A point is on the front if no other point is at least as low in both coordinates.
+    """
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:
@@ -433,7 +464,10 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
-    """Make an axis from zero, because ratios matter; it is logarithmic if values span decades."""
+    """Make the axis of a cost: linear, or logarithmic if the costs span decades.
+
+    A linear axis begins at zero, so that distances from the axis show the ratios of costs.
+    """
     values = [value for spread in spreads for value in _range(spread)]
     positive = [value for value in values if value > 0]
     is_log = bool(positive) and max(positive) > _DECADES * min(positive)
@@ -451,6 +485,9 @@ def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
 
 
 def _range(spread: dict) -> tuple[float, float, float]:
-    """The lowest, middle and highest value; the middle value replaces a missing highest one."""
+    """The lowest value, the median and the highest value of a spread.
+
+    The highest value is missing if a seed did not reach the loss. The median then replaces it.
+    """
     high = spread["median"] if spread["high"] is None else spread["high"]
     return spread["low"], spread["median"], high

@@ -1,4 +1,8 @@
-"""Read and group the ledgers of runs; compute curves over costs, and bands over seeds."""
+"""Read and group the ledgers (logs) of runs, and compute curves of losses over costs.
+
+A cost is what a run has spent so far, such as tokens or bytes. A band shows the curves of several
+seeds as their median and their range.
+"""
 
 import json
 import math
@@ -29,32 +33,38 @@ SPENDING = ("round", "sync", "merge", "refusal", "spawn")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The folder of a run, and the lines of its ledger."""
+    """A run: its folder, and the lines of its ledger."""
 
     folder: Path
     events: list[dict]
 
     @property
     def start(self) -> dict:
-        """The last `start` line of the ledger; in a resumed run it has the newest config."""
+        """The last `start` line of the ledger, which has the newest config.
+
+        A ledger has several `start` lines if the run was resumed.
+        """
         return last(self.events, "start")
 
     @property
     def seed(self) -> int:
-        """The seed in the config of the run."""
+        """The seed in the run's config."""
         return self.start["config"]["seed"]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs whose configs differ only in the seed."""
+    """A variant: runs whose configs differ only in the seed, with a common label."""
 
     label: str
     runs: list[RunRecord]
 
 
 class Band(NamedTuple):
-    """Several curves on one grid: median and spread; NaN where a curve is not finite."""
+    """A band around several curves: their median and the edges of their spread, at common x.
+
+    The values are NaN where a curve is not finite.
+    """
 
     x: np.ndarray
     low: np.ndarray
@@ -68,8 +78,11 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
     Args:
       folder: The folder of a finished or running run.
 
+    Returns:
+      The folder, and the lines of the ledger.
+
     Raises:
-      DataError: If the folder has no ledger, a damaged one, or one without a start line.
+      DataError: If the folder has no ledger, or if its ledger is damaged or has no `start` line.
     """
     path = Path(folder) / "ledger.jsonl"
     run = RunRecord(Path(folder), ledger.read(path))
@@ -79,12 +92,15 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
 
 
 def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) -> list[Variant]:
-    """Group runs whose configs differ only in `seed`, in the order of their first runs.
+    """Group runs into variants. The runs of a variant have configs that differ only in `seed`.
 
     Args:
       runs: The results of `read_run`.
-      labels: A label for each run; a variant has the label of its first run. None: the path of the
-        run's folder below the deepest common folder.
+      labels: A label for each run. A variant has the label of its first run. If None, a run's label
+        is the path of its folder, from the deepest folder that contains the folders of all runs.
+
+    Returns:
+      The variants, in the order of their first runs.
 
     Raises:
       ConfigError: If there are no runs, a run is named twice, the numbers of labels and runs
@@ -109,23 +125,26 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
 
 
 def lines(events: Sequence[dict], *names: str) -> list[dict]:
-    """The lines of a ledger whose event is one of these kinds, in order."""
+    """The lines of a ledger whose event is one of `names`, in order."""
     return [event for event in events if event["event"] in names]
 
 
 def last(events: Sequence[dict], name: str) -> dict:
-    """The last line of a ledger whose event is of this kind; empty if there is none."""
+    """The last line of a ledger whose event is `name`; an empty dictionary if there is none."""
     return next(reversed(lines(events, name)), {})
 
 
 def by_trainer(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """Group lines of a ledger by trainer id, in ascending order, without the consensus model."""
+    """Group lines of a ledger by the trainer's id, with ids in ascending order.
+
+    Lines on the consensus model, which stands for all trainers, are left out.
+    """
     trainers = sorted({e["trainer"] for e in events if e["trainer"] != "consensus"})
     return {trainer: [e for e in events if e["trainer"] == trainer] for trainer in trainers}
 
 
 def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """Group the `round` lines of a ledger by the number of the round, in order."""
+    """Group the `round` lines of a ledger by the number of the round, in ascending order."""
     rounds = defaultdict(list)
     for event in lines(events, "round"):
         rounds[event["round"]].append(event)
@@ -133,7 +152,7 @@ def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
 
 
 def is_ended(run: RunRecord) -> bool:
-    """Whether the last `end` line of a ledger stands: the run was not started again after it."""
+    """Whether the run has ended, and has not been started again since."""
     return lines(run.events, "start", "end")[-1]["event"] == "end"
 
 
@@ -143,27 +162,31 @@ def is_evaluated(run: RunRecord) -> bool:
 
 
 def loss_unit(run: RunRecord) -> str:
-    """The unit of a run's losses, such as "nats/token"; empty for a plain number."""
+    """The unit of a run's losses, such as "nats/token"; an empty text if they have no unit."""
     return run.start.get("loss_unit", "nats/example" if is_classifier(run) else "nats/token")
 
 
 def is_classifier(run: RunRecord) -> bool:
-    """Whether the run trains a classifier: losses are per example, and there are accuracies."""
+    """Whether the run trains a classifier: its evaluations then have accuracies."""
     return any("accuracy" in e for e in lines(run.events, "eval"))
 
 
 def heldout_points(
     events: Sequence[dict], *, trainer: int | str = "consensus", field: str = "loss"
 ) -> list[dict]:
-    """The evaluations of a trainer: round, value (NaN if not finite), and the costs until then.
+    """The evaluations of a trainer or of the consensus model, with the costs of the run until then.
 
-    If the consensus model is an average of trainers, the costs include `gathering`, the cost of
-    averaging them.
+    If the consensus model is an average of the trainers, its costs include the cost of averaging
+    them (see `gathering`).
 
     Args:
       events: The lines of a run's ledger.
       trainer: A trainer's id, or "consensus".
-      field: The value: "loss" (nats) or "accuracy" (a fraction).
+      field: The value that is wanted: "loss" (nats) or "accuracy" (a fraction).
+
+    Returns:
+      A dictionary for each evaluation, in order: `round`, `value` (NaN if not finite), and what all
+      trainers had spent: `tokens`, `syncs` (communications) and `bytes`.
     """
     gathered = gathering(events) if trainer == "consensus" else {}
     points = []
@@ -178,14 +201,15 @@ def heldout_points(
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     """The cost of gathering all trainers for a consensus model that is their average.
 
-    This cost occurs once, when the average is used. The run's totals do not include it.
+    This cost would occur only once, for the average that is used in the end. So the run's totals do
+    not include it, and the cost at one evaluation is not added to the next.
 
     Args:
       events: The lines of a run's ledger.
 
     Returns:
-      `syncs` and `bytes`, by the round of the evaluation. Rounds are left out if their consensus
-      model is not an average.
+      By the number of the evaluated round: `syncs` (communications) and `bytes`. A round is left
+      out if its consensus model is not an average.
     """
     evaluations = lines(events, "eval")
     living = Counter(e["round"] for e in evaluations if e["trainer"] != "consensus")
@@ -198,7 +222,16 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
-    """The training losses of a trainer, or their mean over all: by round, with the costs so far."""
+    """The training loss after each round, with the costs of the run until then.
+
+    Args:
+      events: The lines of a run's ledger.
+      trainer: A trainer's id. None: the mean loss over the trainers of a round.
+
+    Returns:
+      A dictionary for each round, in order: `round`, `value` (NaN if not finite), and what all
+      trainers had spent: `tokens`, `syncs` (communications) and `bytes`.
+    """
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
     costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
@@ -212,16 +245,17 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 
 
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
-    """Interpolate curves on a common grid, and compute their median and spread.
+    """Compute the median and the spread of several curves over common values of x.
 
-    The grid has all points of all curves, within the interval that all curves cover. A curve is
-    interpolated linearly between its points. If a curve has several values at one x, the last value
-    counts. The spread is from minimum to maximum; with five curves or more it is from the first to
-    the third quartile.
+    The common values are the x of all points of all curves, within the interval that every curve
+    covers. Each curve is interpolated linearly between its points. The spread reaches from the
+    minimum to the maximum; with five curves or more it reaches from the first to the third
+    quartile.
 
     Args:
-      curves: x and y of each curve. If x decreases (because of `gathering`), points are sorted by
-        x. If y is NaN for one curve, the band is NaN there.
+      curves: x and y of each curve. Points are sorted by x, because costs that include `gathering`
+        may decrease from one point to the next. If a curve has several points with the same x, the
+        last of them counts. If y is NaN for one curve, the band is NaN there.
     """
     settled = [dict(sorted(dict(zip(x, y, strict=True)).items())) for x, y in curves]
     first, end = max(map(min, settled)), min(map(max, settled))
@@ -236,10 +270,11 @@ def _nan(value: float | None) -> float:
 
 
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
-    """For each round: its seconds, and the seconds of them spent waiting for compilation.
+    """For each round, its seconds, and how many of them were spent waiting for compilation.
 
-    Trainers that end a round together have the same seconds, which count once. Where trainers do
-    not wait for one another, a round has the seconds up to the end of each trainer's round.
+    If trainers end a round together, their ledger lines state the same seconds, which count once.
+    If trainers do not wait for one another, each line states the seconds since the previous trainer
+    ended, and the seconds of a round are the sum over its lines.
     """
     seconds = {}
     for number, group in by_round(events).items():

@@ -1,8 +1,9 @@
 """Measure how batch gradients scatter about the full gradient at a checkpoint of a run.
 
-The n measured sequences are the population: their mean gradient G is exact, and so is the trace of
-their gradient covariance, tr(Sigma). A batch of b sequences, drawn without replacement, has a
-gradient g_b with E|g_b - G|^2 = (1 - b/n) tr(Sigma) / b.
+The n sequences that are measured are treated as the whole population. So their mean gradient G is
+known exactly, and so is tr(Sigma), the trace of the covariance of their gradients. If a batch of b
+of these sequences is drawn without replacement, its gradient g_b satisfies E|g_b - G|^2 = (1 - b/n)
+tr(Sigma) / b.
 """
 
 import functools
@@ -43,22 +44,25 @@ _SEQUENCES, _COORDINATES, _BATCHES = range(3)
 
 
 def ratio(value: float | None, over: float | None) -> float | None:
-    """The quotient of two values; None if one is None, or if `over` is not positive."""
+    """The quotient `value / over`; None if one of the two is None, or if `over` is not positive."""
     return None if value is None or over is None or over <= 0 else value / over
 
 
 def deviation_law(noise: float, batch_size: int, num_examples: int) -> float:
-    """Root mean square of |g_b - G| over batches drawn without replacement from n examples.
+    """Expected root mean square of |g_b - G|, the deviation of a batch gradient from the full one.
+
+    g_b is the mean gradient of b examples that are drawn without replacement from n examples. G is
+    the mean gradient of all n, and tr(Sigma) is the trace of the covariance of their gradients.
 
     Args:
-      noise: tr(Sigma) over the n examples, unbiased (divided by n - 1).
+      noise: tr(Sigma), unbiased (divided by n - 1).
       batch_size: b, at most n.
       num_examples: n, at least 2.
 
     Returns:
-      sqrt(tr(Sigma) / b) * sqrt(1 - b/n). Equivalently: independent draws have the law sqrt(v / b)
-      with the variance v = (n - 1)/n tr(Sigma) of the n examples; drawing without replacement
-      multiplies it by sqrt((n - b)/(n - 1)).
+      sqrt(tr(Sigma) / b) * sqrt(1 - b/n). The same follows in another way: independent draws have
+      the law sqrt(v / b) with the variance v = (n - 1)/n tr(Sigma) of the n examples, and drawing
+      without replacement multiplies this law by sqrt((n - b)/(n - 1)).
 
     Source: Cochran 1977, Sampling Techniques, theorem 2.2: the finite population correction.
     """
@@ -66,7 +70,11 @@ def deviation_law(noise: float, batch_size: int, num_examples: int) -> float:
 
 
 def draw_batches(num_examples: int, batch_size: int, draws: int, seed: int) -> np.ndarray:
-    """Positions of random batches, each without repetition: int64 [draws, batch_size]."""
+    """Draw random batches of distinct examples.
+
+    Returns:
+      Positions of the examples, int64 [draws, batch_size].
+    """
     rng = np.random.default_rng([seed, _BATCHES, batch_size])
     return np.stack([rng.choice(num_examples, batch_size, replace=False) for _ in range(draws)])
 
@@ -82,28 +90,37 @@ def measure(
     pass_size: int,
     on_sequences: Callable[[int], object] = lambda count: None,
 ) -> dict:
-    """Measure noise, signal, and the scatter of random batch gradients about the full gradient.
+    """Measure noise and signal of the gradients of rows, and how gradients of batches scatter.
 
-    The device needs memory for a few copies of the parameters; if the loss function has no gradient
-    taps, for `pass_size` copies. 2 n + draws * (sum of the batch sizes) sequences are processed.
+    The full gradient G is the mean gradient over all n rows. The noise is tr(Sigma), the trace of
+    the covariance of single rows' gradients. The signal is |G|^2. Batches are drawn at random,
+    without replacement, and their gradients are compared with G.
+
+    The device needs memory for a few copies of the parameters, or for `pass_size` copies if the
+    loss function has no gradient taps. 2 n + draws * (sum of the batch sizes) rows are processed.
 
     Args:
-      loss_fn: `loss_fn(params, rows) -> scalar`, the mean over rows; with gradient taps or without,
-        see `core.gradstats`.
+      loss_fn: `loss_fn(params, rows) -> scalar`, the mean over the rows. It may have gradient taps,
+        by which one backward pass gives the gradient norm of each row (`core.gradstats`).
       params: Any pytree of arrays.
-      rows: The population, [n, ...].
+      rows: The n rows, [n, ...].
       batch_sizes: Distinct batch sizes, each at least 1 and below n.
-      draws: Number of batches of each size, at least 2.
-      seed: Seed of batches and coordinates, at least 0.
+      draws: Number of random batches of each size, at least 2.
+      seed: Seed of the random batches and of the drawn coordinates, at least 0.
       pass_size: Largest number of rows in one pass on the device.
       on_sequences: Called with the number of rows of each pass, for a progress bar.
 
     Returns:
-      Plain numbers, ready for JSON: `num_params`; `num_coordinates` examined, all or as many drawn
-      at random; `mean_gradient_norm`, |G|; `noise`, tr(Sigma), and `signal`, |G|^2, both unbiased
-      (the signal may be negative); `noise_scale`, their ratio in sequences (McCandlish et al. 2018,
-      arXiv 1812.06162, eq. 2.9), None without a positive signal; `bin_edges` of the histograms; and
-      `batches`, see `_scatter`, by batch size.
+      Plain values, ready for JSON:
+
+      - `num_params`, and `num_coordinates`: how many coordinates of gradients are examined, which
+        are all of them or a random choice;
+      - `mean_gradient_norm`: |G|;
+      - `noise`: tr(Sigma), and `signal`: |G|^2, both unbiased, so the signal may be negative;
+      - `noise_scale`: noise / signal, in sequences (McCandlish et al. 2018, arXiv 1812.06162, eq.
+        2.9); None if the signal is not positive;
+      - `bin_edges`: the edges of the histograms' bins;
+      - `batches`: for each batch size the result of `_scatter`.
 
     Raises:
       DivergedError: If a gradient is not finite.
@@ -166,9 +183,9 @@ def _deviation(
     coordinates_C: Array,
     index_AB: Array,
 ) -> tuple[Array, Array]:
-    """The norm of g_b - G for a random batch, and some coordinates of this difference.
+    """The deviation of a batch's gradient from the full gradient: its norm, and some coordinates.
 
-    The gradient of the batch is computed in A parts.
+    The batch is computed in A parts of B rows, one after another.
     """
 
     def add(total_P, index_B):
@@ -181,13 +198,16 @@ def _deviation(
 
 
 def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: float) -> dict:
-    """Summarise the random batches of one size: norms, and kurtosis and histogram of coordinates.
+    """Summarise how the gradients of the random batches of one size deviate from the full gradient.
 
-    Each coordinate is divided by its root mean square; coordinates that never deviate are left out.
-    Normal coordinates then have an excess kurtosis of -6 / (draws + 2). Without the division,
-    normal coordinates of unequal variance would together have heavy tails.
+    The result has the mean, spread and root mean square of the deviations' norms, and the excess
+    kurtosis and a histogram of the deviations' coordinates. Each coordinate is first divided by its
+    root mean square over the batches; coordinates that never deviate are left out. Without this
+    division, normal coordinates of unequal variance would together look heavy-tailed. With it,
+    normal coordinates have an excess kurtosis of -6 / (draws + 2).
 
-    Source: excess kurtosis m_4 / m_2^2 - 3, Joanes and Gill 1998 (their g_2), about zero.
+    Source: excess kurtosis m_4 / m_2^2 - 3, Joanes and Gill 1998 (their g_2), with moments about
+      zero.
     """
     root_C = np.sqrt(np.mean(np.square(values_SC), axis=0, dtype=np.float64)).astype(np.float32)
     scaled_SC = values_SC[:, root_C > 0] / root_C[root_C > 0]
@@ -209,11 +229,11 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
 def compare(
     events: Sequence[dict], *, round: int, trainer: int | None, noise: float, signal: float
 ) -> list[dict]:
-    """Divide what a run's batch-size tests estimated near a checkpoint by the measured values.
+    """Compare a run's own batch-size tests near a checkpoint with the measured noise and signal.
 
     A round's test is taken at the start of the round. So the test of the round after the checkpoint
-    used exactly the parameters of the checkpoint, with other sequences. A finished run has no such
-    round.
+    used exactly the parameters of the checkpoint, with other sequences. After the last round of a
+    run there is no such test.
 
     Args:
       events: The lines of the run's ledger.
@@ -223,8 +243,10 @@ def compare(
       signal: |G|^2, as measured.
 
     Returns:
-      A dict for each trainer and for the checkpoint's round and the next one, with the estimates of
-      the test and their ratios to the measured values. None: not tested, or not positive.
+      A dictionary for each trainer in the checkpoint's round, and for each in the next round. It
+      has the noise, the signal and the noise scale that the test estimated, and each divided by the
+      measured value (`noise_ratio` and so on). An entry is None if it was not tested, or if a
+      divisor is not positive.
     """
     measured = {"noise": noise, "signal": signal, "noise_scale": ratio(noise, signal)}
     found = []
@@ -252,21 +274,26 @@ def analyse_run(
     out: str | os.PathLike[str] | None = None,
     command: str = "",
 ) -> dict:
-    """Write `gradient_analysis.json` and `gradient_analysis.svg` for a checkpoint of a run.
+    """Measure batch gradients at a checkpoint of a run, and write the results as JSON and SVG.
+
+    `gradient_analysis.json` and `gradient_analysis.svg` show how the gradients of random batches
+    scatter about the mean gradient of `num_sequences` sequences, and what the run's own batch-size
+    tests estimated.
 
     Args:
-      workdir: The run's folder; only its subfolder `report/` is written.
-      machine: The devices that may be used; the first one computes.
+      workdir: The run's folder. Nothing in it is changed, except its subfolder `report/`.
+      machine: The devices that may be used. The first of them computes.
       round: The round of the checkpoint; None: the newest checkpoint.
-      trainer: A trainer's id; None: the consensus model.
-      num_sequences: Number n of sequences, drawn at random from all training rows of the run.
-      batch_sizes: Batch sizes, each at least 1 and below n.
-      draws: Number of batches of each size, at least 2.
+      trainer: A trainer's id; None: the consensus model, which stands for all trainers.
+      num_sequences: How many sequences are measured. They are drawn at random from all training
+        rows of the run.
+      batch_sizes: Batch sizes, each at least 1 and below `num_sequences`.
+      draws: Number of random batches of each size, at least 2.
       seed: Seed of sequences, batches and coordinates, at least 0.
       pass_size: Largest number of sequences in one pass on the device; None: the run's largest
         micro-batch.
       out: Folder of the two files; None: `report` in the run's folder.
-      command: The command line, which is recorded, and shown below the figure.
+      command: The command line, which both files state.
 
     Returns:
       The content of the JSON file.
@@ -335,7 +362,7 @@ def _made(folder: Path) -> Path:
 def _drawn_rows(
     workdir: Path, settings: Settings, start: dict, num_sequences: int, seed: int
 ) -> tuple[np.ndarray, int]:
-    """Draw random training rows of the run; also return how many training rows the run has."""
+    """Draw random training rows of a run; also return how many training rows the run has."""
     corpus = load_data(settings)
     if corpus.fingerprint != start.get("data_fingerprint"):
         raise DataError(

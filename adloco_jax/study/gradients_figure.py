@@ -1,4 +1,8 @@
-"""The figure and the printed lines of a gradient analysis, see `study.gradients`."""
+"""The figure and the printed lines of a gradient analysis.
+
+A gradient analysis (`study.gradients`) measures how the gradients of random batches scatter about
+the full gradient, which is the mean over all measured sequences.
+"""
 
 import numpy as np
 
@@ -17,8 +21,8 @@ def describe(result: dict) -> list[str]:
       result: The result of `analyse_run`.
 
     Returns:
-      Lines with the measured noise, the scatter by batch size, and the estimates of the run's own
-      tests.
+      Lines with the measured noise and signal, a table of the scatter for each batch size, and a
+      table of what the run's own batch-size tests estimated.
     """
     unit, total = result["unit"], result["num_params"]
     source = SOURCES.get(result["source"], result["source"])
@@ -46,7 +50,10 @@ def describe(result: dict) -> list[str]:
 
 
 def figure(result: dict) -> Figure:
-    """Draw a gradient analysis: histograms of single coordinates, and norms against batch size.
+    """Draw how the gradients of random batches deviate from the full gradient.
+
+    The left panel has histograms of the single coordinates of the deviations. The right panel has
+    the norms of the deviations against the batch size.
 
     Args:
       result: The result of `analyse_run`.
@@ -65,7 +72,11 @@ def figure(result: dict) -> Figure:
 
 
 def _histograms(result: dict) -> Panel:
-    """Densities of coordinates by batch size, beside the normal density of variance 1."""
+    """Draw how the single coordinates of the deviations are distributed, by batch size.
+
+    Each coordinate is divided by its root mean square, so the normal density of variance 1 is drawn
+    beside the histograms.
+    """
     edges, lowest, curves = np.array(result["bin_edges"]), 1.0, []
     for index, batch in enumerate(result["batches"]):
         density = np.array(batch["counts"]) / (max(1, batch["num_deviations"]) * np.diff(edges))
@@ -83,7 +94,7 @@ def _histograms(result: dict) -> Panel:
 
 
 def _norms(result: dict) -> Panel:
-    """Draw norms of deviations against batch size, with the norms that theory predicts."""
+    """Draw the norm of a batch gradient's deviation against the batch size, beside the theory."""
     batches, n = result["batches"], result["num_sequences"]
     sizes, mean, rms = (
         np.array([batch[name] for batch in batches])

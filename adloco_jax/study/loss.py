@@ -1,4 +1,4 @@
-"""Charts of the loss or the accuracy of runs over each cost, such as tokens or bytes."""
+"""Charts of the loss or the accuracy of runs, over each cost such as tokens or bytes."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ _COSTS = {
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
-    """The CSS classes of each trainer's curve, and labels for trainers of the last round."""
+    """The colour class and the label of each trainer's curve.
+
+    Only trainers that took part in the last round have a label; the others have an empty one.
+    """
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
     return {
@@ -36,19 +39,24 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
 
 
 def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:
-    """Draw a chart of the loss over each cost; the key is the name of the cost.
+    """Draw one chart for each cost, such as tokens or bytes: the loss over this cost.
+
+    If any run was evaluated, the charts show held-out losses, otherwise training losses.
 
     Args:
-      variants: The runs by variant. A single run is drawn by trainer, with its consensus model.
-        Several runs are drawn as a curve per variant; several seeds of a variant are drawn as a
-        median with a band.
-      field: "loss", or a classifier's "accuracy".
+      variants: The runs by variant. If there is a single run, each trainer has a curve, and so has
+        the consensus model. If there are several runs, each variant has a curve; a variant with
+        several seeds has the median of its runs, with a band.
+      field: "loss", or "accuracy" if the runs train classifiers.
+
+    Returns:
+      The charts by the name of the cost. A cost of which no run spent anything has no chart.
     """
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
-        """The evaluations of a run or a trainer, each with its simulated time."""
+        """The points of the curve of a run or of one of its trainers, with simulated times."""
         if heldout:
             who = "consensus" if trainer is None else trainer
             found = curves.heldout_points(run.events, trainer=who, field=field)
@@ -97,7 +105,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
 def _curve(
     cost: str, label: str, key: str, classes: str, all_points: Sequence[list[dict]]
 ) -> Curve:
-    """The curve of a variant: a line for one seed, else the median of the seeds with a band."""
+    """The curve of a variant over a cost: its only run, or the median of its runs with a band."""
     seeds = [
         ([p[cost] for p in found], [p["value"] for p in found]) for found in all_points if found
     ]
@@ -109,7 +117,12 @@ def _curve(
 
 
 def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Curve], str, float]:
-    """Cut off the steep start of curves; also return a label and a limit for the y axis."""
+    """Cut off a steep start of the curves, which would leave little height for all later values.
+
+    Returns:
+      The curves, the label of the y axis (with the highest value that was cut off), and the highest
+      value that is drawn (infinite if nothing was cut off).
+    """
     points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     later = [b for a, b in finite if a > _START]
@@ -130,7 +143,7 @@ def _quantity(runs: Sequence[RunRecord], field: str, heldout: bool) -> str:
 
 
 def caption(variants: Sequence[Variant], field: str = "loss") -> str:
-    """The caption below the charts of loss."""
+    """The caption below the charts: what the curves show, and which variants are not drawn."""
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
     shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
@@ -149,7 +162,7 @@ def caption(variants: Sequence[Variant], field: str = "loss") -> str:
 
 
 def reading() -> str:
-    """A text that explains how to read the charts of loss."""
+    """A text for the reader of the charts: how costs are counted, and what axes and gaps mean."""
     return (
         "Costs are summed over trainers. Communications are blocking; where the consensus is an"
         " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"

@@ -1,7 +1,7 @@
-"""A self-contained web page: it contains its charts and styles, and loads or runs nothing.
+"""Make a self-contained web page: it holds its charts and styles, and loads and runs nothing.
 
-Texts may come from a ledger or a path, so every function escapes its arguments, except those whose
-name ends in `html`.
+Texts on the page may come from a ledger or from the name of a file. So every function escapes its
+arguments, except those whose name ends in `html`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,11 @@ def page(
     Args:
       title: Heading of the page.
       lead: One sentence with the result.
-      screen_html: HTML of the first screen.
-      details_html: HTML of the folded parts below.
-      num_curves: Number of curves; a curve is highlighted while the pointer is on its table row.
-      refresh_s: Seconds after which a browser reads the page again; None for never.
+      screen_html: HTML of what is visible at once.
+      details_html: HTML of the parts below, which open on a click.
+      num_curves: Number of curves that have a row in a table. While the pointer is on a row, its
+        curve is highlighted.
+      refresh_s: Seconds after which a browser reads the page again; None: never.
     """
     refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     keys = [f'[data-k="{key}"]' for key in range(1, num_curves + 1)]
@@ -57,6 +58,10 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Write files to a folder, which is created if missing; older files are replaced atomically.
 
     Characters that cannot be encoded, for instance in a file name, become question marks.
+
+    Args:
+      folder: The folder.
+      texts: The content of each file, by the name of the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -75,22 +80,27 @@ def verbatim(text: str) -> str:
 
 
 def folded(summary: str, html: str, *, is_open: bool = False) -> str:
-    """The HTML of a part of the page that opens on a click, and is open in print."""
+    """The HTML of a part of the page that a click opens and closes; in print it is always open.
+
+    Only `summary` is visible while the part is closed.
+    """
     opened = " open" if is_open else ""
     return f"<details{opened}>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
 
 def figure(html: str, caption: str) -> str:
-    """The HTML of charts with a caption."""
+    """The HTML of charts with a caption below."""
     return f"<figure>\n{html}\n<figcaption>{escaped(caption)}</figcaption>\n</figure>"
 
 
 def tabs(name: str, panels: Mapping[str, Panel]) -> str:
-    """The HTML of charts behind tabs; the first chart is shown at the beginning.
+    """The HTML of charts behind tabs: a click on a tab shows its chart instead of the others.
+
+    At first the page shows the first chart.
 
     Args:
       name: Name of the group of tabs: only letters, and unique on the page.
-      panels: The charts; the key is the text of the chart's tab.
+      panels: The charts, by the texts of their tabs.
     """
     parts = []
     for number, (text, panel) in enumerate(panels.items()):
@@ -109,10 +119,11 @@ def table(
 
     Args:
       caption: Caption of the table.
-      rows: Cells by heading (with unit), with the same headings in each row; at least one row. The
-        first cell is the heading of the row.
+      rows: At least one row. A row has its cells by the heading of the column, which includes the
+        unit. All rows have the same columns. The first cell is the heading of the row.
       texts: Number of text columns, from the left.
-      is_legend: Whether each row is the legend of a curve, with the curve's number and line style.
+      is_legend: Whether each row belongs to a curve. The first cell of a row then shows the number
+        and the line style of its curve.
     """
     classes = [' class="text"'] * texts + [""] * (len(rows[0]) - texts)
     head = [
@@ -136,7 +147,7 @@ def table(
 
 
 def _in_legend(number: int, html: str) -> str:
-    """The cell of a curve in a legend: its number, a piece of its line, and its name."""
+    """The first cell of a curve's table row: the curve's number, a piece of its line, its name."""
     return (
         f'<span class="swatch {chart.look(number)}"><b>{number + 1}</b><svg width="20" height="8"'
         f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'

@@ -42,16 +42,17 @@ def write(
     labels: Sequence[str] | None = None,
     refresh_s: int | None = None,
 ) -> Path:
-    """Write `index.html`, its first figure as `loss.svg`, and `summary.json` with the runs' totals.
+    """Write the report on runs: a web page, its charts of the loss, and the totals of the runs.
 
-    Runs whose configs differ only in the seed are one variant, drawn as a median with a band.
+    The files are `index.html`, `loss.svg` and `summary.json`. Runs whose configs differ only in the
+    seed are one variant, which is drawn as a median with a band.
 
     Args:
-      runs: The runs' folders; runs may be unfinished.
+      runs: The runs' folders. The runs may be unfinished.
       folder: Output folder, created if it does not exist. Each file is replaced atomically.
-      labels: A label for each run; a variant has the label of its first run. None: the folders'
-        names.
-      refresh_s: Seconds after which a browser reads the page again; None for never.
+      labels: A label for each run. A variant has the label of its first run. None: the labels are
+        the paths of the folders, from the deepest folder that contains them all.
+      refresh_s: Seconds after which a browser reads the page again; None: never.
 
     Returns:
       The path of `index.html`, which needs no other file.
@@ -94,11 +95,11 @@ def watch(
 
     Args:
       runs: The runs' folders, which need not exist yet.
-      folder: As in `write`.
-      labels: As in `write`.
+      folder: Output folder, created if it does not exist.
+      labels: A label for each run; None: the paths of the folders, as in `write`.
 
     Raises:
-      ConfigError: In the cases of `write`.
+      ConfigError: If there are no runs, a run is named twice, or the labels do not fit the runs.
       DataError: If a ledger is damaged.
     """
     ledgers, drawn, is_first = [Path(run) / "ledger.jsonl" for run in runs], [], True
@@ -117,9 +118,9 @@ def watch(
 
 
 def conclude(workdir: str | os.PathLike[str]) -> None:
-    """Print the final table of a finished run, and write its report to `report/` in its folder.
+    """Print the final table of a finished run, and write its report to the subfolder `report/`.
 
-    If the report cannot be written, a line on stderr says so; the run itself is saved.
+    If the report cannot be written, a line on stderr says so. The run itself is saved already.
 
     Args:
       workdir: The run's folder.
@@ -183,7 +184,7 @@ def _page(
 
 
 def _lead(variants: Sequence[Variant]) -> str:
-    """The sentence at the top of the page, with the result of the run or runs."""
+    """The text at the top of the page: the result of the run, or the best of several variants."""
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
         found = summary.totals(runs[0].events)
@@ -206,9 +207,10 @@ def _lead(variants: Sequence[Variant]) -> str:
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
-    """Make a table with a row per variant; if there are several, it is the legend of the curves.
+    """Make the table of totals, with a row for each variant.
 
-    Columns without any value are left out.
+    If there are several variants, the table is also the legend of the curves. A column is left out
+    if it would have no value.
     """
     caption = "Communications are blocking and summed over trainers."
     if len(variants) > 1:
@@ -226,7 +228,11 @@ def _totals_table(variants: Sequence[Variant]) -> str:
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
-    """The totals of a single run; for several runs, a list of totals by variant."""
+    """The totals for `summary.json`.
+
+    For a single run these are its totals. For several runs it is a dictionary from the label of a
+    variant to a list with the totals of its runs.
+    """
     if len(variants) == len(variants[0].runs) == 1:
         return summary.totals(variants[0].runs[0].events)
     return {
@@ -239,14 +245,14 @@ def _summary(variants: Sequence[Variant]) -> dict:
 
 
 def _state(run: RunRecord) -> str:
-    """Why the run ended, from its ledger; `unfinished` if it has not ended."""
+    """Why the run ended, or `unfinished`; and how often it was resumed."""
     starts = len(curves.lines(run.events, "start"))
     state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
 
 
 def _measures(run: RunRecord) -> dict:
-    """The totals of a run, including the cost of averaging trainers for the consensus model."""
+    """The totals of a run, in which averaging trainers for the consensus model is counted."""
     found = summary.totals(run.events)
     return found | {
         "syncs_total": found["syncs_total"] + found["consensus_syncs"],
@@ -256,9 +262,9 @@ def _measures(run: RunRecord) -> dict:
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
-    """Format the median of a total over seeds, with the range on the next line.
+    """Make a cell with the median of a total over the seeds, and with the range below the median.
 
-    It is a dash if a run lacks the value.
+    The cell is a dash if the value of a run is missing.
     """
     if any(value is None for value in values):
         return "-"
@@ -286,7 +292,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
-    """The parts of a single run's page that open on a click; the key is the heading."""
+    """The parts of a single run's page that open on a click: their HTML, by their headings."""
     parts = {"Batches and their test": run_figures.batches(run)}
     merges = [
         {

@@ -1,7 +1,8 @@
-"""A file with one JSON line for each finished run of a comparison.
+"""A results file of a comparison, which has one line of JSON for each finished run.
 
 A line has all data of a run that tables and figures need, so the folder of the run can be deleted.
-The file can be committed, and a comparison continues it.
+The file can be committed. A comparison that is given the file makes only those runs that have no
+line in the file.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ _NOTED = ("merge", "refusal", "spawn")
 
 
 class _Point(TypedDict):
-    """The costs and the loss of a run at one evaluation, see `compare.curve`."""
+    """What a run had spent at one evaluation, and its loss there; see `compare.curve`."""
 
     loss: float
     tokens: float
@@ -55,9 +56,10 @@ class Trial(NamedTuple):
 
 
 def digest(config: ConfigDict) -> str:
-    """Hash of a config's differences from the defaults; it identifies a line of a results file.
+    """Hash of the keys in which a config differs from the defaults, with their values.
 
-    Paths are not hashed. The hash does not change when the package gets new knobs.
+    The hash identifies a config in a results file. Keys that are paths of data are not hashed. The
+    hash stays the same when the package gets new knobs, as long as the config has their defaults.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
     changed = {key: v for key, v in values.items() if v != KNOBS[key].default}
@@ -65,12 +67,14 @@ def digest(config: ConfigDict) -> str:
 
 
 def key(run: Trial) -> tuple[str, int, str]:
-    """What identifies the line of a run in a results file: variant, seed, digest of the config."""
+    """The key of a run in a results file: its variant, its seed, and the digest of its config."""
     return run.variant, run.seed, digest(run.config)
 
 
 def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Read the lines of a results file, by `key`; empty if there is no file.
+    """Read a results file. Return its lines by `key` (variant, seed, digest of the config).
+
+    The result is empty if the file does not exist.
 
     Raises:
       DataError: If a line cannot be read.
@@ -100,13 +104,13 @@ def append(
 ) -> None:
     """Add the line of a finished run to the results file.
 
-    The line also has `train_loss`, the mean of the last round's trainers and updates (nats/token;
-    null where it is not finite).
+    Besides what is given, the line has `train_loss`: the mean training loss in the last round, over
+    its trainers and their updates (nats/token; null if it is not finite).
 
     Args:
-      path: The results file; the file and its folder are created if missing.
+      path: The results file. The file and its folder are created if missing.
       run: The run.
-      changes: The keys in which the variant differs from the comparison's base.
+      changes: The keys in which the variant differs from the comparison's base, with their values.
       curve: Costs and held-out loss at each evaluation, see `compare.curve`.
       events: The lines of the run's ledger.
     """

@@ -1,4 +1,7 @@
-"""Figures of one run over its rounds: its trainers, batches, tests, seconds and learners."""
+"""Figures of one run over its rounds: its trainers, batches, tests, seconds and learners.
+
+A learner is a process that runs workers of the run. Only runs with `engine.kind=ray` have learners.
+"""
 
 import itertools
 import math
@@ -24,10 +27,15 @@ _MARKS = {
 
 
 def life(run: RunRecord) -> str:
-    """Draw each trainer from its first round to its last, with its batch and events.
+    """Draw each trainer as a bar from its first round to its last, with its batch and its events.
+
+    Events are merges, refused merges, added workers, and trainers that left the run.
 
     Args:
       run: A run with at least one finished round.
+
+    Returns:
+      HTML.
     """
     rounds = curves.lines(run.events, "round")
     by_trainer = curves.by_trainer(rounds)
@@ -63,7 +71,7 @@ def _across(rounds: Iterable[float]) -> Axis:
 
 
 def _concerned(event: dict) -> list[int]:
-    """The ids of the trainers that a line of the ledger is about."""
+    """The ids of the trainers that an event of the ledger is about; empty if it is not drawn."""
     if event["event"] == "fault":
         return [event["trainer"]] if event.get("kind") == "quarantine" else []
     if event["event"] == "spawn":
@@ -72,7 +80,7 @@ def _concerned(event: dict) -> list[int]:
 
 
 def _sequences(e: dict) -> int:
-    """Number of sequences that a worker uses for an update."""
+    """Number of sequences that each worker uses for an update, from a trainer's `round` line."""
     return e["micro_batch_size"] * e["num_accum_steps"]
 
 
@@ -81,7 +89,11 @@ def _batch(e: dict) -> int:
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
-    """Order the trainers from top to bottom so that lines of merges cross no active trainer."""
+    """Order the trainers from top to bottom, so that lines of merges cross no active trainer.
+
+    A vertical line joins the members of a merge. Trainers that have been absorbed before may lie
+    between the members.
+    """
     order = list(trainers)
     for event in reversed(merged):  # earlier merges are moved later, and are closer
         for member in reversed(event["members"]):
@@ -94,7 +106,10 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
-    """Draw the bar of a trainer over the rounds, in parts of equal batch and number of workers."""
+    """Draw the bar of a trainer over the rounds.
+
+    A new part of the bar begins where the trainer's batch or its number of workers changes.
+    """
     changed = itertools.groupby(
         lines, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
     )
@@ -162,7 +177,11 @@ _BATCHES: Mapping[str, tuple[int, Mapping[str, str]]] = {
 
 
 def batches(run: RunRecord) -> str:
-    """Draw what a batch-size test did: batches, accumulation and measured values by round."""
+    """Draw the batches of each round, and what the batch-size test measured.
+
+    There are panels for the batch per worker, the number of accumulated micro-batches, the noise,
+    the signal, and the batch that the test asked for.
+    """
     looks, drawn = loss.trainer_looks(run), ""
     for label, (base, fields) in _BATCHES.items():
         lines = []
@@ -190,7 +209,7 @@ def batches(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Draw the seconds of each round, and the seconds of waiting for compilation in it."""
+    """Draw how many seconds each round took, and how many of them it waited for compilation."""
     rounds = curves.stalls(run.events)
     drawn = []
     for index, look in enumerate([("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]):
@@ -211,10 +230,16 @@ _SIGNS = {"lost": "✕", "late": "!", "rejected": "?"}  # signs of a learner's e
 
 
 def learners(run: RunRecord) -> str:
-    """Draw each learner while it was present, its events, and how many workers counted.
+    """Draw in which rounds each learner was present, its events, and the share of workers counted.
+
+    A learner is a process that runs workers. Its events are losses, late answers and rejected
+    updates. A worker counts in a round if its update was used.
 
     Args:
       run: A run with `engine.kind=ray` and at least one finished round.
+
+    Returns:
+      HTML.
     """
     rounds = curves.lines(run.events, "round")
     found = {e["learner"]: [] for e in curves.lines(run.events, "learner")}
@@ -272,7 +297,11 @@ def _round(event: dict) -> int:
 
 
 def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
-    """The spans of rounds in which a learner was present: the first and the last round of each."""
+    """The spans of rounds in which a learner was present, as pairs of the first and last round.
+
+    `events` are the lines of this learner in the ledger. `last` is the last round of the run, where
+    the last span ends if the learner was not lost and did not leave.
+    """
     joined = None
     for event in events:
         if event["what"] not in ("joined", "lost", "left"):
@@ -285,7 +314,7 @@ def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
 
 
 def _mark(event: dict, across: str, row: str) -> str:
-    """Draw the sign of an event of a learner, such as a loss."""
+    """Draw the sign of a learner's event: it was lost, it was late, or its update was rejected."""
     title = f"round {event['round']}: learner {event['learner']} {event['what']}: {event['why']}"
     return (
         f'<g class="event"><title>{escaped(title)}</title><circle cx="{across}" cy="{row}" r="7"/>'
@@ -313,10 +342,14 @@ _THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
 
 
 def theory_beside(run: RunRecord) -> str:
-    """Draw measured signal, batch growth and communications beside the paper's bounds.
+    """Draw the measured signal, batch growth and communications beside the paper's bounds.
 
     Args:
-      run: The run; bounds are drawn if its ledger determines their constants.
+      run: The run. If the constants of the bounds cannot be fitted to its ledger, only the measured
+        values are drawn.
+
+    Returns:
+      HTML.
     """
     found = theory.measured(run.events)
     num_steps, text = found["num_steps"], _THEORY_CAPTION

@@ -56,7 +56,10 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
 
 
 def totals(events: Sequence[dict]) -> dict:
-    """The totals of a run; None for values that its ledger lacks or that were not finite."""
+    """The totals of a run, by name.
+
+    A total is None if the ledger lacks it, or if it was not finite.
+    """
     rounds, programs, spent = (lines(events, *n) for n in (["round"], ["compile"], SPENDING))
     start, end = last(events, "start"), last(events, "end")
     final = last([e for e in events if e.get("trainer") == "consensus"], "eval")
@@ -113,19 +116,23 @@ def totals(events: Sequence[dict]) -> dict:
 
 
 def goodput(events: Sequence[dict]) -> float | None:
-    """Goodput: counted tokens, divided by the tokens that the learners could have trained on.
+    """Goodput of a run: the share of the tokens its learners could have trained on that counted.
 
-    Goodput is tokens / (seconds up × rate). A learner's process is up from the request to start it
-    until its end; a round's line has the seconds up of all processes since the previous line
-    (`up_s`). The rate is in tokens per second of a process, measured on rounds without a fault. In
-    such a round every worker counted, and no learner joined, left, was lost, late or rejected. A
-    trainer's first round after a start compiles, and is not used for the rate.
+    A learner is a process that runs workers. Goodput is tokens / (seconds up × rate):
+
+    - Tokens are those that counted.
+    - Seconds up are summed over all processes. A process is up from the request to start it until
+      its end. The ledger's line of a round has the seconds up since the previous line (`up_s`).
+    - The rate is the number of tokens that a process trains on in a second, measured on rounds
+      without a fault. In such a round every worker counted, and no learner joined, left, was lost,
+      was late or had an update rejected. A trainer's first round after a start of the run is not
+      used for the rate, because it compiles.
 
     Args:
-      events: A run's ledger.
+      events: The lines of a run's ledger.
 
     Returns:
-      The share; None without learners, or if no round was without a fault.
+      The share, 0 to about 1; None if the run has no learners or no round without a fault.
     """
     done = np.zeros((2, 2))  # tokens and seconds: of all rounds, of those without a fault
     started: set[int] = set()  # trainers that have made a round since the start
@@ -147,7 +154,7 @@ def goodput(events: Sequence[dict]) -> float | None:
 
 
 def _written_with(event: dict) -> tuple:
-    """A value by which lines of one round are grouped: lines written together have the same."""
+    """A key to group lines of a ledger: lines that were written together have the same key."""
     return event["event"], event.get("step_s")
 
 
@@ -193,7 +200,10 @@ def described(totals: dict) -> list[tuple[str, str]]:
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
-    """Describe the last evaluation of the consensus model, in pairs of a name and a value."""
+    """Describe the last evaluation of the consensus model, in pairs of a name and a value.
+
+    The consensus model is the one model that stands for all trainers.
+    """
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
@@ -231,19 +241,25 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a loss or a score with four decimals."""
+    """Format a loss or a score with four decimals; None becomes "not finite"."""
     return "not finite" if value is None else f"{value:.4f}" if value < 1e5 else f"{value:.3e}"
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration: seconds below a minute, else hours, minutes and seconds."""
+    """Format a duration: seconds below a minute, otherwise hours, minutes and seconds.
+
+    42 becomes "42.0 s", and 3723 becomes "1:02:03".
+    """
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
 
 
 def short(value: float, unit: str = "") -> str:
-    """Format a number with three digits, and with a prefix from a thousand on: 2.5 M."""
+    """Format a number with three significant digits, and from a thousand on with an SI prefix.
+
+    2500000 becomes "2.5 M".
+    """
     value = float(f"{value:.3g}")
     power = min(5, int(math.log10(abs(value)) // 3)) if abs(value) >= 1000 else 0
     return f"{value / 1000**power:g} {'kMGTP'[power - 1] if power else ''}{unit}".rstrip()

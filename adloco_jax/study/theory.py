@@ -1,12 +1,16 @@
 """Bounds of the paper's theory (docs/algorithm.md, 5), with constants fitted to a run.
 
-The bounds hold for SGD on an L-smooth F with the exact norm test and step size 1 / (L (1 + eta^2)).
-The exact test gives b_k = sigma^2 / (eta^2 |G_k|^2). All bounds then follow from Lemma 2: Theorem 1
-by Jensen's inequality for 1/x, and the direct bound on communications because 1 / b_k is |G_k|^2
-times a constant. The bounds depend on L and Delta0 only by their product.
+F is the loss, x0 the initial parameters, F* the lowest loss, and Delta0 = F(x0) - F*. The bounds
+hold for SGD with step size 1 / (L (1 + eta^2)), if F is L-smooth and every batch is exactly what
+the norm test asks for: b_k = sigma^2 / (eta^2 |G_k|^2). Here G_k is the gradient of F at step k,
+and sigma^2 is the noise, the trace of the covariance of single sequences' gradients.
 
-L is fitted such that Lemma 2 holds on the measured signal. So a measured curve crosses its bound
-only if the run departs from the theory's assumptions, see docs/algorithm.md, 5.
+Lemma 2 bounds the mean of |G_k|^2 from above. The other bounds follow from it: Theorem 1 by
+Jensen's inequality for 1/x, and the direct bound on communications because 1 / b_k is a constant
+times |G_k|^2. L and Delta0 occur in the bounds only as their product.
+
+L is chosen so that Lemma 2 holds for the measured signal |G|^2. So a measured curve crosses its
+bound only if the run departs from the theory's assumptions, see docs/algorithm.md, 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +23,7 @@ from adloco_jax.study import curves
 
 
 class Constants(NamedTuple):
-    """Constants of the bounds, all above 0; only the product of L and Delta0 matters."""
+    """The constants of the bounds, all above 0. Only the product of L and Delta0 matters."""
 
     smoothness: float  # L, nats/token per squared distance of parameters
     gap: float  # Delta0 = F(x0) - F*, nats/token
@@ -28,17 +32,17 @@ class Constants(NamedTuple):
 
 
 def signal_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray) -> np.ndarray:
-    """Upper bound on the mean of E|G|^2 over the first N steps of a worker.
+    """Upper bound on the signal E|G|^2, averaged over the first N steps of a worker.
 
     Args:
       constants: L, Delta0, sigma^2 and eta.
       num_steps: N >= 1.
-      *shape: Two numbers: S, local steps between synchronisations, and Mi, workers of the trainer.
-        Both are 1 by default.
+      *shape: Nothing, or two values: S, the number of local steps between synchronisations, and Mi,
+        the number of the trainer's workers. Without them both are 1.
 
     Returns:
-      2 L (S Mi + eta^2) Delta0 / (Mi N). With several workers or steps the rate is known only up to
-      a constant; the factor 2 makes the bound equal to Lemma 2 for S = Mi = 1.
+      2 L (S Mi + eta^2) Delta0 / (Mi N). For several workers or steps the paper states this rate
+      only up to a constant factor. The factor 2 makes the bound equal to Lemma 2 if S = Mi = 1.
 
     Source: AdLoCo, Lemma 2; Lemma 1 with several workers or steps.
     """
@@ -48,15 +52,16 @@ def signal_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray
 
 
 def batch_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray) -> np.ndarray:
-    """Lower bound on the expected batch per worker, mean over the first N steps.
+    """Lower bound on the expected batch of a worker, averaged over its first N steps.
 
     Args:
       constants: L, Delta0, sigma^2 and eta.
       num_steps: N >= 1.
-      *shape: As in `signal_bound`.
+      *shape: Nothing, or two values: S, the number of local steps between synchronisations, and Mi,
+        the number of the trainer's workers. Without them both are 1.
 
     Returns:
-      sigma^2 / (Mi eta^2 `signal_bound`), in sequences: linear in N.
+      sigma^2 / (Mi eta^2 `signal_bound`), in sequences. It is linear in N.
 
     Source: AdLoCo, Theorem 1; Lemma 1 with several workers or steps.
     """
@@ -69,7 +74,7 @@ def batch_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray)
 def bounds(
     found: Mapping[str, np.ndarray], constants: Constants, max_batch_size: int
 ) -> dict[str, np.ndarray]:
-    """What the paper's theory bounds for a run, after each round.
+    """The paper's bounds on the signal, the batch and the communications of a run, by round.
 
     Args:
       found: The result of `measured`.
@@ -77,12 +82,17 @@ def bounds(
       max_batch_size: Largest number of sequences in a micro-batch.
 
     Returns:
-      `signal_bound` is an upper bound (Lemma 2). `batch_bound`, with the workers and steps of each
-      round, and `total_batch_bound` are lower bounds (Lemma 1, Theorem 1). `communications_bound`
-      is an upper bound and the same for every N: 2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2.
+      One value for each round:
 
-    Source: docs/algorithm.md, 5. Instead of Theorem 2 the direct bound is used: the sum of
-    1 / b_k = eta^2 |G_k|^2 / sigma^2 by Lemma 2.
+      - `signal_bound`: upper bound on the mean signal (Lemma 2);
+      - `batch_bound`: lower bound on the batch of a worker, with the number of workers and steps of
+        the round (Lemma 1);
+      - `total_batch_bound`: lower bound on the batch of all workers of a trainer (Theorem 1);
+      - `communications_bound`: upper bound on the number of communications, 2 max_batch eta^2 L (1
+        + eta^2) Delta0 / sigma^2, which is the same for all rounds.
+
+    Source: docs/algorithm.md, 5. In place of Theorem 2 communications have the direct bound, which
+      sums 1 / b_k = eta^2 |G_k|^2 / sigma^2 by Lemma 2.
     """
     num_steps = found["num_steps"]
     return {
@@ -97,15 +107,17 @@ def bounds(
 def fit_constants(events: Sequence[dict]) -> Constants:
     """Fit the bounds' constants to a run.
 
-    - eta: from the config. For the augmented inner-product test it is nu, because this test reduces
-      to a norm test with nu in high dimension.
-    - sigma^2: the mean of the measured noise, over all tests.
-    - Delta0: from the first finite training loss, averaged over the trainers of its round, to the
-      lowest loss of all evaluations and of all training losses, averaged in the same way.
-    - L: the smallest for which Lemma 2 holds after every round: the largest sum of measured |G|^2
-      over the first N steps, divided by 2 (1 + eta^2) Delta0. A round's measured value is
-      used for all its steps. Negative values are included, because without them the noise of the
-      measurements would look like signal. Rounds without a measurement are left out of the mean.
+    - eta: from the config. For the augmented inner-product test it is nu, because in high dimension
+      this test reduces to a norm test with nu.
+    - sigma^2: the mean of the noise that the run's tests measured.
+    - Delta0: the first finite training loss minus the lowest loss. Training losses are averaged
+      over the trainers of a round. The lowest loss is the least of these means and of the losses of
+      all evaluations.
+    - L: the smallest value for which Lemma 2 holds after every round. It is the largest sum of the
+      measured |G|^2 over the first N steps, divided by 2 (1 + eta^2) Delta0. The value that was
+      measured in a round is used for all steps of the round. Negative values are included, because
+      without them the noise of the measurements would look like signal. Rounds without a
+      measurement are left out of the mean.
 
     Args:
       events: The lines of the run's ledger.
@@ -142,18 +154,22 @@ def fit_constants(events: Sequence[dict]) -> Constants:
 
 @np.errstate(all="ignore")  # values of any size; the first means have no values
 def measured(events: Sequence[dict]) -> dict[str, np.ndarray]:
-    """The signal, growth and communications of a run, after every round.
-
-    Means are over the steps so far, and within a round over its trainers. NaN: not measured.
+    """The signal, the growth of the batch and the communications of a run, after every round.
 
     Args:
       events: The lines of the run's ledger.
 
     Returns:
-      A value per round, in order, of `num_steps` (updates of a worker so far, the theory's N),
-      `steps` and `workers` of the round, `signal` (|G|^2), `batch` and `total_batch` (requested, in
-      sequences of a worker and of all workers of a trainer), and `communications` (the paper's
-      C(N), of a trainer).
+      Arrays with one value for each round, in order:
+
+      - `num_steps`: updates of a worker until the end of the round, which is the theory's N;
+      - `steps`: updates of a worker in the round, and `workers`: workers of a trainer in the round;
+      - `signal`: the measured |G|^2, `batch`: the requested batch of a worker, and `total_batch`:
+        that of all workers of a trainer. These are means over all steps so far; batches are in
+        sequences;
+      - `communications`: the paper's count C(N) for a trainer.
+
+      The values of a round are means over its trainers. They are NaN where nothing was measured.
     """
     size = curves.last(events, "start")["max_batch_size"]
 
@@ -180,7 +196,10 @@ def measured(events: Sequence[dict]) -> dict[str, np.ndarray]:
 
 
 def _by_round(events: Sequence[dict], of: Callable[[dict], float | None]) -> np.ndarray:
-    """The mean of a value over the trainers of a round, for each round."""
+    """For each round, the mean of a value over the trainers of the round.
+
+    `of` computes the value from a trainer's `round` line, or returns None if there is none.
+    """
     return np.array([_mean(list(map(of, lines))) for lines in curves.by_round(events).values()])
 
 
