@@ -68,8 +68,8 @@ class DataSource:
 
     Attributes:
       documents: `documents(file, data)` yields the content of one file in a fixed order: texts, or
-        values of type `Record` whose column `data.text_column` is the text. `data` is the config's group `data`.
-        If `needs` lacks `path`, the function is called once, with None for the file.
+        values of type `Record` whose column `data.text_column` is the text. `data` is the config's
+        group `data`. If `needs` lacks `path`, the function is called once, with None for the file.
       needs: Which of the config's keys `data.path` and `data.text_column` must not be empty. A
         source that does not need `path` reads no files.
       refuses: The keys of the group `data` that do not apply to this source, each with the reason.
