@@ -88,11 +88,11 @@ def bounds(
       - `batch_bound`: lower bound on the batch of a worker, with the number of workers and steps of
         the round (Lemma 1);
       - `total_batch_bound`: lower bound on the batch of all workers of a trainer (Theorem 1);
-      - `communications_bound`: upper bound on the number of communications, 2 max_batch eta^2 L (1
-        + eta^2) Delta0 / sigma^2, which is the same for all rounds.
+      - `communications_bound`: upper bound on the number of communications,
+        2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2, which is the same for all rounds.
 
     Source: docs/algorithm.md, 5. In place of Theorem 2 communications have the direct bound, which
-      sums 1 / b_k = eta^2 |G_k|^2 / sigma^2 by Lemma 2.
+    sums 1 / b_k = eta^2 |G_k|^2 / sigma^2 by Lemma 2.
     """
     num_steps = found["num_steps"]
     return {
