@@ -170,9 +170,9 @@ def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """Find the largest micro-batch that fits in memory if workers run in the given mode.
+    """Find the largest micro-batch whose programs fit in memory if workers run in the given mode.
 
-    The programs are compiled for at most three sizes.
+    `find_max_batch` compiles at most three of `sizes`, and returns the largest of these that fits.
     """
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]

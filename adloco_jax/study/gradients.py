@@ -203,11 +203,11 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
     The result has the mean, spread and root mean square of the deviations' norms, and the excess
     kurtosis and a histogram of the deviations' coordinates. Each coordinate is first divided by its
     root mean square over the batches; coordinates that never deviate are left out. Without this
-    division, normal coordinates of unequal variance would together look heavy-tailed. With it,
-    normal coordinates have an excess kurtosis of -6 / (draws + 2).
+    division, normal coordinates of unequal variance would together look heavy-tailed. With it, the
+    expected excess kurtosis of normal coordinates is -6 / (S + 2) for S batches.
 
-    Source: excess kurtosis m_4 / m_2^2 - 3, Joanes and Gill 1998 (their g_2), with moments about
-      zero.
+    Source: excess kurtosis m_4 / m_2^2 - 3 (g_2 of Joanes and Gill 1998), but with moments about
+    zero instead of moments about the mean.
     """
     root_C = np.sqrt(np.mean(np.square(values_SC), axis=0, dtype=np.float64)).astype(np.float32)
     scaled_SC = values_SC[:, root_C > 0] / root_C[root_C > 0]
