@@ -145,6 +145,11 @@ class Inner:
         0.0, "Fraction of the peak rate at the end of a schedule; nanoGPT: 0.1."
     )
     weight_decay: Weight = knob(0.1, "Weight decay, times the rate (AdLoCo 6.1); not for sgd.")
+    decay: Literal["all", "matrices"] = refused(
+        "all",
+        "Parameters that weight_decay shrinks. all: norms and biases too, as in AdLoCo's code."
+        " matrices: matrices and embedding tables only.",
+    )
     beta1: Decay = knob(0.9, "Decay of the first moment (Kingma & Ba 2015); muon's momentum.")
     beta2: Decay = knob(0.999, "Decay of the second moment (Kingma & Ba 2015).")
     clip_norm: Positive | None = knob(

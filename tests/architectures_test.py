@@ -76,7 +76,7 @@ def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():
     }
     labels = ARCHITECTURES["bert"].label_params(param_shapes(BERT))
     assert labels["pooler"] == {"kernel": "matrix", "bias": "other"}
-    assert labels["classifier"] == {"kernel": "head", "bias": "head"}
+    assert labels["classifier"] == {"kernel": "head", "bias": "other"}
     assert labels["position"] == {"embedding": "embedding"}
     assert labels["layers"]["mlp"]["up"] == {"kernel": "stacked_matrix", "bias": "stacked_other"}
     # Names that only resemble ours are not labelled, nor are leaves at another depth.

@@ -109,6 +109,22 @@ def test_embeddings_head_and_vectors_move_exactly_as_with_adamw(updates):
             assert np.array_equal(leaf, expected) == is_other
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_decay_of_matrices_leaves_out_what_is_labelled_other(name):
+    """Without gradients an update is the decay alone."""
+    factory = INNER_OPTIMIZERS[name]
+    for decay in ("all", "matrices"):
+        inner = dataclasses.replace(INNER, decay=decay)
+        tx = factory(inner, label_params=lambda params: LABELS)
+        (updates,) = moved(tx, normal(0), [jax.tree.map(np.zeros_like, normal(0))])
+        for update, leaf, label in zip(
+            *map(jax.tree.leaves, (updates, normal(0), LABELS)), strict=True
+        ):
+            left_out = decay == "matrices" and label in ("other", "stacked_other")
+            factor = 0.0 if left_out else -INNER.weight_decay
+            np.testing.assert_allclose(update, factor * leaf, rtol=1e-12)
+
+
 def test_a_model_without_hidden_matrices_is_refused():
     with pytest.raises(ValueError, match="no parameter is labelled as a hidden layer's matrix"):
         INNER_OPTIMIZERS["muon"](INNER).init({"w": jnp.zeros((2, 3, 3))})

@@ -9,12 +9,7 @@ import optax
 import optax.contrib
 from jaxtyping import PyTree
 
-from adloco_jax.core.inner import INNER_OPTIMIZERS, adamw
-
-
-def label_by_shape(params: PyTree) -> PyTree:
-    """Label each leaf by its shape: "matrix" for two axes, else "other"."""
-    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "other", params)
+from adloco_jax.core.inner import INNER_OPTIMIZERS, adamw, label_by_shape
 
 
 def muon(
@@ -23,8 +18,8 @@ def muon(
     """Make the inner optimizer Muon for matrices of hidden layers, with AdamW for the rest.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
-    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled. Weight decay and learning
-    rate are the same for all parameters.
+    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled. The learning
+    rate is the same for all parameters, and so is weight decay, unless `decay` leaves some out.
 
     Args:
       inner: The settings' group `inner`.
@@ -66,8 +61,9 @@ def muon(
         optax.add_decayed_weights(inner.weight_decay),
         optax.scale(-1.0),
     )
+    rest = adamw(inner, label_params=label_params)
     return optax.partition(
-        {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": adamw(inner)}, label
+        {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": rest}, label
     )
 
 

@@ -292,12 +292,30 @@ def _swap(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
 
 
-def adamw(inner: Any) -> optax.GradientTransformation:
+def label_by_shape(params: PyTree) -> PyTree:
+    """Label each leaf by its shape: "matrix" for two axes, else "other"."""
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "other", params)
+
+
+def adamw(
+    inner: Any, *, label_params: Callable[[PyTree], PyTree] = label_by_shape
+) -> optax.GradientTransformation:
     """Make an AdamW optimizer from the settings' group `inner`, with learning rate 1.
 
     The settings give the decay rates of both moments, and the weight decay, which is decoupled.
+    With `decay="matrices"`, leaves that `label_params` labels "other" do not decay.
     """
-    return optax.adamw(1.0, b1=inner.beta1, b2=inner.beta2, weight_decay=inner.weight_decay)
+
+    def decays(params):
+        return jax.tree.map(lambda label: not label.endswith("other"), label_params(params))
+
+    return optax.adamw(
+        1.0,
+        b1=inner.beta1,
+        b2=inner.beta2,
+        weight_decay=inner.weight_decay,
+        mask=decays if inner.decay == "matrices" else None,
+    )
 
 
 INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {

@@ -69,9 +69,9 @@ class WeightMap:
             stacked = "stacked_" if "{}" in self.modules.get(module, "") else ""
             if kind == "embedding" and module in self.modules:
                 return f"{stacked}embedding"
-            if module == self.head:
-                return "head"
-            return f"{stacked}matrix" if leaf.ndim - bool(stacked) == 2 else f"{stacked}other"
+            if leaf.ndim - bool(stacked) != 2:
+                return f"{stacked}other"
+            return "head" if module == self.head else f"{stacked}matrix"
 
         return jax.tree.map_with_path(label, params)
 
