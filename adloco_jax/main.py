@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import re
-import resource
 import shlex
 import sys
 import traceback
@@ -67,7 +66,6 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_bool, "help", False, "print this help, and stop"),
 )
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
-_MIN_ADDRESS_BYTES = 4 * 2**30
 
 
 def command() -> NoReturn:
@@ -248,12 +246,6 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
         print("\n".join([_TRAIN, *own, "", config.config_help()]))
         return 0
     path, made = _configure(options, words)
-    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if addresses != resource.RLIM_INFINITY and addresses < _MIN_ADDRESS_BYTES:
-        raise ResourceError(
-            f"the process may address {addresses} bytes (ulimit -v), need {_MIN_ADDRESS_BYTES}: "
-            "with less, JAX aborts while it starts its threads"
-        )
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
     varying = ("--coordinator=", "--num_processes=", "--process_id=")  # processes may differ here

@@ -180,7 +180,7 @@ class Outer:
     aggregator: str = knob(
         "mean",
         "How workers' differences become a pseudo-gradient (docs/algorithm.md, 1).",
-        table=("AGGREGATORS", "mean", "rda", "isotropic"),
+        table=("AGGREGATORS", "mean", "rda"),
     )
     precision: Literal["float32", "bfloat16", "int4"] = knob(
         "float32",

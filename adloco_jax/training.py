@@ -48,7 +48,6 @@ from adloco_jax.run.build import (
 from adloco_jax.run.checkpoint import Saver, list_rounds
 from adloco_jax.run.choose import Mode, modes
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.ledger import START
 from adloco_jax.run.machines import here, use_compilation_cache
 from adloco_jax.run.plan import require_memory, run_header
 from adloco_jax.run.resume import check_config, exclusive, recorded_commit
@@ -332,7 +331,7 @@ def begin(
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     restored, damage, end = resume.restore(run)
-    host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
+    host = restored.host if restored else {"wall_s": 0.0, "loss": None}
     num_rounds = settings.num_rounds if settings.num_tokens is None else None
     before = restored.state.control if restored else None
     done = share_done(before.round, before.tokens_total, settings) if before else 0.0
@@ -340,7 +339,7 @@ def begin(
     stack.callback(progress.close)
     begins_again = restored is None and not failures.faults
     begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
-    ledger = processes.run_on_all(lambda: open_ledger(run, stack, host["ledger"], progress))
+    ledger = processes.run_on_all(lambda: open_ledger(run, stack, before, progress))
     control, programs = resume.begin_control(
         run,
         restored,

@@ -113,7 +113,7 @@ def test_the_newest_and_the_best_are_kept_in_the_order_of_their_rounds(tmp_path)
     ("left", "place", "advice"),
     [
         ((), "save.renamed", "no other checkpoint is left"),
-        ((1,), "save.synced", "the one before it is FOLDER/1"),
+        ((1,), "save.arrays", "the one before it is FOLDER/1"),
     ],
 )
 def test_checkpoints_deleted_during_a_save_are_reported_with_what_is_left(

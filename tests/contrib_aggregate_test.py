@@ -48,10 +48,9 @@ def update_of(rule, precision="float32"):
 
 
 def by_tensor(rule, tensor_W, weights, *, plain=False):
-    mean = np.average(tensor_W, axis=0, weights=weights)
     if rule == "rda" and not plain:
         return oracle.radial_directional(list(tensor_W), weights)
-    return oracle.isotropic(mean) if rule == "isotropic" and mean.ndim == 2 else mean
+    return np.average(tensor_W, axis=0, weights=weights)
 
 
 def by_hand(rule, difference_W, weights):

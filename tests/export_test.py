@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import tarfile
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -113,17 +111,6 @@ def test_commands_export_and_write(trained, tmp_path, capsys):
     ]:
         code, _, lines = run("generate", **options)
         assert code in (2, 3) and fault in lines and lines.count("\n") == 1
-
-
-def test_a_run_of_0_2_is_exported_and_not_resumed(tmp_path, capsys):
-    """The run was made with tag v0.2.0; `expected` is the export of that version."""
-    with tarfile.open(Path(__file__).parent / "run-0.2.0.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    assert cli.main(["export", str(tmp_path / "run"), f"--out={tmp_path / 'out'}"]) == 0
-    files = (tmp_path / name / "model.safetensors" for name in ("out", "expected"))
-    assert_equal(*map(load_file, files))
-    with pytest.raises(CheckpointError, match="config.json: a run of another version"):
-        train(tiny(), tmp_path / "run")
 
 
 # --- Starting from a checkpoint ---------------------------------------------------------------

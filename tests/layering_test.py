@@ -152,7 +152,7 @@ def test_tables_are_read_with_the_entries_of_all_papers():
     run = [sys.executable, "-c", code]
     out = subprocess.run(run, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120)
     found = set(out.stdout.split())
-    assert {"rda", "isotropic", "muon", "nesterov_by_interval", "qsr", "linear"} <= found
+    assert {"rda", "muon", "nesterov_by_interval", "qsr", "linear"} <= found
 
 
 def test_the_pure_functions_cost_jax_flax_and_optax_only_and_the_package_alone_nothing():

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from adloco_jax import files
-from adloco_jax.errors import DataError
-from adloco_jax.run.ledger import EVENTS, Ledger, deterministic_lines, read
+from adloco_jax.errors import CheckpointError, DataError
+from adloco_jax.loop.adloco import Control, Trainer
+from adloco_jax.run.ledger import EVENTS, Ledger, cut, deterministic_lines, read
 
 
 @pytest.fixture
@@ -169,6 +170,40 @@ def test_lines_that_contradict_one_another_are_refused(path, change, fault):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DataError, match=fault):
         read(path)
+
+
+def test_a_resume_cuts_the_rounds_after_the_checkpoint_by_each_trainers_own_count(path):
+    """Trainer 1 is a round ahead of trainer 0; trainer 2 had left the run."""
+    kept = [
+        *({"event": "round", "round": 1, "trainer": m} for m in (0, 1, 2)),
+        {"event": "fault", "kind": "quarantine", "round": 1, "trainer": 2},
+        {"event": "round", "round": 2, "trainer": 1},
+        {"event": "eval", "round": 1, "trainer": 1},
+        {"event": "checkpoint", "round": 1},
+    ]
+    later = [
+        {"event": "round", "round": 3, "trainer": 1},
+        {"event": "round", "round": 2, "trainer": 0},
+        {"event": "eval", "round": 2, "trainer": 1},
+        {"event": "fault", "kind": "quarantine", "round": 1, "trainer": 1},
+    ]
+    start, learner = {"event": "start"}, {"event": "learner", "round": 2}
+
+    def write(*lines):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    control = Control([Trainer(0, 1, rounds=1), Trainer(1, 1, rounds=2)], [0, 1], [0, 1], 1, 1, 1)
+    write(start, *kept, *later, learner)
+    cut(path, control)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [start, *kept, learner]
+    cut(path, None)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        start,
+        kept[-1],
+        learner,
+    ]
+    with pytest.raises(CheckpointError, match="has 0 rounds of trainer 0, the checkpoint has 1"):
+        cut(path, control)
 
 
 def test_a_missing_ledger_is_the_users_mistake(tmp_path):

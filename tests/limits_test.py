@@ -57,7 +57,6 @@ CONTINUES = {
 
 
 STOPS = {
-    "1 GiB of addresses": [(resource.RLIMIT_AS, 2**30)],
     "12 open files": [(resource.RLIMIT_NOFILE, 12)],
     # Too small for a single array, whatever the packing.
     "files of 16 KiB": [(resource.RLIMIT_FSIZE, 2**14)],

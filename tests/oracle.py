@@ -525,12 +525,3 @@ def radial_directional(differences, weights):
         length += weight / total * norm
     size = np.linalg.norm(direction)
     return mean if size < 1e-6 else length * direction / size
-
-
-def isotropic(matrix):
-    """Equal singular values, by the polar decomposition M (M'M)^(-1/2)."""
-    tall = matrix if len(matrix) >= matrix.shape[1] else matrix.T
-    squares, vectors = np.linalg.eigh(tall.T @ tall)
-    polar = tall @ vectors @ np.diag(squares**-0.5) @ vectors.T
-    result = np.mean(np.sqrt(squares)) * polar
-    return result if tall is matrix else result.T

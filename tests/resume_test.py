@@ -154,8 +154,6 @@ def damage_ledger(path, kind):
     place = [json.loads(row)["event"] for row in rows].index("round") + 1
     if kind == "garbled":
         rows[place] = b"\0" * (len(rows[place]) - 1) + b"\n"
-    elif kind == "changed":
-        rows[place] = rows[place].replace(b'"trainer": 1', b'"trainer": 2')
     elif kind == "shortened":
         rows[place:] = [rows[place][:20]]
     else:
@@ -163,7 +161,7 @@ def damage_ledger(path, kind):
     path.write_bytes(b"".join(rows))
 
 
-@pytest.mark.parametrize("kind", ["garbled", "changed", "shortened", "after the checkpoint"])
+@pytest.mark.parametrize("kind", ["garbled", "shortened", "after the checkpoint"])
 def test_a_damaged_ledger_is_refused_and_left_as_it_is(stopped, kind):
     path = stopped / "ledger.jsonl"
     damage_ledger(path, kind)
@@ -226,7 +224,7 @@ def test_a_damaged_record_of_the_config_is_refused(tmp_path):
         ("", "damaged"),
         ("[1]", "damaged"),
         ("{}", "a run of another version"),
-        (json.dumps(whole | {"format": 2}), "a run of another version .* `adloco export`"),
+        (json.dumps(whole | {"format": 2}), "a run of another version"),
         (json.dumps(whole | {"config": 5}), "config: have 5, expected an object"),
     ):
         (tmp_path / "config.json").write_text(text)

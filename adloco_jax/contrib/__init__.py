@@ -9,7 +9,6 @@ table's entries, add the function to the table under a name, and import your fil
 entries of all files.
 """
 
-from adloco_jax.contrib import isotropic as isotropic
 from adloco_jax.contrib import linear as linear
 from adloco_jax.contrib import muon as muon
 from adloco_jax.contrib import nesterov_by_interval as nesterov_by_interval

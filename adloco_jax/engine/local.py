@@ -297,13 +297,11 @@ class LocalEngine:
         owners: Sequence[int],
     ) -> Ensemble:
         """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`)."""
-        crash_point("merge.decided")
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, ensemble, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer until it has `num_workers` of them (`core.spawn`)."""
-        crash_point("spawn.decided")
         return replace(spawned, ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:

@@ -179,17 +179,9 @@ def num_bytes(tree: PyTree) -> int:
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
     """Bytes that must be sent to copy an optimizer's state to another trainer or worker.
 
-    Two kinds of arrays in the state are not sent: arrays that updates never change, and arrays of
-    whole numbers (such as counts of updates), because the host knows them.
+    Arrays of whole numbers (such as counts of updates) are not sent, because the host knows them.
     """
-    params = trainable(params)
-    state = jax.eval_shape(tx.init, params)
-    update = optax.with_extra_args_support(tx).update
-    program = jax.make_jaxpr(lambda state, params: update(params, state, params)[1])(state, params)
-    before, after = program.jaxpr.invars, program.jaxpr.outvars
-    changed = [
-        leaf
-        for leaf, old, new in zip(jax.tree.leaves(state), before, after, strict=False)
-        if new is not old
-    ]
-    return num_bytes([leaf for leaf in changed if jnp.issubdtype(leaf.dtype, jnp.inexact)])
+    state = jax.eval_shape(tx.init, trainable(params))
+    return num_bytes(
+        [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    )

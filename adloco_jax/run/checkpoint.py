@@ -34,7 +34,6 @@ from adloco_jax.files import file_sha256, read_json, sync
 from adloco_jax.run import processes
 
 FORMAT = 3  # is increased when older versions cannot read a newer run's folder
-EXPORTED = (2, FORMAT)  # formats from which `adloco export` can read parameters
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 
@@ -171,11 +170,9 @@ class Saver:
         staging, target = self.folder / _STAGING, self.folder / str(round_index)
         crash_point("save.arrays")
         (staging / _HOST).write_bytes(_encode(host))
-        crash_point("save.host")
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
             sync(path)
-        crash_point("save.synced")
         manifest = {"format": FORMAT, "round": round_index, "loss": loss, "files": files}
         (staging / _MANIFEST).write_bytes(_seal(manifest))
         sync(staging / _MANIFEST)
@@ -186,7 +183,6 @@ class Saver:
         sync(self.folder)
         crash_point("save.committed")
         verify(target)
-        crash_point("save.verified")
         self._delete_old()
         return sum(file["size"] for file in files.values())
 
@@ -203,13 +199,11 @@ class Saver:
         known = [number for number, loss in losses.items() if loss is not None]
         kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
         for number in [number for number in losses if number not in kept]:
-            crash_point("retention.begin")
             # The folder is renamed before it is deleted. If the process is killed in between, the
             # remaining files do not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
             crash_point("retention.renamed")
             shutil.rmtree(self.folder / _STAGING)
-            crash_point("retention.deleted")
 
 
 def list_rounds(folder: Path) -> list[int]:
@@ -229,18 +223,17 @@ def last(folder: Path) -> str:
     return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
 
 
-def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
+def verify(checkpoint: Path) -> dict:
     """Compare the files of a checkpoint with the hashes in its manifest; return the manifest.
 
     Args:
       checkpoint: The checkpoint's folder.
-      formats: Numbers of the checkpoint formats that are accepted.
 
     Raises:
       Damaged: If a file is missing, not a regular file, or has changed. The message names the file.
       CheckpointError: If the checkpoint was written in another format.
     """
-    manifest = read_manifest(checkpoint, formats)
+    manifest = read_manifest(checkpoint)
     expected, found = manifest["files"], _describe_files(checkpoint)
     for name in sorted(expected.keys() | found.keys()):
         if name not in expected:
@@ -252,14 +245,13 @@ def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
     return manifest
 
 
-def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
+def read_manifest(checkpoint: Path) -> dict:
     """Read the manifest of a checkpoint: its format, round, loss, and the hashes of its files.
 
     The files are not compared with these hashes; `verify` does that.
 
     Args:
       checkpoint: The checkpoint's folder.
-      formats: Numbers of the checkpoint formats that are accepted.
 
     Raises:
       Damaged: If the manifest is missing or has changed.
@@ -272,7 +264,7 @@ def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dic
     manifest.pop("sha256", None)
     if path.read_bytes() != _seal(manifest):
         raise Damaged(f"{path}: does not match its own hash")
-    if manifest.get("format") not in formats:
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{checkpoint}: written in format {manifest.get('format')}, this version reads format"
             f" {FORMAT}; use the version of adloco_jax that wrote it"
@@ -319,7 +311,6 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
             while aside.exists():
                 aside = aside.with_name(aside.name + "+")
             os.rename(folder / str(damaged), aside)
-        crash_point("restore.read")
         return found, damage
     if damage:
         raise CheckpointError(
@@ -349,8 +340,6 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
 
 def read_params(checkpoint: Path, template: PyTree) -> PyTree:
     """Read only the trainers' parameters from a verified checkpoint.
-
-    The checkpoint may have any of the formats in `EXPORTED`, and so be of an older version.
 
     Args:
       checkpoint: The checkpoint's folder.

@@ -124,7 +124,7 @@ def read_trained(
     path = workdir / "checkpoints" / str(rounds[0] if round is None else round)
     spec = spec_of(settings, machine)
     try:
-        checkpoint.verify(path, checkpoint.EXPORTED)
+        checkpoint.verify(path)
         control = read_control(path, checkpoint.read_host(path).get("control"), settings)
         at = jax.sharding.SingleDeviceSharding(machine.devices[0])
         shapes = jax.tree.map(

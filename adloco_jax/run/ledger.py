@@ -6,15 +6,14 @@ are made from this file only. A killed process can leave an incomplete last line
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
 import threading
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from adloco_jax import files
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.files import Maybe, Size, replaced_file, write_errors
-from adloco_jax.loop.adloco import StateBytes
+from adloco_jax.loop.adloco import Control, StateBytes
 from adloco_jax.settings import Settings
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
@@ -95,13 +94,6 @@ EVENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _position(content: bytes) -> dict:
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-START = _position(b"")  # the position at which an empty ledger ends, see `cut`
-
-
 class Ledger(contextlib.AbstractContextManager):
     """Appends lines to the ledger file of a run.
 
@@ -131,8 +123,6 @@ class Ledger(contextlib.AbstractContextManager):
             elif rest:
                 self._file.write(b"\n")
         self._lock = threading.Lock()  # another thread compiles programs, and writes lines on them
-        content = _content(self._path)
-        self._hash, self._num_bytes = hashlib.sha256(content), len(content)
 
     def write(self, event: str, **fields: object) -> None:
         """Append one line to the ledger file: `event` first, then the fields in the given order.
@@ -156,19 +146,12 @@ class Ledger(contextlib.AbstractContextManager):
                 rest = memoryview(text)
                 while rest:  # if the disk is full, it first accepts a part of the line, then raises
                     rest = rest[self._file.write(rest) :]
-                crash_point("ledger.written")
-                self._hash.update(text)
-                self._num_bytes += len(text)
         self._on_write(line)
 
-    def position(self) -> dict:
-        """Sync the ledger file to disk; return the size in bytes and the SHA-256 of the content.
-
-        With this result, `cut` can later remove the lines that follow.
-        """
-        with self._lock, write_errors(self._path):
+    def sync(self) -> None:
+        """Write the lines from the system's buffers to disk, because a checkpoint follows them."""
+        with write_errors(self._path):
             os.fsync(self._file.fileno())
-            return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
 
     def close(self) -> None:
         """Close the ledger file; later calls of `write` raise ValueError."""
@@ -199,12 +182,12 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
             f"name the folder of a run, one that holds ledger.jsonl"
         ) from error
     events, rounds = [], 0
-    for number, line in enumerate(_lines(content), start=1):
-        if line.event is not None:
-            fault = _fault(line.event, rounds)
-            events.append(line.event)
-        elif line.text.endswith(b"\n"):
-            fault = f"expected a JSON object with the key 'event', found {line.text[:40]!r}"
+    for number, line in enumerate(io.BytesIO(content), start=1):
+        if (event := _parse(line)) is not None:
+            fault = _fault(event, rounds)
+            events.append(event)
+        elif line.endswith(b"\n"):
+            fault = f"expected a JSON object with the key 'event', found {line[:40]!r}"
         else:
             break
         if fault:
@@ -239,52 +222,49 @@ def finish(events: Iterable[dict]) -> dict | None:
     return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
 
 
-def cut(path: str | os.PathLike[str], position: dict) -> None:
+def cut(path: str | os.PathLike[str], control: Control | None) -> None:
     """Remove from a ledger file the lines on rounds after a checkpoint, before the run resumes.
 
-    These rounds will be run again, and their lines will be written again. Later lines on starts,
+    These rounds will be run again, and their lines will be written again. Lines on starts,
     learners, compilations, checkpoints and ends stay in the file, because they are not written
     again. The file is replaced atomically.
 
     Args:
       path: The ledger's file.
-      position: The result of `Ledger.position` when the checkpoint was written; `START` for a run
-        without a checkpoint.
+      control: The host's data about the run in the checkpoint; None for a run without a checkpoint.
 
     Raises:
-      CheckpointError: If lines that are older than the checkpoint have changed since then.
+      CheckpointError: If lines on rounds before the checkpoint are missing.
     """
-    content, end = _content(Path(path)), position["bytes"]
-    if _position(content[:end]) != position:
-        raise CheckpointError(
-            f"{path}: its first {end} bytes have changed since the checkpoint was written;"
-            f" {_ADVICE}"
-        )
-    kept = b"".join(
-        line.text
-        for line in _lines(content)
-        if line.end <= end or (line.event and line.event["event"] not in _REPEATED_EVENTS)
-    )
+    trainers = enumerate(control.trainers) if control else ()
+    rounds = {trainer.id: control.rounds_of(m) for m, trainer in trainers}
+
+    def is_later(event: dict) -> bool:
+        if event["event"] not in _REPEATED_EVENTS or control is None:
+            return event["event"] in _REPEATED_EVENTS
+        trainer, last = event.get("trainer"), control.round
+        if event.get("kind") == "quarantine":
+            return trainer in rounds
+        if event["event"] in ("round", "fault") and trainer is not None:
+            # With learners, a trainer may be ahead of the others. One that the checkpoint lacks had
+            # left the run before it.
+            last = rounds.get(trainer, event["round"])
+        return event["round"] > last
+
+    content = _content(Path(path))
+    lines = [(text, _parse(text)) for text in io.BytesIO(content)]
+    found = dict.fromkeys(rounds, 0)
+    found |= {e["trainer"]: e["round"] for _, e in lines if e and e["event"] == "round"}
+    for trainer, last in rounds.items():
+        if found[trainer] < last:
+            raise CheckpointError(
+                f"{path}: has {found[trainer]} rounds of trainer {trainer}, the checkpoint has"
+                f" {last}; {_ADVICE}"
+            )
+    kept = b"".join(text for text, event in lines if event is None or not is_later(event))
     if kept != content:
-        with write_errors(Path(path)):
-            crash_point("ledger.cut")
-            with replaced_file(Path(path)) as file:
-                file.write(kept)
-                crash_point("ledger.cut_written")
-            crash_point("ledger.cut_renamed")
-
-
-class _Line(NamedTuple):
-    text: bytes  # the line, with its newline if there is one
-    event: dict | None  # None if the line is not an event
-    end: int  # end of the line, in bytes from the beginning of the file
-
-
-def _lines(content: bytes) -> Iterator[_Line]:
-    end = 0
-    for text in io.BytesIO(content):
-        end += len(text)
-        yield _Line(text, _parse(text), end)
+        with write_errors(Path(path)), replaced_file(Path(path)) as file:
+            file.write(kept)
 
 
 def _content(path: Path) -> bytes:

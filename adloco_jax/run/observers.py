@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
-from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs
@@ -106,12 +105,13 @@ class Recorder:
     def record(self) -> dict:
         """Return what a checkpoint stores of this object, as a dict of plain JSON.
 
-        It has the last loss, the seconds of the run, and the end of the ledger file.
+        It has the last loss and the seconds of the run. The ledger's lines are on disk then.
         """
+        if processes.is_first():
+            self.ledger.sync()
         return {
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
-            "ledger": self.ledger.position() if processes.is_first() else None,
         }
 
     def wall_s(self) -> float:
@@ -180,7 +180,6 @@ class Evaluator:
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(state.ensemble, position)
                 self._record(control, trainer.id, params)
-            crash_point("eval.trainers")
             self.consensus(state, record=True)
             recorder.write_memory(control)
         recorder.show(state, boundary)

@@ -24,7 +24,6 @@ from ml_collections import ConfigDict
 
 from adloco_jax import __version__, files
 from adloco_jax.config import default_config, validate
-from adloco_jax.crashpoints import crash_point
 from adloco_jax.data.files import shard_changes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import Compiled, ProgramKey, Spec
@@ -229,7 +228,7 @@ def recorded_settings(workdir: Path) -> Settings:
         raise CheckpointError(f"{path}: missing; name the folder of a run")
     known = {
         key: _as_tuples(value)
-        for key, value in _read(path, exported=True).items()
+        for key, value in _read(path).items()
         if key in KNOBS and value is not None  # null is recorded for a setting that is unset
     }
     faults = [
@@ -288,10 +287,8 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     path = workdir / "config.json"
     record = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(settings), **more}
     with write_errors(path):
-        crash_point("config.write")
         with replaced_file(path) as file:
             file.write(json.dumps(record, indent=1).encode())
-            crash_point("config.written")
 
 
 def _class(key: str, settings: Settings) -> Change:
@@ -319,27 +316,15 @@ def _flat(config: dict) -> dict[str, object]:
     return dict(flatten_dict(config, sep="."))
 
 
-def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
-    """Read the recorded config of a run.
-
-    Args:
-      path: The file `config.json` in the run's folder.
-      exported: Whether the config is read to export a model. Then the run may be of version 0.2; of
-        such a run only the settings that an export needs are read.
+def _read(path: Path) -> dict[str, object]:
+    """Read the recorded config of a run, the file `config.json` in its folder.
 
     Raises:
       CheckpointError: If the record cannot be read, or was written by another version.
     """
     record = _record(path)
-    if exported and "format" not in record:
-        groups = ("seed", "model", "data", "eval", "ensemble")
-        config = record["config"] if isinstance(record.get("config"), dict) else {}
-        return {key: v for key, v in _flat(config).items() if key.split(".")[0] in groups}
     if record.get("format") != checkpoint.FORMAT:
-        raise CheckpointError(
-            f"{path}: a run of another version of adloco_jax; use that version, or"
-            " make a model of a checkpoint with `adloco export`"
-        )
+        raise CheckpointError(f"{path}: a run of another version of adloco_jax; use that version")
     if fault := files.fault(record.get("config"), Settings, "config"):
         raise CheckpointError(f"{path}: {fault}; restore the file from a copy")
     return _flat(record["config"])
@@ -351,7 +336,6 @@ _HOST: dict[str, Any] = {
     "max_batch_size_given": int | None,
     "loss": float | None,
     "wall_s": float,
-    "ledger": {"bytes": int, "sha256": str},
     "data": {"fingerprint": str, "shards": list[files.FileRecord]},
 }
 
@@ -493,7 +477,7 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
 def host(run: Run, recorded: dict, state: State) -> dict:
     """Return the part of a checkpoint that is not in arrays, as a dict for the file `host.json`.
 
-    `recorded` is the result of `Recorder.record`: loss, seconds, and the end of the ledger.
+    `recorded` is the result of `Recorder.record`: loss and seconds.
     """
     return {
         "control": dataclasses.asdict(state.control),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import ConfigError, reason
+from adloco_jax.loop.adloco import Control
 from adloco_jax.run import processes, resume
 from adloco_jax.run.build import Run
 from adloco_jax.run.ledger import Ledger, cut, read
@@ -211,7 +212,7 @@ class Trackers:
 
 
 def open_ledger(
-    run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
+    run: Run, stack: contextlib.ExitStack, control: Control | None, progress: Progress
 ) -> Ledger:
     """Open the ledger of a run, and the trackers to which its lines are sent.
 
@@ -222,8 +223,7 @@ def open_ledger(
     Args:
       run: The data of the run.
       stack: Receives the ledger and the trackers. It closes them when it is closed.
-      position: Size and hash of the ledger when the restored checkpoint was written, see
-        `Ledger.position`; `START` if the run starts.
+      control: The host's data about the run in the restored checkpoint; None if the run starts.
       progress: The terminal. If a tracker is dropped after an error, its name is written there.
     """
     if not processes.is_first():
@@ -232,7 +232,7 @@ def open_ledger(
     made_with = {"versions": resume.versions(), "data_fingerprint": run.corpus.fingerprint}
     made_with["data_commit"] = getattr(run.corpus, "commit", "")
     resume.write_config(run.workdir, run.settings, **made_with)
-    cut(path, position)
+    cut(path, control)
     kept = read(path) if path.exists() else []
 
     def drop(name: str, at_round: int, cause: str) -> None:
