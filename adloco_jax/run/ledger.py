@@ -236,8 +236,9 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
     Raises:
       CheckpointError: If lines on rounds before the checkpoint are missing.
     """
-    trainers = enumerate(control.trainers) if control else ()
-    rounds = {trainer.id: control.rounds_of(m) for m, trainer in trainers}
+    rounds = {}
+    if control is not None:
+        rounds = {each.id: control.rounds_of(m) for m, each in enumerate(control.trainers)}
 
     def is_later(event: dict) -> bool:
         if event["event"] not in _REPEATED_EVENTS or control is None:
