@@ -365,6 +365,9 @@ class Log:
     """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
     every_rounds: Count = knob(1, "Rounds from one line on the terminal to the next.")
+    every_updates: Count | None = knob(
+        None, "Updates from one training loss in the ledger to the next. Unset: ten a round."
+    )
     tensorboard: bool = knob(
         False, "Write tensorboard/ in the run's folder; needs the extra tensorboard."
     )

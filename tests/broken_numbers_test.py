@@ -182,3 +182,17 @@ def test_a_trainer_goes_on_while_one_of_its_workers_does():
     for _ in range(3):
         control, broken = count_skips(control, [both])
         assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(None, [(1, 0.5), (2, 4.0), (3, 7.0)]), (2, [(2, 1.6666666666666667), (3, 7.0)])],
+)
+def test_losses_within_a_round_are_means_of_the_updates_that_were_made(every, expected):
+    loss_SR = np.array([[0.0, 1.0], [np.nan, 4.0], [6.0, 8.0]])
+    assert Outcome(loss_SR, np.isnan(loss_SR), 1.0).losses(every) == expected
+
+
+def test_a_round_has_at_most_ten_losses():
+    found = Outcome(np.ones((25, 1)), np.zeros((25, 1), bool), 1.0).losses(None)
+    assert [end for end, _ in found] == [3, 6, 9, 12, 15, 18, 21, 24, 25]

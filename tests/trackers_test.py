@@ -11,7 +11,6 @@ from toy_runs import GROWING, assert_same_end, events, run, stop_at
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import trackers
-from adloco_jax.settings import Log
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -24,13 +23,12 @@ class Standin:
 
     def __init__(self, fail_at=None):
         self.calls, self.opened, self.closed = [], [], 0
-        self.fail_at, self.step = fail_at, 0
+        self.fail_at, self.step, self.axes = fail_at, 0, {}
 
     def open(self, *args, **options):
         self.opened.append((args, options))
         if options.get("purge_step") == 0:
             self.calls = []
-        self.step = 1 + max((step for _, _, step in self.calls if step), default=-1)
         return self
 
     def __enter__(self):
@@ -46,12 +44,15 @@ class Standin:
 
     add_scalar = add_text = receive
 
-    def log(self, numbers, step=None, commit=None):
-        if step is not None and step < self.step:
-            return  # like W&B
-        self.step = self.step if step is None else step
+    def define_metric(self, pattern, step_metric):
+        self.axes[pattern] = step_metric
+
+    def log(self, numbers, step):
+        assert step >= self.step, "W&B drops what comes too late"
+        self.step = step + 1
+        (axis,) = numbers.keys() & {*self.axes.values()}
         for name, value in numbers.items():
-            self.receive(name, value, step)
+            self.receive(name, value, numbers[axis])
 
     def values(self, name):
         return [(step, value) for called, value, step in self.calls if called == name]
@@ -85,7 +86,7 @@ def plain(tmp_path_factory):
 def feed(workdir, lines, *, history=(), **log):
     """Sends ledger lines to trackers; returns the faults that they report."""
     faults = []
-    log = Log(1, log.get("tensorboard", False), log.get("wandb", False))
+    log = settings_of(log=log).log
     sent = trackers.Trackers(log, workdir, history, lambda *fault: faults.append(fault))
     for line in lines:
         sent(line)
@@ -116,6 +117,9 @@ def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, plain):
         (text,) = tracker.values("merge")
         assert f'"into": {merge["into"]}' in text[1]
         assert all(value > 0 for _, value in tracker.values("tokens_per_s/trainer_0"))
+        within = tracker.values("train_loss_by_update/trainer_0")
+        assert within == [(n, loss) for e in rounds for n, loss in e["train_losses"]]
+        assert within[-1][0] == sum(e["updates"] for e in rounds)
         assert tracker.closed == 1
     ((folder,), options) = board.opened[0]
     assert folder == str(tmp_path / "tensorboard") and options["purge_step"] == 0
@@ -178,7 +182,7 @@ def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
     again = [lines[0], *(e for e in lines if e.get("round", 0) > 2)]  # rounds 3 and 4
     history = [e for e in lines if e.get("round", 0) <= 2]
     for switched_on_late in (True, False):
-        feed(tmp_path, again, history=history, **BOTH["log"])
+        assert feed(tmp_path, again, history=history, **BOTH["log"]) == []
         for tracker in (board, wandb):
             assert tracker.values("loss/consensus") == consensus_losses(plain)
             assert len(tracker.opened) == (1 if switched_on_late else 2)

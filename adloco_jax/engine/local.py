@@ -58,8 +58,23 @@ class Outcome(NamedTuple):
     @property
     def mean_loss(self) -> float:
         """Mean loss over the updates that were not skipped; NaN if there are none."""
-        made = self.loss_SR[np.isfinite(self.loss_SR)]
-        return float(np.mean(made)) if made.size else math.nan
+        return _finite_mean(self.loss_SR)
+
+    def losses(self, every: int | None) -> list[tuple[int, float]]:
+        """List the number of updates and their mean loss after each `every` updates of the round.
+
+        The last pair may be of fewer updates. If `every` is None, there are at most ten pairs.
+        """
+        num_updates = len(self.loss_SR)
+        every = every or -(-num_updates // 10)
+        parts = [self.loss_SR[start : start + every] for start in range(0, num_updates, every)]
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        return [(end, _finite_mean(part)) for end, part in zip(ends, parts, strict=True)]
+
+
+def _finite_mean(losses: np.ndarray) -> float:
+    made = losses[np.isfinite(losses)]
+    return float(np.mean(made)) if made.size else math.nan
 
 
 class UnderWay(NamedTuple):

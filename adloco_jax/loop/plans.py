@@ -188,6 +188,7 @@ def planned(control: Control, position: int, plan: RoundPlan, rate_T: np.ndarray
     return {
         "round": control.rounds_of(position) + 1,
         "trainer": trainer.id,
+        "updates_before": trainer.updates,
         "workers": control.owners.count(position),
         "requested_batch_size": trainer.requested_batch_size,
         "steps_per_round": plan.num_updates,

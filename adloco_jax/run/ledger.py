@@ -66,8 +66,8 @@ EVENTS: dict[str, dict[str, Any]] = {
     | _fields(Maybe(float | None), "learning_rate pseudo_grad_norm")
     | _fields(Maybe(int | None), "steps_per_round next_steps_per_round")
     | _fields(Maybe(int), "next_workers skipped_updates")
-    | {"reason": Maybe(str)}
-    | _fields(Maybe(int), "workers_counted wire_bytes")
+    | {"reason": Maybe(str), "train_losses": Maybe(list[tuple[int, float | None]])}
+    | _fields(Maybe(int), "updates_before workers_counted wire_bytes")
     | {"up_s": Maybe(float)},
     "learner": _fields(int, "round learner") | {"trainer": int | None} | _fields(str, "what why"),
     "eval": {"round": int, "trainer": int | Literal["consensus"], "loss": float | None}

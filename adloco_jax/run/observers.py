@@ -79,8 +79,10 @@ class Recorder:
         seconds = {"step_s": round(metrics.step_s, 6), "stall_s": round(metrics.stall_s, 6)}
         rows = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
         for line, decision, outcome in rows:
-            measured = {"train_loss": outcome.mean_loss}
+            measured: dict[str, Any] = {"train_loss": outcome.mean_loss}
             measured["pseudo_grad_norm"] = outcome.pseudo_grad_norm
+            within = outcome.losses(self.settings.log.every_updates)
+            measured["train_losses"] = [(line["updates_before"] + n, loss) for n, loss in within]
             whole = line | _decided(decision, self.settings)
             self.ledger.write("round", **whole, **measured, **seconds)
             if skipped := line["skipped_updates"]:

@@ -8,6 +8,7 @@ in the ledger records this.
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,7 @@ from adloco_jax.settings import Log
 
 Send = Callable[[dict], None]
 
-# For each kind of event, the fields of its ledger line that are sent as scalars. Trackers number
-# scalars by steps; here a step is a round.
+# The fields of an event's ledger line that are sent as scalars, numbered by rounds.
 _SCALARS = {
     "round": "train_loss requested_batch_size micro_batch_size num_accum_steps workers"
     " learning_rate noise signal test_value pseudo_grad_norm",
@@ -59,6 +59,13 @@ def scalars(event: dict) -> dict[str, float]:
     return {name: value for name, value in named.items() if value is not None}
 
 
+def losses_by_update(event: dict) -> list[tuple[int, dict[str, float]]]:
+    """List the training losses within a round, each with the trainer's updates until then."""
+    name = f"train_loss_by_update/trainer_{event.get('trainer')}"
+    pairs = event.get("train_losses", ())
+    return [(updates, {name: loss}) for updates, loss in pairs if loss is not None]
+
+
 @contextlib.contextmanager
 def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     """Open a tracker that writes TensorBoard files to `tensorboard/` in the run's folder.
@@ -78,8 +85,10 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event):
-            for name, value in scalars(event).items():
-                writer.add_scalar(name, value, event["round"])
+            numbers = [*losses_by_update(event), (event.get("round"), scalars(event))]
+            for step, named in numbers:
+                for name, value in named.items():
+                    writer.add_scalar(name, value, step)
             if event["event"] in _AS_TEXT:
                 writer.add_text(event["event"], json.dumps(event), event["round"])
 
@@ -94,8 +103,8 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     context manager yields a function that sends a line of the ledger.
 
     The id of the W&B run is a hash of the first `start` line in the ledger. So if a run is resumed,
-    the same W&B run continues. Rounds that W&B already has are not sent again, because W&B cannot
-    overwrite them.
+    the same W&B run continues. What is sent is numbered by W&B's steps. Steps that W&B already has
+    are not sent again, because W&B cannot overwrite them.
 
     Args:
       workdir: The run's folder.
@@ -114,18 +123,19 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
         resume="allow",
         settings=wandb.Settings(console="off"),
     ) as run:
-        first_step = run.step
+        run.define_metric("*", step_metric="round")
+        run.define_metric("train_loss_by_update/*", step_metric="updates")
+        first_step, steps = run.step, itertools.count()
 
         def send(event):
-            if event.get("round", 0) < first_step:
-                return
-            if numbers := scalars(event):
-                run.log(numbers, step=event["round"])
+            numbers: dict[str, float | str] = {**scalars(event)}
             if event["event"] in _AS_TEXT:
-                # The text is sent without a step, so that W&B adds it to the current step. The line
-                # of a fault may name the next round. If this number were sent as the step, the
-                # current step would end too early.
-                run.log({event["event"]: json.dumps(event)}, commit=False)
+                numbers[event["event"]] = json.dumps(event)
+            rows = [named | {"updates": step} for step, named in losses_by_update(event)]
+            rows += [numbers | {"round": event["round"]}] if numbers else []
+            for row, step in zip(rows, steps, strict=False):
+                if step >= first_step:
+                    run.log(row, step=step)
 
         yield send
 
