@@ -49,6 +49,12 @@ def test_a_sequence_is_cut_and_its_end_held_out():
     assert len(own.rows) == 40 and own.heldout_rows[0, 0] == 1
 
 
+def test_held_out_rows_that_are_trained_on_are_a_warning():
+    for heldout in (NUMBERED[[0, 3]], np.stack([NUMBERED[0], NUMBERED[0] + 1, NUMBERED[0]])):
+        with pytest.warns(UserWarning, match=rf"^heldout: 2 of {len(heldout)} rows are also"):
+            ArrayRows(NUMBERED.astype(np.uint16), heldout=heldout)
+
+
 def test_the_fingerprint_is_of_the_content():
     rows = ArrayRows(NUMBERED)
     assert ArrayRows(NUMBERED.astype(np.uint16)).fingerprint == rows.fingerprint

@@ -1,10 +1,12 @@
 """Prepared rows: equal bytes after interruptions; who owns the folder; damage is found."""
 
+import dataclasses
 import json
 import os
 import random
 import shlex
 import shutil
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -18,8 +20,8 @@ from toy import data_settings
 from adloco_jax import main as cli
 from adloco_jax.cli import prepare as command
 from adloco_jax.config import validate
+from adloco_jax.data import DATA_SOURCES, files, load_corpus, load_tokenizer, rows
 from adloco_jax.data import corpus as corpus_module
-from adloco_jax.data import files, load_corpus, load_tokenizer, rows
 from adloco_jax.errors import ConfigError, DataError
 
 LENGTH = 15
@@ -160,13 +162,16 @@ def test_a_file_that_was_read_is_not_read_again(tmp_path, source, monkeypatch):
         with pytest.raises(Stopped):
             prepare(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    first = source / "part-0.json.gz"
-    stat = first.stat()
-    first.write_bytes(b"x" * stat.st_size)  # this file would be refused
-    os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    lines = []
+    lines, read, entry = [], [], DATA_SOURCES["jsonl"]
+
+    def documents(file, data):
+        read.append(file.name)
+        return entry.documents(file, data)
+
+    monkeypatch.setitem(DATA_SOURCES, "jsonl", dataclasses.replace(entry, documents=documents))
     prepare(source, tmp_path / "out", note=lines.append)
     assert lines[0].startswith("continuing after 2 of 4 files, ")
+    assert read == ["part-2.json.gz", "part-3.json.gz"]
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -220,6 +225,23 @@ def test_a_second_run_finds_its_rows_and_a_changed_key_or_file_makes_others(sour
     os.utime(source / "part-1.json.gz", ns=(1, 1))
     assert load(source).fingerprint == first.fingerprint  # the content has not changed
     assert len(folders()) == len(changes) + 2
+
+
+@pytest.mark.parametrize("kind", ["text", "stdlib"])
+def test_a_file_rewritten_with_its_size_and_time_is_read_again(tmp_path, cache, monkeypatch, kind):
+    """The rewritten byte is far from both ends of the file."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "other.py").write_text("other text " * 100)
+    path, text = tmp_path / "book.py", "one line\n" * 50_000
+    path.write_text(text)
+    changes = dict(source=kind, path=str(tmp_path / "*.py") if kind == "text" else "")
+    changes["heldout_frac"] = 0.5
+    first, stat = load(**changes).fingerprint, path.stat()
+    assert load(**changes).fingerprint == first
+    path.write_text(f"{text[:200_000]}X{text[200_001:]}")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_mtime_ns == stat.st_mtime_ns
+    assert load(**changes).fingerprint != first
 
 
 def test_without_a_cache_that_can_be_written_rows_are_made_anew(source, monkeypatch, tmp_path):

@@ -249,6 +249,7 @@ def test_a_column_that_is_not_used_is_not_read(tmp_path, source):
     ("name", "content", "message"),
     [
         ("a.csv", b"id,body\n1,x\n", "no field 'text' .*have id, body"),
+        ("a.csv", b"text,id,text\na,1,b\n", r"a\.csv: 2 fields are named 'text', need 1"),
         ("a.csv", b"text\nfine\nx,y\n", r"a\.csv:3: more cells than there are columns"),
         ("a.csv", b'text\n"open', r"a\.csv: damaged or unreadable"),
         ("a.csv", b"id,text\n1\n", r"a\.csv:2: 'text' must be a string, have None"),
@@ -274,6 +275,10 @@ def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_pat
     ):
         with pytest.raises(DataError, match=message):
             corpus(path, source="parquet", text_column=column)
+    twice = pyarrow.table([pyarrow.array(["a"])] * 2, ["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice\.parquet: 2 fields are named 'text'"):
+        corpus(tmp_path / "twice.parquet", source="parquet")
     content = path.read_bytes()
     for damaged in (content[:99], b"PAR1", content[:200] + b"\0" * 400 + content[600:]):
         path.write_bytes(damaged)

@@ -2,7 +2,8 @@
 
 import copy
 import hashlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import numpy as np
@@ -44,7 +45,9 @@ class ArrayRows:
         sequence_length: int | None = None,
         heldout: float | ArrayLike = 0.05,
     ) -> None:
-        """Split the array into training rows and held-out rows; read it once, without a copy.
+        """Split the array into training rows and held-out rows; read it without a copy.
+
+        Warns if held-out rows are among the training rows.
 
         Args:
           tokens: Token ids in the range of int32; the array may be memory-mapped. The shape is
@@ -78,6 +81,12 @@ class ArrayRows:
             raise DataError(
                 f"tokens: no row to train on beside {len(self.heldout_rows)} held out; give more"
                 " tokens, or a smaller sequence_length"
+            )
+        if num_copies := _num_copies(self.heldout_rows, rows):
+            warnings.warn(
+                f"heldout: {num_copies} of {len(self.heldout_rows)} rows are also training rows, so"
+                " the held-out loss is too low; hold out other rows",
+                stacklevel=2,
             )
         self.rows, self.fingerprint = rows, _fingerprint(rows, self.heldout_rows)
         self._order: RowOrder | None = None
@@ -161,7 +170,21 @@ def _fingerprint(*parts: np.ndarray) -> str:
     digest = hashlib.sha256()
     for rows in parts:
         digest.update(f"{rows.shape}".encode())
-        step = max(1, _CHUNK_TOKENS // rows.shape[1])
-        for start in range(0, len(rows), step):
-            digest.update(np.ascontiguousarray(rows[start : start + step], "<i4").data)
+        for chunk in _chunks(rows):
+            digest.update(chunk.data)
     return digest.hexdigest()
+
+
+def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
+    def hashes(rows: np.ndarray) -> Iterator[int]:
+        return (hash(row.tobytes()) for chunk in _chunks(rows) for row in chunk)
+
+    held = set(hashes(heldout))
+    copied = held.intersection(hashes(rows))
+    return sum(of_row in copied for of_row in hashes(heldout))
+
+
+def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
+    step = max(1, _CHUNK_TOKENS // rows.shape[1])
+    for start in range(0, len(rows), step):
+        yield np.ascontiguousarray(rows[start : start + step], "<i4")

@@ -7,10 +7,10 @@ the last is only a target.
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import shlex
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +29,7 @@ from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Data, Settings
 
+_SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
 Note = Callable[[str], None]
 Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
 
@@ -382,7 +383,7 @@ def make_job(
         "num_classes": num_classes or 0,
         "num_heldout_rows": limit or 0,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
-        "python": "" if files or on_hub else f"{sys.version} {sysconfig.get_path('stdlib')}",
+        "python": "" if files or on_hub else _python_identity(),
     }
     sizes = [file.stat().st_size for file in files.values()]
     cuts = source.cuts_single_file and not heldout_files and sum(size > 0 for size in sizes) == 1
@@ -405,8 +406,26 @@ def make_job(
 
 
 def _identity(file: Path) -> list:
-    stat = file.stat()
-    return [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
+    """Return values of which one differs after the content of a file has changed.
+
+    The change time `st_ctime_ns` can be set by no program.
+    """
+    try:
+        with open(file, "rb") as content:
+            stat = os.fstat(content.fileno())
+            ends = content.read(_SAMPLE_BYTES)
+            content.seek(max(len(ends), stat.st_size - _SAMPLE_BYTES))
+            ends += content.read(_SAMPLE_BYTES)
+    except OSError as error:
+        raise DataError(f"{file}: unreadable ({error.strerror})") from error
+    times = [stat.st_mtime_ns, stat.st_ctime_ns]
+    sha256 = hashlib.sha256(ends).hexdigest()
+    return [str(file.resolve()), stat.st_size, stat.st_ino, *times, sha256]
+
+
+def _python_identity() -> str:
+    files = json.dumps([_identity(file) for file in sources.stdlib_files()])
+    return f"{sys.version} {hashlib.sha256(files.encode()).hexdigest()}"
 
 
 def _cut_file(file: Path, data: Data) -> Iterator[str]:

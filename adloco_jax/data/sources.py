@@ -149,8 +149,11 @@ def _label(row: Record, text: str, data: Data, num_classes: int) -> int:
 
 
 def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Raise DataError if a table lacks a column that the config names."""
+    """Raise DataError if a table lacks a column that the config names, or has it twice."""
+    columns = list(columns)
     for column in wanted:
+        if columns.count(column) > 1:
+            raise DataError(f"{where}: {columns.count(column)} fields are named {column!r}, need 1")
         if column not in columns:
             raise DataError(
                 f"{where}: no field {column!r} (data.text_column, data.label_column), have"
@@ -167,17 +170,23 @@ def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
     The file with the topics of Python's help is replaced by the topics, one document each. Tests,
     installed packages, and files that the build of Python wrote for this machine, are left out.
     """
-    files = []
-    for at, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = [f for f in folders if f.isidentifier() and f not in _TEST_FOLDERS]
-        files += [Path(at, name) for name in names if name.endswith(".py")]
-    for file in sorted(files, key=Path.as_posix):
+    for file in stdlib_files():
         if file.name == "topics.py":  # in the package pydoc_data; the file has one dict of texts
             from pydoc_data.topics import topics
 
             yield from (topics[name] for name in sorted(topics))
-        elif not file.name.startswith("_sysconfigdata"):
+        else:
             yield read_text(file)
+
+
+def stdlib_files() -> list[Path]:
+    """List the files that `stdlib_documents` reads."""
+    files = []
+    for at, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [f for f in folders if f.isidentifier() and f not in _TEST_FOLDERS]
+        names = [name for name in names if not name.startswith("_sysconfigdata")]
+        files += [Path(at, name) for name in names if name.endswith(".py")]
+    return sorted(files, key=Path.as_posix)
 
 
 def text_documents(file: Path, data: Data) -> Iterator[str]:
@@ -211,7 +220,7 @@ def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
                     return
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield Record(where, _json_object(line, where))
+                    yield Record(where, _json_object(line, where, data))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
@@ -357,25 +366,24 @@ def _opened(file: Path) -> Any:
     return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
 
 
-def _json_object(line: bytes, where: str) -> dict:
+def _json_object(line: bytes, where: str, data: Data) -> dict:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
-        record = json.loads(line.decode(), object_pairs_hook=_no_repeated_key)
+        # An object becomes a tuple of pairs, so that a repeated key is seen.
+        record = json.loads(line.decode(), object_pairs_hook=tuple, parse_int=_number)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not one JSON object per line ({error})") from error
-    if not isinstance(record, dict):
+    if not isinstance(record, tuple):
         raise DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
-    return record
+    require_columns((key for key, _ in record), _used(data), where)
+    return dict(record)
 
 
-def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("a key is repeated")
-    return record
+def _number(digits: str) -> int | float:
+    return int(digits) if len(digits) < 20 else float(digits)  # Python limits the digits of an int
 
 
 def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
