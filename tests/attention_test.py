@@ -1,4 +1,4 @@
-"""The choice of attention, which the header names."""
+"""The kernels and the form of a network's program on a device, and the header that names them."""
 
 import types
 
@@ -6,7 +6,7 @@ import pytest
 import toy
 
 from adloco_jax.engine.spec import Machine
-from adloco_jax.run.build import attention
+from adloco_jax.run.build import attention, build_network
 from adloco_jax.run.ledger import read
 from adloco_jax.run.machines import here
 from adloco_jax.training import fit
@@ -52,6 +52,12 @@ def test_cudnn_attends_where_all_it_needs_is_there(capability, changes, kernel):
 
 def test_a_cpu_has_no_cudnn():
     assert attention(settings_of(), here()) == "xla"
+
+
+def test_layers_are_functions_on_a_cpu_and_inlined_elsewhere():
+    gpu = Machine((a_gpu("9.0"),), 0)
+    assert build_network(settings_of(), here()).layer_form == "call"
+    assert build_network(settings_of(), gpu).layer_form == "inline"
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,17 @@ def test_published_models_have_their_numbers_of_parameters():
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("llama", "remat"), ("bert", "remat"), ("bert", "scan_layers")],
+    [
+        ("llama", {"remat": True}),
+        ("llama", {"layer_form": "inline"}),
+        ("llama", {"layer_form": "inline", "remat": True}),
+        ("bert", {"remat": True}),
+        ("bert", {"layer_form": "call"}),
+    ],
 )
 def test_neither_parameters_nor_loss_nor_gradients_change(name, change):
     plain = NETWORKS[name]
-    other = plain.clone(**{change: not getattr(plain, change)})
+    other = plain.clone(**change)
     assert param_shapes(plain) == param_shapes(other)
     params, rows = make_params(plain), make_rows(plain)
     results = [step_of(model)(params, rows) for model in (other, plain)]
@@ -72,7 +78,7 @@ def test_layers_as_functions_are_the_scanned_ones_under_every_transform():
     scanned = NETWORKS["llama"]
     params = [make_params(scanned, seed) for seed in range(2)]
     rows, tap_B = jnp.asarray(make_rows(scanned)), jnp.zeros(BATCH)
-    loss_fn = loss_of(scanned.clone(scan_layers=False))
+    loss_fn = loss_of(scanned.clone(layer_form="call"))
     step = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 2)), in_axes=(0, None, None))
     slope = functools.partial(jax.jvp, lambda params: loss_fn(params, rows))
     both = jax.jit(lambda p_M, p, d: (step(p_M, rows, tap_B), slope((p,), (d,))))
@@ -91,9 +97,21 @@ def test_layers_as_functions_are_functions_of_the_program_and_keep_no_stacks():
         return len(re.findall(r" call\(.*frontend_attributes", text)), len(stacks)
 
     scanned = NETWORKS["llama"]
-    assert calls_and_stacks(scanned.clone(scan_layers=False)) == (2 * scanned.num_layers, 0)
+    assert calls_and_stacks(scanned.clone(layer_form="call")) == (2 * scanned.num_layers, 0)
+    assert calls_and_stacks(scanned.clone(layer_form="inline")) == (0, 0)
     calls, stacks = calls_and_stacks(scanned)
     assert calls == 0 < stacks
+
+
+def test_inlined_layers_are_recomputed_only_if_rematerialised():
+    def num_products(**how):
+        model = NETWORKS["llama"].clone(layer_form="inline", **how)
+        text = step_of(model).lower(make_params(model), make_rows(model)).compile().as_text()
+        return len(re.findall(r" = .* dot\(", text))
+
+    # The backward pass needs the results of all products of a layer but the last.
+    more = num_products(remat=True) - num_products(remat=False)
+    assert more == 8 * NETWORKS["llama"].num_layers
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ class Architecture:
     Attributes:
       build: `build(settings.model)` returns a Flax module. `module.init(key, tokens_BL)["params"]`
         must be the parameters, a tree of arrays. `build` may have two further keyword arguments.
-        `attention` is "xla", or "cudnn" if the model and the device allow it. `scan_layers` says
-        whether the compiled program shall scan over the layers.
+        `attention` is "xla", or "cudnn" if the model and the device allow it. `layer_form` says
+        how the compiled program shall run the layers (`models.kernels.run_layers`).
       loss: `loss(module, settings.model)` returns `loss_fn(params, rows)`, the mean loss over int32
         rows. If `loss_fn` also takes the keyword `tap_B` (`models.layers`), batch-size tests
         measure gradients by taps.
@@ -53,13 +53,13 @@ def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if name in names}
 
 
-def _build_llama(model: Any, *, attention: str = "xla", scan_layers: bool = True) -> llama.Llama:
+def _build_llama(model: Any, *, attention: str = "xla", layer_form: str = "scan") -> llama.Llama:
     sizes = _sizes(llama.Llama, model)
-    return llama.Llama(**sizes, attention=attention, scan_layers=scan_layers)
+    return llama.Llama(**sizes, attention=attention, layer_form=layer_form)
 
 
-def _build_bert(model: Any, *, scan_layers: bool = True) -> bert.Bert:
-    return bert.Bert(**_sizes(bert.Bert, model), scan_layers=scan_layers)
+def _build_bert(model: Any, *, layer_form: str = "scan") -> bert.Bert:
+    return bert.Bert(**_sizes(bert.Bert, model), layer_form=layer_form)
 
 
 ARCHITECTURES: dict[str, Architecture] = {

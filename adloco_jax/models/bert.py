@@ -124,7 +124,7 @@ class Bert(nn.Module):
         recomputes the layer. If False, it keeps the products with weights and recomputes the other
         activations, including attention scores. Parameters and results do not depend on this
         choice.
-      scan_layers: Whether the compiled program scans over the layers, see
+      layer_form: "scan", "call" or "inline": how the compiled program runs the layers, see
         `models.kernels.run_layers`. Parameters do not depend on this choice, and results only by
         rounding.
 
@@ -142,7 +142,7 @@ class Bert(nn.Module):
     norm_eps: float = 1e-12
     dtype: str = "float32"
     remat: bool = False
-    scan_layers: bool = True
+    layer_form: str = "scan"
 
     def setup(self) -> None:
         """Check the sizes and create the submodules.
@@ -152,7 +152,9 @@ class Bert(nn.Module):
         check_sizes(self, RULES)
         # Keeping all activations was slower for the Llama (docs/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        block = nn.remat(_Block, prevent_cse=False, policy=policy)
+        # XLA merges what inlined layers recompute with the original, unless that is prevented.
+        prevent_cse = self.remat and self.layer_form == "inline"
+        block = nn.remat(_Block, prevent_cse=prevent_cse, policy=policy)
         self.embed = Embed(self.vocab_size, self.width, jnp.float32)
         self.token_type = Offset(self.type_vocab_size)
         self.position = Offset(self.max_length)
@@ -184,7 +186,7 @@ class Bert(nn.Module):
         x_BLD = self.token_type(x_BLD, 0, tap_B)
         x_BLD = self.position(x_BLD, slice(length), tap_B)
         x_BLD = self.embed_norm(x_BLD, tap_B)
-        x_BLD = run_layers(self.layers, self.layer, x_BLD, real_BL, tap_B, scan=self.scan_layers)
+        x_BLD = run_layers(self.layers, self.layer, x_BLD, real_BL, tap_B, form=self.layer_form)
         pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
         return self.classifier(pooled_B1D, tap_B)[:, 0]
 

@@ -201,13 +201,16 @@ def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., n
 # docs/LOG.md, 2026-11-22: on a CPU a program that calls each layer as a function is 1.03 to 1.08
 # times as fast as a scan. A scan copies the activations for the backward pass into stacks and back.
 # Inlined layers are 0.77 to 1.04 times as fast as a scan and need twice the memory, because XLA
-# interleaves the layers.
+# interleaves the layers. 2026-11-26: XLA for GPUs fuses no instruction of a layer that is called as
+# a function. MicroLlama's update has 3119 kernels then, and 1109 if its layers are inlined; a scan
+# reads and writes 2.5 times as many bytes. If layers are rematerialised, a scan needs no less
+# memory.
 def run_layers(
     layers: nn.Module,
     layer: nn.Module,
     x_BLD: Float[Array, "B L D"],
     *shared: Array | None,
-    scan: bool,
+    form: str,
 ) -> Float[Array, "B L D"]:
     """Apply a stack of layers: `layers(x_BLD, *shared)[0]`.
 
@@ -216,22 +219,24 @@ def run_layers(
       layer: Module of a single layer with the same attributes, not bound to parameters.
       x_BLD: Activations, the input of the first layer.
       *shared: Further arguments, the same for every layer.
-      scan: Whether the compiled program scans over the layers. Otherwise the program calls each
-        layer as a function, which is faster on a CPU and takes longer to compile.
+      form: What the compiled program does: "scan" over the layers, "call" each layer as a function,
+        which is fastest on a CPU, or "inline" every layer, which is fastest on other devices.
 
     Returns:
       The output of the last layer.
     """
-    if scan or layers.is_initializing():
+    if form == "scan" or layers.is_initializing():
         return layers(x_BLD, *shared)[0]
 
     def apply(params: PyTree, x_BLD: Array) -> Array:
         return layer.apply({"params": params}, x_BLD, *shared)[0]
 
-    call = _as_function(apply, compute_type="device", out_memory_spaces=jax.memory.Space.Device)
+    if form == "call":
+        space = jax.memory.Space.Device
+        apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
     leaves_N, structure = jax.tree.flatten(layers.variables["params"])
     # Split all layers at once, so that the gradients are concatenated in one step too.
     parts = [[part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))] for leaf_N in leaves_N]
     for leaves in zip(*parts, strict=True):
-        x_BLD = call(structure.unflatten(leaves), x_BLD)
+        x_BLD = apply(structure.unflatten(leaves), x_BLD)
     return x_BLD

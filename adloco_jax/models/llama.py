@@ -164,7 +164,7 @@ class Llama(nn.Module):
         Parameters and results do not depend on this choice.
       attention: "xla", or "cudnn" for cuDNN's fused kernel. The fused kernel needs bfloat16 and an
         NVIDIA GPU from Ampere on, and can be differentiated only in reverse mode.
-      scan_layers: Whether the compiled program scans over the layers, see
+      layer_form: "scan", "call" or "inline": how the compiled program runs the layers, see
         `models.kernels.run_layers`. Parameters do not depend on this choice, and results only by
         rounding.
 
@@ -183,7 +183,7 @@ class Llama(nn.Module):
     dtype: str = "float32"
     remat: bool = False
     attention: str = "xla"
-    scan_layers: bool = True
+    layer_form: str = "scan"
 
     def setup(self) -> None:
         """Check the sizes and create the submodules.
@@ -193,7 +193,9 @@ class Llama(nn.Module):
         check_sizes(self, RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
-        block = nn.remat(_Block, prevent_cse=False, policy=None if self.remat else KEEP_NAMED)
+        # XLA merges what inlined layers recompute with the original, unless that is prevented.
+        prevent_cse = self.remat and self.layer_form == "inline"
+        block = nn.remat(_Block, prevent_cse=prevent_cse, policy=None if self.remat else KEEP_NAMED)
         heads = (self.num_heads, self.num_kv_heads)
         sizes = (*heads, self.mlp_width, self.norm_eps, self.dtype, self.attention)
         self.embed = Embed(self.vocab_size, self.width, self.dtype)
@@ -212,7 +214,7 @@ class Llama(nn.Module):
         check_length(length, self.max_length)
         tables = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
         x_BLD = self.embed(tokens_BL, tap_B)
-        x_BLD = run_layers(self.layers, self.layer, x_BLD, *tables, tap_B, scan=self.scan_layers)
+        x_BLD = run_layers(self.layers, self.layer, x_BLD, *tables, tap_B, form=self.layer_form)
         return self.norm(x_BLD, tap_B)
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L V"]:

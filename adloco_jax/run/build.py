@@ -110,14 +110,14 @@ def build_network(
 ) -> nn.Module:
     """Build the Flax module of the configured model.
 
-    Layers are never scanned on a CPU. If workers run at once, layers are not scanned either,
-    because XLA would hold the state of scanned layers twice.
+    A program for training calls its layers as functions on a CPU, and inlines them on other devices
+    (`models.kernels.run_layers`).
 
     Args:
       settings: The run's settings.
-      machine: The machine to compile for; it determines the attention kernel, and whether layers
-        are scanned. None: the module is not compiled for training, but used for its shapes or for
-        comparisons.
+      machine: The machine to compile for; it determines the attention kernel, and the form in
+        which layers run. None: the module is not compiled for training, but used for its shapes or
+        for comparisons.
       mode: Whether a device's workers run at once or one after another, and whether layers are
         rematerialised (recomputed in the backward pass). None: workers run one after another, and
         layers are rematerialised if the setting `model.remat` is true.
@@ -126,7 +126,7 @@ def build_network(
     how: dict[str, Any] = {}
     if machine is not None:
         how = {"attention": attention(settings, machine)}
-        how["scan_layers"] = machine.platform != "cpu" and mode.in_turn
+        how["layer_form"] = "call" if machine.platform == "cpu" else "inline"
     model = dataclasses.replace(settings.model, remat=mode.remat)
     return with_knobs(ARCHITECTURES[model.arch].build, how)(model)
 
