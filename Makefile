@@ -3,6 +3,7 @@
 # make test-core  tests the pure functions alone
 # make notebooks  runs the scripts of the notebooks
 # make check  lint, format, types, and GitHub's files against their schemas
+# make format  formats the code, and sorts its imports
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
 # make parity  installs PyTorch and compares with it
 # make gpu    installs jax and torch for CUDA, and measures on one GPU
@@ -33,7 +34,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check dist extras faults mutants clean
+.PHONY: demo test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check format dist extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -77,6 +78,10 @@ check: $(WITH)-check
 	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA) vendor.citation-file-format CITATION.cff
+
+format: $(WITH)-check
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
 
 dist: $(WITH)-dist
 	rm -rf build dist

@@ -360,7 +360,7 @@ def test_without_a_signal_growth_stops_at_a_multiple_of_what_was_last_measured()
         control, (decision,) = observed(settings, control, noise=100.0, signal=signal)
         sizes.append(decision.size.batch_size)
         reasons.append(decision.reason)
-    assert sizes[:2] == [8, 8] and reasons[:2] == ["signal", "held"]
+    assert sizes[:2] == [8, 8] and reasons[:2] == ["no_signal", "held"]
     assert sizes[2:] == [32, 32, 32]
     _, (decision,) = observed(settings_of(batching=batching), control, noise=100.0, signal=-1.0)
     assert decision.size.batch_size == 128
@@ -385,7 +385,7 @@ def test_smoothing_averages_numerators_and_denominators_apart_whatever_their_sca
         (0.0, 0.0, "degenerate", 4),
         (float("nan"), 1.0, "degenerate", 4),
         (float("inf"), 1.0, "degenerate", 4),
-        (1.0, -0.5, "signal", 8),  # the growth of one round
+        (1.0, -0.5, "no_signal", 8),  # the growth of one round
         (1e-30, 1e-31, "capped", 8),
         (1.0, 1e6, "kept", 4),
     ],

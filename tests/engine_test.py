@@ -14,7 +14,6 @@ from trees import assert_close, assert_equal
 from adloco_jax.config import validate
 from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
-from adloco_jax.engine import memory
 from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import make_batch, round_keys
@@ -193,15 +192,15 @@ def test_a_merge_in_parts_is_the_whole_one_and_deletes_what_it_replaces(monkeypa
     )
     ensemble = ensemble.replace(params_M=values[0], inner_state_R=values[1])
     for change, arguments in (
-        (memory.merged, (np.array([1.0, 3.0], np.float32), (2, 0), (1, 1, 0, 1))),
-        (memory.spawned, (1, 3)),
-        (memory.taken, ((2, 0),)),
+        (programs_module.merged, (np.array([1.0, 3.0], np.float32), (2, 0), (1, 1, 0, 1))),
+        (programs_module.spawned, (1, 3)),
+        (programs_module.taken, ((2, 0),)),
     ):
         copy = jax.tree.map(jnp.copy, ensemble)
-        expected = memory.replace(change, ensemble, *arguments)
+        expected = programs_module.replace(change, ensemble, *arguments)
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "PART_BYTES", 1)
-            found = memory.replace(change, copy, *arguments)
+            patch.setattr(programs_module, "PART_BYTES", 1)
+            found = programs_module.replace(change, copy, *arguments)
         assert_equal(found, expected)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copy.inner_state_R))
 

@@ -34,8 +34,7 @@ from adloco_jax.engine.inputs import (
     reads,
     whole_pool,
 )
-from adloco_jax.engine.memory import merged, replace, spawned, taken
-from adloco_jax.engine.programs import Programs, placement
+from adloco_jax.engine.programs import Programs, merged, placement, replace, spawned, taken
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.loop.adloco import State, Stats

@@ -1,32 +1,25 @@
-"""Device memory: what programs need, what fits on a device, and how to replace large states.
-
-When trainers merge, or a worker joins or leaves, the inner optimizer states of all workers are
-replaced by new arrays. These states fill most of a device's memory, so all old and all new arrays
-may not fit on the device together. For this reason the arrays are replaced in several parts: the
-old arrays of a part are deleted before the new arrays of the next part are made.
-"""
+"""Device memory: what programs need, and what fits on a device."""
 
 import dataclasses
-import functools
 import math
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 from jaxtyping import PyTree
 
-from adloco_jax.core.merge import merge, reassign, spawn
-from adloco_jax.core.types import Ensemble, take
 from adloco_jax.engine.programs import (
     Programs,
     ensemble_spec,
+    merged,
     needed_bytes,
+    parts_of,
     placement,
+    spawned,
     workers_spec,
 )
 from adloco_jax.engine.spec import Kind, ProgramKey, Spec, num_bytes
@@ -249,64 +242,3 @@ def find_max_batch(
         if third not in peaks:
             peaks[third] = peak(third)
     return max(size for size, need in peaks.items() if need <= budget)
-
-
-PART_BYTES = 2**30  # most bytes of inner states that one step replaces, unless an array is larger
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def merged(
-    ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
-) -> Ensemble:
-    """Merge trainers (`core.merge`), then move workers (`core.reassign`), in a compiled program."""
-    return reassign(merge(ensemble, members, weights=weights_n), owners)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Add workers to a trainer until it has `num_workers` (`core.spawn`), in a compiled program."""
-    return spawn(ensemble, trainer, num_workers)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    """Take trainers and their workers out of an ensemble (`core.take`), in a compiled program."""
-    return take(ensemble, trainers)
-
-
-def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Divide a list of arrays, in order, into parts of at most `PART_BYTES` bytes.
-
-    An array that is larger than this limit is a part of its own.
-    """
-    part: list[Any] = []
-    for leaf in leaves:
-        if part and num_bytes([*part, leaf]) > PART_BYTES:
-            yield part
-            part = []
-        part.append(leaf)
-    if part:
-        yield part
-
-
-def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
-    """Compute `change(ensemble, *arguments)` in several steps, so that less memory is needed.
-
-    `change` is one of the functions `merged`, `spawned` and `taken`. The workers' inner optimizer
-    states are divided into parts (`parts_of`). For each part, `change` is called with an ensemble
-    that has only this part of the inner states, and then the old arrays of the part are deleted. At
-    last `change` is called with the ensemble without inner states. If there is at most one part,
-    `change` is called once with the whole ensemble, and no array is deleted.
-    """
-    leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
-    parts = list(parts_of(leaves))
-    if len(parts) <= 1:
-        return change(ensemble, *arguments)
-    new_leaves = []
-    for part in parts:
-        alone = ensemble.replace(params_R=None, inner_state_R=part)
-        new_leaves += change(alone, *arguments).inner_state_R
-        for leaf in part:
-            leaf.delete()
-    rest = change(ensemble.replace(inner_state_R=None), *arguments)
-    return rest.replace(inner_state_R=structure.unflatten(new_leaves))

@@ -20,7 +20,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,10 +34,11 @@ from jaxtyping import PyTree
 from adloco_jax.contrib.streaming import flush_workers, fragment_steps
 from adloco_jax.core.arguments import fold_in_each, with_fixed_key
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
+from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
-from adloco_jax.core.types import Ensemble, Workers, init
+from adloco_jax.core.types import Ensemble, Workers, init, take
 from adloco_jax.engine.sharding import POOL, Placement, arrange, reshard
-from adloco_jax.engine.spec import Compiled, Kind, ProgramKey, Spec
+from adloco_jax.engine.spec import Compiled, Kind, ProgramKey, Spec, num_bytes
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 # Most float32 values of per-example gradients that a worker holds at once: 256 MB.
@@ -542,3 +543,71 @@ def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 
 def _shardings(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+# -- Merges, growth, quarantine --------------------------------------------------------------
+
+# When trainers merge, or a worker joins or leaves, the inner optimizer states of all workers are
+# replaced by new arrays. These states fill most of a device's memory, so all old and all new arrays
+# may not fit on the device together. For this reason the arrays are replaced in several parts: the
+# old arrays of a part are deleted before the new arrays of the next part are made.
+
+PART_BYTES = 2**30  # most bytes of inner states that one step replaces, unless an array is larger
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def merged(
+    ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
+) -> Ensemble:
+    """Merge trainers (`core.merge`), then move workers (`core.reassign`), in a compiled program."""
+    return reassign(merge(ensemble, members, weights=weights_n), owners)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+    """Add workers to a trainer until it has `num_workers` (`core.spawn`), in a compiled program."""
+    return spawn(ensemble, trainer, num_workers)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
+    """Take trainers and their workers out of an ensemble (`core.take`), in a compiled program."""
+    return take(ensemble, trainers)
+
+
+def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
+    """Divide a list of arrays, in order, into parts of at most `PART_BYTES` bytes.
+
+    An array that is larger than this limit is a part of its own.
+    """
+    part: list[Any] = []
+    for leaf in leaves:
+        if part and num_bytes([*part, leaf]) > PART_BYTES:
+            yield part
+            part = []
+        part.append(leaf)
+    if part:
+        yield part
+
+
+def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
+    """Compute `change(ensemble, *arguments)` in several steps, so that less memory is needed.
+
+    `change` is one of the functions `merged`, `spawned` and `taken`. The workers' inner optimizer
+    states are divided into parts (`parts_of`). For each part, `change` is called with an ensemble
+    that has only this part of the inner states, and then the old arrays of the part are deleted. At
+    last `change` is called with the ensemble without inner states. If there is at most one part,
+    `change` is called once with the whole ensemble, and no array is deleted.
+    """
+    leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
+    parts = list(parts_of(leaves))
+    if len(parts) <= 1:
+        return change(ensemble, *arguments)
+    new_leaves = []
+    for part in parts:
+        alone = ensemble.replace(params_R=None, inner_state_R=part)
+        new_leaves += change(alone, *arguments).inner_state_R
+        for leaf in part:
+            leaf.delete()
+    rest = change(ensemble.replace(inner_state_R=None), *arguments)
+    return rest.replace(inner_state_R=structure.unflatten(new_leaves))

@@ -240,7 +240,7 @@ def _tested(
     if not math.isfinite(value):
         reason = "degenerate"
     elif is_blind:
-        reason = "held" if is_held and size == now else "signal"
+        reason = "held" if is_held and size == now else "no_signal"
     elif size.total < now.num_workers * value:
         reason = "capped"
     else:

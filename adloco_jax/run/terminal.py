@@ -176,7 +176,7 @@ def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[
         limit = "batching.batch_cap"
     why = {
         "capped": f"{requested}, limited by {limit}",
-        "signal": "no signal above the noise yet, so one step of growth",
+        "no_signal": "no signal above the noise yet, so one step of growth",
         "held": "no signal above the noise, limited by batching.max_blind_growth",
         "schedule": "as declared",
     }.get(decision.reason, requested)
