@@ -73,6 +73,6 @@ class DivergedError(UserError):
 
 
 class Preempted(UserError):
-    """The run was stopped by a signal and is saved; the same command continues it (exit 75)."""
+    """The run was stopped by a signal and is saved; the message says how to resume it (exit 75)."""
 
     exit_code = 75

@@ -165,7 +165,10 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
+    mode = partial.stat().st_mode & 0o666  # what the umask leaves; some libraries write 0600
     for path in [*partial.rglob("*"), partial]:
+        if path.is_file():
+            path.chmod(mode)
         sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -181,6 +184,5 @@ def write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"{path}: cannot be written ({error.strerror}); make room or grant access, and run the"
-            " same command again"
+            f"{path}: cannot be written ({error.strerror}); make room or grant access"
         ) from error

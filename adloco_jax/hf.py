@@ -406,6 +406,10 @@ def _open(file: Path) -> dict[str, _Stored]:
     The library `safetensors` checks that each byte after the header belongs to exactly one tensor.
     """
     try:
+        file.open("rb").close()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
         opened, found = safetensors.safe_open(file, framework="numpy"), {}
         for name in opened.keys():
             header = opened.get_slice(name)

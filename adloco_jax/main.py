@@ -10,7 +10,9 @@ import importlib
 import json
 import os
 import re
+import select
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from adloco_jax import __version__, config
-from adloco_jax.cli.parser import is_run, parse, recorded_command, with_separator
+from adloco_jax.cli.parser import is_run, parse, with_separator
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
 from adloco_jax.settings import KNOBS
 
@@ -41,12 +43,14 @@ COMMANDS = {
 _TRAIN = """Trains what a config describes, resumes a stopped run, or prints the plan of a run.
 
 adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
-adloco plan CONFIG [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
+adloco train RUN [--config.GROUP.KEY=VALUE ...]
+adloco plan CONFIG|RUN [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
 
-CONFIG is a file, or a name that `adloco configs` lists. The same command with the same --workdir
-resumes a stopped run. Every key of the config is an option; if it is given twice, the last value
-counts. To run on several processes, start each with this command and --distributed (under Slurm,
-Open MPI, Kubernetes) or --coordinator, --num-processes and --process-id.
+CONFIG is a file, or a name that `adloco configs` lists. RUN is the folder of a stopped run, which
+is resumed with its recorded settings; so does the same command with the same --workdir. Every key
+of the config is an option; if it is given twice, the last value counts. To run on several
+processes, start each with this command and --distributed (under Slurm, Open MPI, Kubernetes) or
+--coordinator, --num-processes and --process-id.
 """
 # For each flag: type, name, default, help, and limits.
 _FLAGS: tuple[tuple[Any, ...], ...] = (
@@ -66,6 +70,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_bool, "help", False, "print this help, and stop"),
 )
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
+_CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code, as of a program that SIGPIPE ends
 
 
 def command() -> NoReturn:
@@ -76,24 +81,39 @@ def command() -> NoReturn:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
     sys.unraisablehook = _unraisablehook
+    # Also for a job in the background, which a shell starts with SIGINT ignored.
+    signal.signal(signal.SIGINT, _interrupt)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
         code = main()
     # Deliberately broad: this prints the traceback that Python would print. Python must not end the
     # process by itself, because JAX may block its exit.
-    except Exception:
-        print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
-        code = 1
+    except Exception as error:
+        code = _CLOSED_PIPE
+        if not _is_closed_pipe(error):
+            print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
+            code = 1
     # The module is not imported if an error ended the command early.
     processes = sys.modules.get("adloco_jax.run.processes")
     together = processes is None or processes.all_end()
     # A library that ran out of files or memory may leave a thread that never ends.
-    if code == ResourceError.exit_code or not together:
+    if code in (ResourceError.exit_code, _CLOSED_PIPE) or not together:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # the terminal may be closed
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """End the process at SIGINT, outside the rounds of a run (see `processes.stop_requests`).
+
+    A KeyboardInterrupt could be lost: Python ignores errors in callbacks of the garbage collector,
+    of which JAX has one, and imports turn them into other errors.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(128 + signal.SIGINT)
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -103,6 +123,15 @@ def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
     """
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
+
+
+def _is_closed_pipe(error: BaseException) -> bool:
+    """Whether an error means that nobody reads this process's output any more."""
+    output = select.poll()
+    for number in (1, 2):
+        output.register(number, 0)  # errors are always reported
+    broken = any(event & select.POLLERR for _, event in output.poll(0))
+    return isinstance(error, BrokenPipeError) and broken
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,6 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error.filename}: {error.strerror}; name another", file=sys.stderr)
         return ConfigError.exit_code
     except (OSError, MemoryError, RuntimeError) as error:
+        if _is_closed_pipe(error):
+            raise  # for `command`
         # These errors mean that the machine lacks something. A RuntimeError means this only if the
         # memory that JAX may use is exhausted.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
@@ -241,11 +272,12 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
         print(*kinds(), sep="\n")
         return 0
     options, words = _parse(argv)
+    run = _named_run(options, words)
     if options.help:
         own = [f"  --{name.replace('_', '-'):22} {text}" for _, name, _, text, *_ in _FLAGS]
         print("\n".join([_TRAIN, *own, "", config.config_help()]))
         return 0
-    path, made = _configure(options, words)
+    path, made = _configure(options, words, run)
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
     varying = ("--coordinator=", "--num_processes=", "--process_id=")  # processes may differ here
@@ -270,27 +302,55 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
         words = options(["adloco", *spelled], known_only=True)[1:]
     except (flags.Error, ValueError) as error:
         raise ConfigError(str(error)) from error
-    if options.config is None and words and not words[0].startswith("-"):
-        options.config = words.pop(0)
     return options, words
 
 
-def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
+def _named_run(options: flags.FlagValues, words: list[str]) -> str | None:
+    """Return the folder of the run to resume with its recorded settings, and set it as --workdir.
+
+    The result is None if the command line names a config; a first word becomes the option --config.
+    """
+    has_word = bool(words) and not words[0].startswith("-")
+    if has_word and is_run(words[0]):
+        run = words.pop(0)
+    elif options.config and is_run(options.config):
+        run, options.config = options.config, None
+    else:
+        if has_word and options.config is None:
+            options.config = words.pop(0)
+        run = options.workdir if options.config is None else None
+        return run if run and is_run(run) else None
+    if options.workdir not in (None, run):
+        raise ConfigError(f"{run}: a run, which stays in its folder; leave --workdir out")
+    options.workdir = run
+    return run
+
+
+def _configure(
+    options: flags.FlagValues, words: Sequence[str], run: str | None = None
+) -> tuple[Path, ConfigDict]:
     """Load a config file, and set the keys that the command line gives; return path and config.
+
+    If the command line names a run, the config is the one recorded in the folder of the run. A
+    config file beside it only adds entries to tables.
 
     Raises:
       ConfigError: If the file, a word of the command line, or the resulting config has a fault. The
         message lists all faults.
     """
     faults = [_unknown(word, options) for word in words]
-    for folder in (options.config, options.workdir if options.config is None else None):
-        if folder and is_run(folder):
-            raise ConfigError(f"{folder}: a run; to resume it write: {recorded_command(folder)}")
     # If the file cannot be loaded, the command line is checked with the default config.
     path, made, is_loaded = Path(), config.default_config(), False
     try:
-        path = config.find_config(options.config)
-        made, is_loaded = config.load_config(path, "get_config", ConfigDict), True
+        if run is not None:
+            from adloco_jax.run.resume import recorded_config
+
+            config.add_entries(options.config)
+            path, made = Path(run), recorded_config(Path(run))
+        else:
+            path = config.find_config(options.config)
+            made = config.load_config(path, "get_config", ConfigDict)
+        is_loaded = True
     except ConfigError as error:
         faults.insert(0, str(error))
     values = {key: options[f"config.{key}"].value for key in KNOBS}
@@ -338,7 +398,7 @@ def _execute(
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax.run import processes
     from adloco_jax.run.plan import plan
-    from adloco_jax.run.resume import changes, finished
+    from adloco_jax.run.resume import changes, finished, how_to_resume, unfinished
     from adloco_jax.study import report
     from adloco_jax.training import train
 
@@ -356,7 +416,15 @@ def _execute(
     if is_plan:
         with processes.only_first_prints():
             print(plan(made, options.workdir, memory=options.memory, **accept))
+            if options.workdir and is_run(options.workdir):
+                settings = config.validate(made)
+                how = how_to_resume(Path(options.workdir), settings, command=command_line)
+                print(f"to resume: {how}")
         return
+    before = unfinished(command_line) if options.workdir is None else None
+    if before is not None:
+        how = how_to_resume(before, config.validate(made), command=command_line)
+        print(f"{before}: an unfinished run of this command; to resume it: {how}")
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, made, **accept)))
     if damage is None:

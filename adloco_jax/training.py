@@ -11,7 +11,7 @@ import faulthandler
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,14 @@ from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError, reason
+from adloco_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    Preempted,
+    ResourceError,
+    reason,
+)
 from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes, resume
@@ -156,6 +163,7 @@ def train(
             command=command,
             accept_config_change=accept_config_change,
             accept_data_change=accept_data_change,
+            _by_fit=False,
         )
 
 
@@ -175,6 +183,7 @@ def fit(
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
+    _by_fit: bool = True,  # False: `train` calls, so a command can resume the run
 ) -> Result:
     """Run AdLoCo on the caller's model and rows of tokens, or resume such a run.
 
@@ -254,6 +263,7 @@ def fit(
         heldout=heldout,
         workdir=workdir,
         command=command,
+        by_fit=_by_fit,
         accept_data_change=accept_data_change,
         init_fn=init_fn,
         params=params,
@@ -279,7 +289,12 @@ def _until_done(run: Run) -> Result:
     `after_failure` decides after each failure whether there is a new attempt.
     """
     failures = Failures()
-    with exclusive(run.workdir), processes.stop_requests() as stop, processes.ending_together():
+    with (
+        exclusive(run.workdir),
+        processes.stop_requests() as stop,
+        processes.ending_together(),
+        _saying_how_to_resume(run),
+    ):
         while True:
             # The newest checkpoint restores everything that a failed round has changed.
             with contextlib.ExitStack() as stack:
@@ -290,6 +305,16 @@ def _until_done(run: Run) -> Result:
                     return Result(run.workdir, params, loss, state)
                 except (jax.errors.JaxRuntimeError, OSError) as error:
                     failures = after_failure(run, attempt, error, failures)
+
+
+@contextlib.contextmanager
+def _saying_how_to_resume(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except (Preempted, ResourceError) as error:
+        if (run.workdir / "ledger.jsonl").exists():
+            error.args = (f"{error}; to resume: {_how(run)}",)
+        raise
 
 
 @dataclass(frozen=True)
@@ -364,6 +389,7 @@ def begin(
     if spec.machine.platform != "cpu":
         notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
     notes.append(run.heldout.describe(run.num_classes))
+    notes.append(f"folder: {run.workdir}; if the run stops, to resume: {_how(run)}")
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
     ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)
@@ -489,6 +515,10 @@ def _engine(
     engine = RayEngine(run, programs, heldout)
     stack.callback(engine.close)
     return engine
+
+
+def _how(run: Run) -> str:
+    return resume.how_to_resume(run.workdir, run.settings, command=run.command, by_fit=run.by_fit)
 
 
 def _last_checkpoint(run: Run, attempt: Attempt) -> str:

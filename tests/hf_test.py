@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -107,6 +108,16 @@ def test_an_export_may_hold_folders(tmp_path):
             (partial / "additional_chat_templates" / "tool.jinja").write_text(text)
         (file,) = (tmp_path / "export").rglob("*.jinja")
         assert file.read_text() == text
+
+
+def test_who_may_read_an_export_follows_the_umask(tmp_path, params):
+    before = os.umask(0o027)
+    try:
+        hf.save(params, tmp_path / "export", load_tokenizer("bytes"), network=NETWORK)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()}
+    assert modes == {0o640}
 
 
 def test_what_is_saved_comes_back_bit_for_bit(folder, params):
@@ -306,6 +317,14 @@ def test_a_damaged_file_is_named_and_takes_no_memory(folder, damage):
     line = refused(folder)
     assert "model.safetensors: damaged, or no safetensors file" in line and "\n" not in line
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(folder):
+    file = folder / "model.safetensors"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(DataError, match=r"model.safetensors: cannot be read \(Is a directory\)"):
+        hf._open(file)
 
 
 class Payload:

@@ -167,7 +167,7 @@ def get_comparison():
 """
 SENT = "runs/sent/seed-0"
 FROM_FOLDER = {
-    "train": (0, ["--config=tiny.py", f"--workdir={SENT}", "--config.num_rounds=2"]),
+    "train": (0, [SENT, "--config.num_rounds=2"]),
     "plan": (0, ["--config=tiny.py", f"--workdir={SENT}"]),
     "compare": (0, ["--config=tiny.py", "--workdir=runs"]),
     "report": (0, [SENT, "--out=page"]),

@@ -1,11 +1,13 @@
 import collections
+import contextlib
 import importlib
-import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from operator import attrgetter
 from pathlib import Path
@@ -37,8 +39,9 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def configured(*overrides: str, config: str = "quickstart"):
-    return cli._configure(*cli._parse([f"--config={config}", *overrides]))[1]
+def configured(*words: str, config: str = "quickstart"):
+    options, others = cli._parse([f"--config={config}", *words])
+    return cli._configure(options, others, cli._named_run(options, others))[1]
 
 
 def refused(capsys, *argv: str) -> list[str]:
@@ -176,8 +179,7 @@ GUESSES = {
     "configs/recommended.py": "write: adloco train configs/recommended.py",
     "compare_quick": "write: adloco compare compare_quick",
     "train": "write: adloco train quickstart",
-    "train runs/first": "write: adloco train the_config --workdir runs/first",
-    "train --workdir runs/first": "write: adloco train the_config --workdir runs/first",
+    "train runs/first --workdir runs/second": "runs/first: a run, which stays in its folder",
     "train compare_quick": "write: adloco compare ",
     "train quickstart --confg.seed=3": "did you mean --config.seed?",
     "compare": "write: adloco compare compare_quick",
@@ -192,8 +194,7 @@ GUESSES = {
 def test_a_wrong_first_guess_is_answered_with_the_right_command(elsewhere, capsys, words):
     run = elsewhere / "runs" / "first"
     run.mkdir(parents=True)
-    start = {"event": "start", "command": "adloco train the_config --workdir runs/first"}
-    (run / "ledger.jsonl").write_text(json.dumps(start) + "\n")
+    (run / "ledger.jsonl").write_text("")
     assert cli.main(words.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and GUESSES[words] in err and err.count("\n") == 1
@@ -203,7 +204,9 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
     words = ["--config.seed=3", "--workdir", "x"]
     for config in ("quickstart", "configs/quickstart.py", str(ROOT / "configs" / "quickstart.py")):
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
-            path, made = cli._configure(*cli._parse(given))
+            options, others = cli._parse(given)
+            assert cli._named_run(options, others) is None
+            path, made = cli._configure(options, others)
             assert path.stem == "quickstart" and made.seed == 3
 
 
@@ -386,6 +389,33 @@ def test_a_platform_that_is_not_here_is_one_line(elsewhere):
     assert all(line.startswith("JAX_PLATFORMS=cuda: JAX cannot use it here") for line in lines)
 
 
+def test_an_interrupt_ends_a_command_even_in_a_callback_of_the_garbage_collector(elsewhere):
+    code = """
+import gc, signal, sys
+from adloco_jax import main
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job that a shell started in the background
+gc.callbacks.append(lambda phase, info: signal.raise_signal(signal.SIGINT))
+sys.argv = ["adloco", "train", "quickstart"]
+main.command()
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["configs"], ["train", "qickstart"]])
+def test_a_closed_pipe_ends_a_command_quietly(words):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "adloco_jax.main", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with os.fdopen(write, "w") as pipe:
+        outputs = {"stdout": pipe, "stderr": pipe if "qickstart" in words else subprocess.PIPE}
+        done = subprocess.run(command, env=environment, **outputs, timeout=60)
+    assert done.returncode == 141 and not done.stderr
+
+
 # --- Runs that go on ------------------------------------------------------------------------
 
 TINY = ["--config=quickstart", "--config.num_rounds=1", "--config.model.width=16"]
@@ -462,6 +492,53 @@ def test_flags_let_a_run_resume_with_changes(run, capsys):
     assert cli.main([*changed, "--accept-config-change"]) == 0
     assert cli.main([*changed, "--config.seed=5", "--accept_config_change"]) == 2
     assert "seed: was 0, is 5" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def _stop():
+    stop = threading.Event()
+    stop.set()
+    yield stop
+
+
+def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, monkeypatch):
+    fresh = ["train", *(word for word in TINY if "workdir" not in word), "--config.num_rounds=9"]
+
+    def paste(text: str, done: int) -> None:
+        (command,) = re.findall("to resume(?: it)?: (adloco .*)", text)
+        assert cli.main(shlex.split(command)[1:]) == 75
+        assert f"resuming after round {done}\n" in capsys.readouterr().out
+
+    with monkeypatch.context() as patch:
+        patch.setattr("adloco_jax.run.processes.stop_requests", _stop)  # stops after each round
+        assert cli.main(fresh) == 75
+        header, preemption = capsys.readouterr()
+        (run,) = Path("runs").iterdir()
+        paste(header, 1)
+        paste(preemption, 2)
+        for done, planned in ((3, [str(run)]), (4, [*fresh[1:], f"--workdir={run}"])):
+            assert cli.main(["plan", *planned]) == 0
+            paste(capsys.readouterr().out, done)
+        monkeypatch.setenv("ADLOCO_FAIL_AT", "save.begin:1:ENOSPC")
+        monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
+        assert cli.main(["train", str(run)]) == 5
+        full_disk = capsys.readouterr().err
+        monkeypatch.delenv("ADLOCO_FAIL_AT")
+        paste(full_disk, 5)
+        assert len([*Path("runs").iterdir()]) == 1
+        other = [word.replace("num_rounds=9", "num_rounds=8") for word in fresh]
+        patch.setattr("adloco_jax.training.train", lambda *args, **kwargs: None)
+        for words, said in ((fresh, [str(run)]), (other, [])):
+            assert cli.main(words) == 0
+            out = capsys.readouterr().out
+            assert re.findall("(.*): an unfinished run of this command", out) == said
+            if said:
+                begun = out
+    paste_to_end = shlex.split(begun.partition("to resume it: ")[2])[1:]
+    assert cli.main([*paste_to_end, "--config.num_rounds=7"]) == 0
+    assert "resuming after round 6\n" in capsys.readouterr().out
+    assert cli.main(["train", str(run), "--config.num_rounds=7"]) == 0
+    assert f"{run}: already finished" in capsys.readouterr().out
 
 
 OWN = """

@@ -314,7 +314,7 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
             path.write_text(path.read_text().splitlines(keepends=True)[0])
 
     monkeypatch.setattr(report.time, "sleep", go_on)
-    assert cli.main(["report", str(run), "--watch"]) == 0
+    assert cli.main(["report", str(run), "--watch"]) == 130
     assert seen[:2] == ["", ""]  # no run yet, then no round yet
     refresh = '<meta http-equiv="refresh"'
     assert "1 rounds, unfinished" in seen[2] and "2 rounds, unfinished" in seen[3]

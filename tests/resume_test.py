@@ -15,6 +15,7 @@ from toy import corpus, settings_of
 from toy_runs import GROWING, Signalling, assert_same_end, events, lines, run, stop_at
 
 from adloco_jax import crashpoints
+from adloco_jax import main as cli
 from adloco_jax.engine import local as engine
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.run import checkpoint
@@ -106,6 +107,14 @@ def test_a_finished_run_is_left_as_it_is_and_gives_its_result(tmp_path, whole):
     assert_same_end(again, whole)
     assert len(events(folder, "start")) == len(events(folder, "end")) == 1
     jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+
+
+@pytest.mark.parametrize("words", ["train", "plan", "export --out=x", "gradients", "generate"])
+def test_commands_say_that_fit_made_a_run_with_a_model_of_ones_own(whole, capsys, words):
+    command, *more = words.split()
+    assert cli.main([command, str(whole.workdir), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{whole.workdir}: made by fit with a model of your own")
 
 
 def test_a_finished_run_can_be_extended(tmp_path, whole):

@@ -74,6 +74,6 @@ class Signalling:
 
 def stop_at(workdir, at_read, settings=None, number=signal.SIGTERM):
     """Makes a run that a signal stops at one of its reads."""
-    with pytest.raises(Preempted, match="the same command continues") as stopped:
+    with pytest.raises(Preempted, match="to resume: fit called again") as stopped:
         run(workdir, settings, corpus=Signalling(at_read, number))
     assert stopped.value.exit_code == 75

@@ -5,7 +5,6 @@ A command imports the modules that it needs when it is called, so that other com
 
 import argparse
 import ast
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -42,8 +41,7 @@ def report(options: argparse.Namespace, command: str) -> None:
     if not options.watch:
         print(f"report: {write(options.run, folder, labels=options.labels)}")
         return
-    with contextlib.suppress(KeyboardInterrupt):
-        watch(options.run, folder, labels=options.labels)
+    watch(options.run, folder, labels=options.labels)
 
 
 def export(options: argparse.Namespace, command: str) -> None:
@@ -92,6 +90,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
     from adloco_jax import hf
     from adloco_jax.data.tokenizers import load_tokenizer
     from adloco_jax.models import llama
+    from adloco_jax.run.resume import refuse_fit
 
     add_entries(options.config)
     model = options.model
@@ -99,6 +98,8 @@ def generate(options: argparse.Namespace, command: str) -> None:
         model = str(Path(model) / "export")
         if not os.path.exists(model):
             raise ConfigError(f"{model}: not there yet; write: adloco export {options.model}")
+        if not os.path.exists(os.path.join(model, "config.json")):
+            refuse_fit(Path(options.model))
     network, params, *_ = hf.load(model, key="model")
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{model}: a {type(network).__name__} writes no text")

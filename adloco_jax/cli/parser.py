@@ -6,7 +6,6 @@ JAX.
 
 import argparse
 import difflib
-import json
 import os
 import re
 import shlex
@@ -129,15 +128,6 @@ class Parser(argparse.ArgumentParser):
 def is_run(folder: str | Path) -> bool:
     """Whether a folder contains a run."""
     return os.path.isfile(Path(folder) / "ledger.jsonl")  # False also for invalid names
-
-
-def recorded_command(run: str | Path) -> str:
-    """Return the command line that started a run, as recorded in the run's ledger file."""
-    with open(Path(run) / "ledger.jsonl", encoding="utf-8", errors="replace") as ledger:
-        try:
-            return str(json.loads(ledger.readline(2**16))["command"])
-        except (ValueError, KeyError, TypeError):
-            return f"adloco train CONFIG --workdir {shlex.quote(str(run))}"
 
 
 def newest_run() -> list[str]:

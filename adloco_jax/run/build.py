@@ -191,7 +191,7 @@ def require_same_network(settings: Settings, found: hf.Description) -> None:
     free = names.free | (set() if found.has_head else {"num_classes"})
     faults = [
         f"model.{ours} = {getattr(network, ours)}: {model.init_from} has"
-        f" {getattr(found.network, ours)}; leave --config.model.{ours} unset"
+        f" {getattr(found.network, ours)}; unset it: --config.model.{ours}=none"
         for ours, _ in names.sizes.values()
         if ours not in free and getattr(network, ours) != getattr(found.network, ours)
     ]
@@ -363,6 +363,7 @@ class Run:
     heldout: HeldOut
     workdir: Path
     command: str
+    by_fit: bool  # whether the caller gave model and data, so that the config describes neither
     accept_data_change: bool
     init_fn: InitFn
     params: PyTree | None  # the first parameters of all trainers; None: `init_fn` draws them

@@ -146,11 +146,10 @@ class Saver:
                 older = f"the one before it is {self.folder / str(number)}"
             if has_begun and not target.exists() and not (self.folder / _STAGING).exists():
                 raise CheckpointError(
-                    f"{target}: deleted while it was written; {older}; run the same command again"
+                    f"{target}: deleted while it was written; {older}; resume the run"
                 ) from error
             raise ResourceError(
-                f"{target}: the checkpoint cannot be written ({reason(error)}); {older}; make room,"
-                " and run the same command again"
+                f"{target}: the checkpoint cannot be written ({reason(error)}); {older}; make room"
             ) from error
 
     def _make_staging(self, staging: Path) -> None:

@@ -30,7 +30,7 @@ from adloco_jax.run.build import (
     load_data,
     spec_of,
 )
-from adloco_jax.run.resume import read_control, recorded_settings
+from adloco_jax.run.resume import read_control, recorded_settings, refuse_fit
 from adloco_jax.settings import Settings
 
 
@@ -110,7 +110,8 @@ def read_trained(
       The model.
 
     Raises:
-      ConfigError: If there is no such checkpoint or trainer. The message lists those that exist.
+      ConfigError: If there is no such checkpoint or trainer; the message lists those that exist.
+        Also if the run was made by `fit`, and its model or data are needed.
       CheckpointError: If the folder does not contain a run, or the checkpoint is damaged.
       DataError: If the data are needed and cannot be used.
     """
@@ -136,6 +137,7 @@ def read_trained(
         params_M = checkpoint.read_params(path, shapes)
         ensemble = Ensemble(params_M, (), (), tuple(range(len(control.trainers))), jnp.int32(0))
     except checkpoint.Damaged as error:
+        refuse_fit(workdir)
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error
     ids = [trainer.id for trainer in control.trainers]
     if trainer is not None and trainer not in ids:
@@ -147,6 +149,7 @@ def read_trained(
         source = "only" if trainer is None else f"trainer {trainer}"
         tokenizer = load_tokenizer(settings.data.tokenizer)
         return Trained(settings, params, tokenizer, control.round, source)
+    refuse_fit(workdir)
     corpus = load_data(settings)
     spec = dataclasses.replace(spec, row_length=corpus.heldout_rows.shape[1])
     heldout = evaluate.split_heldout(

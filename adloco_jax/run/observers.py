@@ -263,7 +263,7 @@ class Checkpoints:
             folder = self.saver.folder
             raise Preempted(
                 f"{folder.parent}: stopped by a signal after round {index};"
-                f" {checkpoint.last(folder)}; the same command continues from there"
+                f" {checkpoint.last(folder)}"
             )
 
     def _is_time(self) -> bool:

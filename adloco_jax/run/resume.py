@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import platform
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -224,6 +225,86 @@ def recorded_settings(workdir: Path) -> Settings:
         instance an optimizer, and that is not defined now.
     """
     path = workdir / "config.json"
+    config = _flat(default_config().to_dict()) | _recorded(path)
+    if commit := recorded_commit(workdir):
+        config["data.revision"] = commit
+    try:
+        return validate(unflatten_dict(config, sep="."))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+
+
+def recorded_config(workdir: Path) -> ConfigDict:
+    """Read the config with which `train` resumes the run in a folder.
+
+    Raises:
+      CheckpointError: If there is no record, or the record cannot be read.
+      ConfigError: If the run was made by `fit`, or uses an entry of a table that is not defined
+        now.
+    """
+    refuse_fit(workdir)
+    config = default_config()
+    config.update_from_flattened_dict(_recorded(workdir / "config.json"))
+    return config
+
+
+def refuse_fit(workdir: Path) -> None:
+    """Refuse a run that `fit` made, for a command that would need the model's code.
+
+    Raises:
+      ConfigError: If the run was made by `fit`.
+      CheckpointError: If the record of the run's config cannot be read.
+    """
+    path = workdir / "config.json"
+    if path.is_file() and _record(path).get("made_by") == "fit":
+        raise ConfigError(
+            f"{workdir}: made by fit with a model of your own, which the command does not have;"
+            f" fit called again resumes it, and {workdir / 'export'} has its model"
+        )
+
+
+def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bool = False) -> str:
+    """Return the command that resumes a run, or say which call does.
+
+    Args:
+      workdir: The run's folder.
+      settings: The run's settings.
+      command: The command that started the run; empty if a Python program did.
+      by_fit: Whether the run was made by `fit`.
+    """
+    now = flat_settings(settings)
+    adds_entries = any(knob.table and now[key] not in knob.table for key, knob in KNOBS.items())
+    if by_fit or (adds_entries and not command):
+        return f"{'fit' if by_fit else 'train'} called again with the same arguments"
+    folder = shlex.quote(str(workdir))
+    if command.startswith("adloco compare "):
+        line = command
+    elif adds_entries:  # only the config file has them
+        line = command if folder in command else f"{command} --workdir {folder}"
+    else:
+        line = f"adloco train {folder}"
+    if jax.process_count() > 1:
+        line += ", in each process with its options for several processes"
+    return line
+
+
+def unfinished(command: str) -> Path | None:
+    """Return the folder of the newest run in `runs/` that a command began and nobody continues.
+
+    The result is None if there is no such run.
+    """
+    found = {}
+    for path in Path("runs").glob("*/ledger.jsonl"):
+        # A ledger may be damaged, or of another user; the run may be under way.
+        with contextlib.suppress(DataError, OSError, Timeout):
+            events = read(path)
+            if events and events[0].get("command") == command and finish(events) is None:
+                with FileLock(path.parent / ".lock", timeout=0):
+                    found[path.stat().st_mtime] = path.parent
+    return found[max(found)] if found else None
+
+
+def _recorded(path: Path) -> dict[str, object]:
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; name the folder of a run")
     known = {
@@ -239,13 +320,7 @@ def recorded_settings(workdir: Path) -> Settings:
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-    config = _flat(default_config().to_dict()) | known
-    if commit := recorded_commit(workdir):
-        config["data.revision"] = commit
-    try:
-        return validate(unflatten_dict(config, sep="."))
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+    return known
 
 
 def recorded_commit(workdir: Path) -> str:

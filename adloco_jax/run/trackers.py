@@ -241,6 +241,7 @@ def open_ledger(
     path = run.workdir / "ledger.jsonl"
     made_with = {"versions": resume.versions(), "data_fingerprint": run.corpus.fingerprint}
     made_with["data_commit"] = getattr(run.corpus, "commit", "")
+    made_with["made_by"] = "fit" if run.by_fit else "train"
     resume.write_config(run.workdir, run.settings, **made_with)
     cut(path, control)
     kept = read(path) if path.exists() else []

@@ -29,7 +29,7 @@ from adloco_jax.files import write_errors
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.export import read_trained
-from adloco_jax.run.resume import check_workdir
+from adloco_jax.run.resume import check_workdir, refuse_fit
 from adloco_jax.settings import Settings
 from adloco_jax.study.curves import last, lines
 from adloco_jax.study.gradients_figure import figure
@@ -308,6 +308,7 @@ def analyse_run(
     workdir, sizes = Path(workdir), sorted(set(batch_sizes))
     _check_arguments(num_sequences, sizes, draws, seed, pass_size)
     check_workdir(workdir)
+    refuse_fit(workdir)
     events = ledger.read(workdir / "ledger.jsonl")
     trained = read_trained(workdir, machine, round=round, trainer=trainer)
     settings = trained.settings
