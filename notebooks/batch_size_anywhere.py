@@ -21,14 +21,14 @@
 # notebook takes less than a minute on two CPU cores.
 
 # %%
+repository = ""  # only for Colab: the address of this notebook's repository, "https://..."
+
+import subprocess
 import sys
 
 if "google.colab" in sys.modules:  # Colab's own jax, with its GPU, stays
-    import subprocess
-
-    # This works as it stands once the package is published; until then, put the address of its
-    # repository in place of the name: "git+https://...".
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "adloco_jax"], check=True)
+    assert repository, "set `repository` above to the address of this notebook's repository"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"git+{repository}"], check=True)
 
 # %% tags=["parameters"]
 num_steps = 150

@@ -24,14 +24,14 @@
 # AdLoCo (arXiv 2508.18182, eq. 10, 12, 13).
 
 # %%
+repository = ""  # only for Colab: the address of this notebook's repository, "https://..."
+
+import subprocess
 import sys
 
 if "google.colab" in sys.modules:  # Colab's own jax, with its GPU, stays
-    import subprocess
-
-    # This works as it stands once the package is published; until then, put the address of its
-    # repository in place of the name: "git+https://...".
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "adloco_jax"], check=True)
+    assert repository, "set `repository` above to the address of this notebook's repository"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"git+{repository}"], check=True)
 
 # %% tags=["parameters"]
 num_repeats = 400  # independent test batches behind every point
@@ -141,7 +141,7 @@ def panel(title, x_label, y_label, curves, *, x_base=10, y_base=10):
     """A chart around its curves."""
     x = chart.axis(x_label, [v for c in curves for v in c.x], base=x_base)
     y = chart.axis(y_label, [v for c in curves for v in c.y], base=y_base, margin=0.05)
-    return chart.chart(x, y, curves, title=title, height=280)
+    return chart.chart(x, y, curves, title=title, height=280, label_px=20)
 
 
 def shown(title, *panels):
@@ -153,12 +153,12 @@ def shown(title, *panels):
 TEST_BATCH = "test batch (examples)"
 curves = [
     Curve(batch_sizes, np.ones(len(batch_sizes)), BLACK),
-    Curve(batch_sizes, 1 + 32 / batch_sizes, f"{RED} thin", "theory: 1 + B_simple / b"),
+    Curve(batch_sizes, 1 + 32 / batch_sizes, f"{RED} thin"),
     *mean_with_error(batch_sizes, plugins, RED, "plug-in: |mean g|² / |G|²"),
     *mean_with_error(batch_sizes, signals, BLUE, "Ĝ₂ / |G|²"),
     *mean_with_error(batch_sizes, noises, GREEN, "Ŝ / tr Σ"),
 ]
-title = "Mean estimates over the truth"
+title = "Mean estimates over the truth; line: 1 + B_simple / b"
 shown(title, panel(title, TEST_BATCH, "mean estimate / truth", curves, x_base=2, y_base=2))
 
 # %% [markdown]

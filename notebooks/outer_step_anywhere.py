@@ -21,14 +21,14 @@
 # a minute on two CPU cores.
 
 # %%
+repository = ""  # only for Colab: the address of this notebook's repository, "https://..."
+
+import subprocess
 import sys
 
 if "google.colab" in sys.modules:  # Colab's own jax, with its GPU, stays
-    import subprocess
-
-    # This works as it stands once the package is published; until then, put the address of its
-    # repository in place of the name: "git+https://...".
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "adloco_jax"], check=True)
+    assert repository, "set `repository` above to the address of this notebook's repository"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"git+{repository}"], check=True)
 
 # %% tags=["parameters"]
 num_rounds = 8
@@ -43,7 +43,6 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 2)  # before first use: a CPU poses as two devices
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -101,7 +100,8 @@ def loss_fn(params, batch):
 
 
 *heldout, teacher_logits = draw((4096,))
-floor = optax.softmax_cross_entropy(teacher_logits, jax.nn.softmax(teacher_logits)).mean()
+entropies = optax.softmax_cross_entropy(teacher_logits, jax.nn.softmax(teacher_logits))
+floor = float(entropies.mean())
 heldout_loss = jax.jit(lambda params: loss_fn(params, tuple(heldout)))
 print(f"before training {heldout_loss(params):.3f}, the teacher's entropy {floor:.3f} nats")
 
@@ -276,7 +276,7 @@ with ocp.StandardCheckpointer() as saver:
     saver.save(folder, ensemble)
     saver.wait_until_finished()
     restored = saver.restore(folder, ensemble)
-jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), ensemble, restored))
+assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ensemble, restored))
 
 # %% [markdown]
 # To run the workers on several devices, shard the arrays that have a worker axis over a mesh. This

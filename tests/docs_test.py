@@ -144,8 +144,11 @@ def test_a_notebook_is_its_script_without_outputs(script):
     ran = [cell for cell in notebook["cells"] if cell.get("outputs") or cell.get("execution_count")]
     assert ran == []
     first_code = next(source for code, _, source in cells if code)
-    assert 'if "google.colab" in sys.modules' in first_code
+    assert first_code.startswith("repository = ") and '"google.colab" in sys.modules' in first_code
 
 
-def test_every_notebook_has_a_script():
+def test_every_notebook_has_a_script_and_is_listed():
+    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\{doc\}`/notebooks/(\w+)`", page)
+    assert sorted(listed) == [path.stem for path in NOTEBOOKS]
     assert [path.with_suffix(".py") for path in sorted(ROOT.glob("notebooks/*.ipynb"))] == NOTEBOOKS

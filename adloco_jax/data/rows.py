@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import filelock
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from adloco_jax.data import prepared, sources
 from adloco_jax.data.prepared import DOCUMENT, FORMAT, MANIFEST, Kept, Manifest, require_same

@@ -1,6 +1,7 @@
 """Write the terminal output of a run: lines about rounds and events, above a progress bar."""
 
 import collections
+import importlib.util
 import sys
 import time
 import warnings
@@ -13,7 +14,7 @@ from tqdm import TqdmWarning
 from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import Settings
 
-with warnings.catch_warnings():  # without ipywidgets a notebook gets the text bar, not a warning
+with warnings.catch_warnings():  # without ipywidgets the first import in a notebook warns
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
@@ -40,7 +41,7 @@ _WHY = {
 class Progress:
     """Writes the lines of a run to the terminal, and shows a progress bar below them.
 
-    The bar is shown only if the output is a terminal or a notebook.
+    The bar is shown only if the output is a terminal, or a notebook that has ipywidgets.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Progress:
         share_done: float = 0.0,
         file: TextIO | None = None,
     ):
-        """Start the clock, and draw the bar if the output is a terminal or a notebook.
+        """Start the clock, and draw the bar if the output can show one.
 
         Args:
           num_rounds: Number of rounds of the whole run. None: the run ends when it has read a
@@ -68,10 +69,8 @@ class Progress:
         self._last_s, self._last_share = time.perf_counter(), share_done
         self._seconds_per_run: float | None = None
         self._bar = None
-        # The output of a Jupyter kernel is not a terminal, but it shows bars. `tqdm.auto` detects
-        # a kernel by the same module.
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
-        if self._file.isatty() or in_notebook:
+        if self._file.isatty() or (in_notebook and importlib.util.find_spec("ipywidgets")):
             style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
             initial = min(share_done, 1.0)
             self._bar = tqdm(
