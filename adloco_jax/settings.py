@@ -355,8 +355,9 @@ class Engine:
     )
     max_norm_ratio: Positive | None = accepted(
         None,
-        "A learner's update is rejected if its norm is larger than the median norm of its peers by"
-        " this factor. Unset: no limit.",
+        "A worker's update is rejected if its norm is larger by this factor than the median of the"
+        " trainer's other workers. Two workers are compared with the trainer's last accepted"
+        " updates, a single one with nothing. Unset: no limit.",
     )
 
 

@@ -23,8 +23,8 @@ from ml_collections import ConfigDict
 from adloco_jax.config import validate
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
-from adloco_jax.elastic import cluster
-from adloco_jax.elastic.engine import RayEngine
+from adloco_jax.elastic.engine import ElasticEngine
+from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
@@ -228,8 +228,8 @@ def fit(
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
-    if settings.engine.kind == "ray":
-        cluster.check_possible()
+    if settings.engine.kind in TRANSPORTS:
+        TRANSPORTS[settings.engine.kind].check_possible()
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     workdir = Path(workdir)
@@ -512,7 +512,7 @@ def _engine(
     """Make the engine that the setting `engine.kind` names: it runs the rounds on devices."""
     if run.settings.engine.kind == "local":
         return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout)
-    engine = RayEngine(run, programs, heldout)
+    engine = ElasticEngine(run, programs, heldout)
     stack.callback(engine.close)
     return engine
 

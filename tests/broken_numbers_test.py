@@ -175,6 +175,16 @@ def test_skips_in_a_row_are_counted_across_rounds(rounds, in_a_row, is_broken):
     assert (trainer.skipped_in_a_row, broken) == ({"0": in_a_row}, [0] * is_broken)
 
 
+def test_a_worker_that_was_absent_keeps_its_count():
+    control = alone()
+    half = Outcome(np.full((2, 1), np.nan), np.array([[False], [True]]), 1.0)
+    absent = Outcome(np.full((2, 1), np.nan), np.zeros((2, 1), bool), 1.0)
+    for found, in_a_row in ((half, 1), (absent, 1), (half, 2), (half, 3)):
+        control, broken = count_skips(control, [found])
+        assert control.trainers[0].skipped_in_a_row == {"0": in_a_row}
+    assert broken == [0]
+
+
 def test_a_trainer_goes_on_while_one_of_its_workers_does():
     control = alone(num_workers=2)
     skipped_SR = np.array([[True, False]] * 3)

@@ -1,6 +1,5 @@
 """Membership without Ray: where workers run, when rounds end, which learners are lost or count."""
 
-import math
 from collections import Counter
 
 import pytest
@@ -11,7 +10,7 @@ from adloco_jax.elastic.members import (
     deadline,
     has_quorum,
     is_over,
-    rejected,
+    too_large,
     updates_by_speed,
 )
 
@@ -108,10 +107,25 @@ def test_updates_by_speed_are_dylus():
     assert updates_by_speed(7, {0: None}) == {0: 7}
 
 
-def test_an_update_beyond_its_peers_or_without_a_finite_norm_is_rejected():
-    norms = {0: 1.0, 1: 1.2, 2: 9.0, 3: math.nan, 4: math.inf}
-    assert rejected(norms, None) == [3, 4]
-    assert rejected(norms, 5.0) == [3, 4, 2]
-    assert rejected(norms, 9.0) == [3, 4]
-    # of two updates neither can be called the outlier
-    assert rejected({0: 1.0, 1: 100.0}, 5.0) == []
+@pytest.mark.parametrize(
+    ("norms", "before", "out", "is_judged"),
+    [
+        ([1.0, 1.2, 9.0], [], [2], True),
+        ([1.0, 1.2, 5.0], [], [], True),
+        ([1.0, 1.2, 0.0], [], [], True),  # one that has skipped all its updates
+        ([1.0, 100.0], [], [], False),
+        ([1.0, 100.0], [1.0], [1], True),
+        ([1.0, 100.0], [90.0], [], True),
+        ([10.0, 100.0], [0.1], [1], True),  # the smallest always counts, or nothing would again
+        ([1.0, 100.0, 100.0], [], [], False),
+        ([1.0, 100.0, 100.0], [1.0, 1.1], [1, 2], True),
+        ([100.0, 100.0], [1.0], [], True),
+        ([100.0], [1.0], [], True),
+        ([], [], [], True),
+    ],
+)
+def test_an_update_is_compared_with_its_peers_or_else_with_the_last_accepted_ones(
+    norms, before, out, is_judged
+):
+    assert too_large(dict(enumerate(norms)), 5.0, before) == (out, is_judged)
+    assert too_large(dict(enumerate(norms)), None, before) == ([], True)

@@ -1,23 +1,17 @@
 """Runs in learners of this process, without Ray: what becomes of late, lost and broken answers."""
 
-import contextlib
-import functools
-import itertools
 import math
 import runpy
-import signal
 import sys
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from learners import Here, num_updates
 from toy import settings_of
 from toy_runs import events, run
 
-from adloco_jax.elastic import cluster, learner
-from adloco_jax.elastic.cluster import Outcome
 from adloco_jax.errors import ConfigError
 from adloco_jax.training import train
 
@@ -28,87 +22,6 @@ import chaos  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_device")
 
 ENGINE = {"kind": "ray", "grace_s": 0.0, "heartbeat_s": 30.0, "restart_s": 60.0}
-
-
-class Here:
-    """Stands in for the transport: learners are objects, and a test decides on their calls.
-
-    `fate` is asked at every look at a call: by learner, life, method and arguments it returns
-    "answer", "wait", an error in words, or a function that changes the answer.
-    """
-
-    def __init__(self, monkeypatch, fate):
-        self.fate, self.number = fate, itertools.count()
-        self.calls, self.handles, self.alive = {}, {}, set()
-        self.orders = []  # learner, life, order
-        for name in ("put", "start", "submit", "poll", "kill"):
-            monkeypatch.setattr(cluster, name, getattr(self, name))
-        monkeypatch.setattr(cluster, "check_possible", lambda: None)
-        monkeypatch.setattr(cluster, "connected", lambda *_: contextlib.nullcontext())
-        monkeypatch.setattr(learner, "_end_with", lambda parent: None)
-        monkeypatch.setattr(learner, "use_compilation_cache", lambda: None)
-        shared = functools.cache(learner.Programs)  # compiled once
-        monkeypatch.setattr(learner, "Programs", lambda spec: shared(_Same(spec)))
-
-    def put(self, value):
-        return value
-
-    def start(self, kind, num_learners, number, life, given):
-        handle = number, life
-        self.handles[handle] = functools.partial(kind, number, life, given)
-        self.alive.add(handle)
-        return handle
-
-    def submit(self, handle, method, *arguments, aside=False):
-        call = next(self.number)
-        self.calls[call] = handle, method, arguments
-        if method == "play":
-            self.orders.append((*handle, arguments[0]))
-        return call
-
-    def poll(self, calls, timeout_s):
-        ended = {}
-        for call in calls:
-            handle, method, arguments = self.calls[call]
-            assert handle in self.alive, "a call of an earlier life is still waited for"
-            fate = self.fate(*handle, method, arguments)
-            if fate == "wait":
-                continue
-            if fate == "answer" or callable(fate):
-                value = getattr(self.learner(handle), method)(*arguments)
-                ended[call] = Outcome(fate(value) if callable(fate) else value, "")
-            else:
-                ended[call] = Outcome(None, fate)
-        if not ended:
-            time.sleep(0.01)
-        return ended
-
-    def kill(self, handle, process):
-        self.alive.discard(handle)
-
-    def learner(self, handle):
-        found = self.handles[handle]
-        if isinstance(found, functools.partial):
-            at_sigterm = signal.getsignal(signal.SIGTERM)
-            found = self.handles[handle] = found()
-            signal.signal(signal.SIGTERM, at_sigterm)
-        return found
-
-
-class _Same:
-    """A spec that equals every other, as those of one run's learners do."""
-
-    def __init__(self, spec):
-        self.spec = spec
-
-    def __hash__(self):
-        return 0
-
-    def __eq__(self, other):
-        return True
-
-    def __getattr__(self, name):
-        return getattr(self.spec, name)
 
 
 def settings_with(num_workers=3, num_rounds=5, **engine):
@@ -181,6 +94,42 @@ def test_a_lost_worker_runs_again_with_a_fresh_inner_state(monkeypatch, tmp_path
     assert chaos.audit(tmp_path) == []
 
 
+def test_a_learner_that_dies_between_its_answer_and_the_end_of_the_round_costs_only_its_state(
+    monkeypatch, tmp_path
+):
+    sent = []
+
+    def fate(n, life, method, arguments):
+        if n == 0 and method == "play" and arguments[0].round == 1:
+            return "answer" if (1, 1) in here.alive else "wait"
+        if (n, life, method) == (1, 0, "play"):
+            return lambda answers: sent.append(answers) or answers
+        return "its process has ended" if (n, life) == (1, 0) and sent else "answer"
+
+    here = Here(monkeypatch, fate)
+    run(tmp_path, settings_with())
+    assert counted(tmp_path)[0] == 3 and counted(tmp_path)[-1] == 3
+    asked = work_of(here, 1)
+    assert [a[:2] for a in asked[:2]] == [(1, 0), (1, 1)] and asked[1][3] > asked[0][3]
+    assert num_updates(asked[1][4]) == 0  # a fresh one for the next sequences
+    assert chaos.audit(tmp_path) == []
+
+
+def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(monkeypatch, tmp_path):
+    def fate(n, life, method, arguments):
+        if n == 0 and method == "play" and arguments[0].round == 2:
+            return "answer" if here.now_s > 1030 else "wait"
+        is_asked = n == 1 and life == 0 and method == "ping" and len(counted(tmp_path)) == 1
+        return (lambda found: found | {"leaving": True}) if is_asked else "answer"
+
+    here = Here(monkeypatch, fate)
+    run(tmp_path, settings_with())
+    assert [e["learner"] for e in events(tmp_path, "learner", what="left")] == [1]
+    asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each life
+    assert num_updates(asked[1][4]) == 3 * (asked[1][2] - 1) and counted(tmp_path)[1] == 3
+    assert chaos.audit(tmp_path) == []
+
+
 def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_path):
     def fate(n, life, method, arguments):
         if n == 1 and life == 0 and method == "play" and arguments[0].round == 2:
@@ -200,7 +149,7 @@ def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(mon
     lost_s = []
 
     def fate(n, life, method, arguments):
-        now_s = time.monotonic()
+        now_s = here.now_s
         if n == 1 and life == 0 and method == "play" and arguments[0].round == 2:
             lost_s.append(now_s)
             return "its process has ended"
@@ -239,6 +188,59 @@ def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, norm)
     assert [(e["learner"], e["trainer"]) for e in rejected] == [(2, 0)]
     assert f"norm {norm:.3g}" in rejected[0]["why"]
     assert chaos.audit(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["norm", "numbers"])
+def test_a_trainer_without_a_finite_update_makes_no_outer_step_and_is_quarantined(
+    monkeypatch, tmp_path, where
+):
+    def broken(answers):
+        (answer,) = answers
+        if where == "norm":
+            return [answer._replace(norm=math.nan)]
+        packed_R = jax.tree.map(np.copy, answer.differences.packed_R)
+        packed_R["w"][0, 0, 0] = 0x7FC0  # NaN in bfloat16
+        return [answer._replace(differences=answer.differences._replace(packed_R=packed_R))]
+
+    def fate(n, life, method, arguments):
+        return broken if method == "play" and n >= 2 else "answer"
+
+    Here(monkeypatch, fate)
+    settings = settings_of(
+        num_rounds=3,
+        ensemble={"num_trainers": 2, "num_workers": 4},
+        inner={"steps_per_round": 2},
+        outer={"precision": "bfloat16"},
+        merge={"policy": "none"},
+        batching={"test": "constant"},
+        engine=ENGINE,
+    )
+    ended = run(tmp_path, settings)
+    lines = events(tmp_path, "round", trainer=1)
+    nothing = dict.fromkeys(["workers_counted", "updates", "tokens", "syncs", "bytes"], 0)
+    nothing |= {"pseudo_grad_norm": None, "train_loss": None, "skipped_updates": 4}
+    assert [line | nothing for line in lines] == lines
+    rejected = events(tmp_path, "learner", what="rejected")
+    assert [(e["learner"], e["trainer"]) for e in rejected] == [(2, 1), (3, 1)] * 2
+    (fault,) = events(tmp_path, "fault", kind="quarantine")
+    assert fault["trainer"] == 1 and len(lines) == 2  # three skipped updates in a row
+    assert len(events(tmp_path, "round", trainer=0, workers_counted=2)) == 3
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ended.ensemble))
+
+
+def test_of_two_workers_the_one_far_beyond_the_last_accepted_updates_is_rejected(
+    monkeypatch, tmp_path
+):
+    def fate(n, life, method, arguments):
+        is_huge = method == "play" and n == 1 and arguments[0].round in (1, 4)
+        return (lambda answers: [answers[0]._replace(norm=1e6)]) if is_huge else "answer"
+
+    Here(monkeypatch, fate)
+    run(tmp_path, settings_with(num_workers=2, max_norm_ratio=10.0))
+    assert counted(tmp_path) == [2, 2, 2, 1, 2]
+    said = [e for e in events(tmp_path, "learner") if e["what"] in ("rejected", "not judged")]
+    assert [(e["what"], e["learner"]) for e in said] == [("not judged", 1), ("rejected", 1)]
+    assert "norm 1e+06 counts" in said[0]["why"]
 
 
 def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeypatch, tmp_path):

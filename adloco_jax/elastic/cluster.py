@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 from adloco_jax.errors import ConfigError, ResourceError, reason
+from adloco_jax.run.machines import machine_id
 
 # A program that waits until the driver has ended, for whatever reason, and then ends all processes
 # of the cluster. It notices the end of the driver because the pipe that it reads from is closed.
@@ -315,13 +316,3 @@ def kill(handle: Any, process: tuple[str, int] | None) -> None:
         with contextlib.suppress(OSError):
             if b"ray::" in Path(f"/proc/{process[1]}/cmdline").read_bytes():
                 os.kill(process[1], 9)
-
-
-def machine_id() -> str:
-    """Return an id of this machine since its last boot.
-
-    A process can be ended by a signal only on the machine with the same id.
-    """
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
-    return os.uname().nodename

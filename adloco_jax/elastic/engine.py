@@ -5,11 +5,12 @@ training loop. The driver holds the parameters and the outer optimizer states of
 learners hold the inner optimizer states of the workers. The driver sends an inner state to a
 learner only at the start, after a merge, and when a worker moves to another learner.
 
-Each trainer runs at its own pace: `RayEngine.ready` starts the rounds of all trainers that may
+Each trainer runs at its own pace: `ElasticEngine.ready` starts the rounds of all trainers that may
 continue, and waits until the first of these rounds ends.
 """
 
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +21,10 @@ import numpy as np
 
 from adloco_jax.core.outer import Differences, apply_differences
 from adloco_jax.core.types import Ensemble, GradientStats, put, take
-from adloco_jax.elastic import cluster, members
+from adloco_jax.elastic import members
 from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.learner import Answer, Order, Work
-from adloco_jax.elastic.rounds import Round, outcome_of
+from adloco_jax.elastic.rounds import Round
 from adloco_jax.elastic.states import InnerStates
 from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
@@ -37,12 +38,15 @@ from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_cou
 from adloco_jax.run.build import Run
 from adloco_jax.settings import Settings
 
+_apply = jax.jit(
+    apply_differences, static_argnames=("outer_tx", "aggregate", "precision", "skip_single")
+)
 # The run ends if a trainer's round has been started this many times without any answer.
 _TRIES = 3
 
 
 class UnderWay(NamedTuple):
-    """The results of rounds that learners have completed, for the method `RayEngine.finish`."""
+    """The results of rounds that learners have completed, for the method `ElasticEngine.finish`."""
 
     trainers: list[int]  # positions of the trainers that ran these rounds
     lines: list[dict]  # for each of these trainers, ledger fields of the round
@@ -50,14 +54,14 @@ class UnderWay(NamedTuple):
     step_s: float  # seconds since the last round ended, or since the first of these rounds began
 
 
-class RayEngine:
-    """Runs the rounds of workers in learners, which are processes of a Ray cluster.
+class ElasticEngine:
+    """Runs the rounds of workers in learners, which are processes that may come and go.
 
     It implements the interface `loop.adloco.Engine`, which describes the methods.
     """
 
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
-        """Store the arguments; the first call of `ready` connects to a cluster and starts learners.
+        """Store the arguments; the first call of `ready` starts the learners.
 
         Args:
           run: The data that all attempts of the run share.
@@ -74,9 +78,10 @@ class RayEngine:
         self._finished_s = time.monotonic()  # when the last round ended
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         self._failures: dict[int, int] = {}  # number of rounds without an answer, by trainer's id
+        self._norms: dict[int, list[float]] = {}  # of the last accepted updates, by trainer's id
         how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
         how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}
-        self._apply = jax.jit(functools.partial(apply_differences, **how))
+        self._apply = functools.partial(_apply, **how)
 
     # -- The protocol --------------------------------------------------------------------------
 
@@ -123,7 +128,10 @@ class RayEngine:
         the rows themselves.
         """
         trainers = state.control.trainers
-        return {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
+        ended = {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
+        for each in ended.values():
+            each.judge(self.settings.engine, self._norms.get(each.order.trainer, ()))
+        return ended
 
     def gradient_stats(self, state: State, batch: dict[int, Round]) -> Stats:
         """Collect the gradient statistics that learners have measured in the ended rounds.
@@ -132,7 +140,7 @@ class RayEngine:
         """
         stats: Stats = []
         for position, each in batch.items():
-            tested = [a for a in each.counted(self.settings.engine).values() if a.num_tested]
+            tested = [answer for answer in each.counted.values() if answer.num_tested]
             if tested:
                 parts = [vars(answer.stats_R) for answer in tested]
                 stats_R = GradientStats(
@@ -152,18 +160,19 @@ class RayEngine:
         lines, outcomes, counted = [], [], {}
         up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
         for position, each in batch.items():
-            answers, workers = each.counted(self.settings.engine), control.workers_of(position)
-            by_worker = {w: answers.get(control.streams[w]) for w in workers}
-            sub, norm_M = self._outer_update(take(ensemble, [position]), by_worker, each)
-            ensemble = put(ensemble, [position], sub)
+            workers, norm = control.workers_of(position), math.nan
+            by_worker = {w: each.counted.get(control.streams[w]) for w in workers}
+            if each.counted:
+                sub, norm_M = self._outer_update(take(ensemble, [position]), by_worker, each)
+                ensemble, norm = put(ensemble, [position], sub), float(norm_M[0])
             counted |= {
                 w: (a.num_updates, a.num_sequences) for w, a in by_worker.items() if a is not None
             }
             line = planned(control, position, each.plan, each.rate_T)
-            line |= {"workers_counted": len(answers), "wire_bytes": each.wire_bytes}
+            line |= {"workers_counted": len(each.counted), "wire_bytes": each.wire_bytes}
             lines.append(line | {"up_s": round(up_s / len(batch), 6)})
-            outcomes.append(outcome_of([*by_worker.values()], each.plan, float(norm_M[0])))
-            self._close(control, position, each, answers)
+            outcomes.append(each.outcome([control.streams[w] for w in workers], norm))
+            self._close(each)
         control, spent = count_round(
             control,
             {position: each.plan for position, each in batch.items()},
@@ -255,7 +264,7 @@ class RayEngine:
         return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
 
     def close(self) -> None:
-        """End all learners, and the cluster if this run started it."""
+        """End all learners, and what was started to reach them."""
         self.fleet.close()
 
     # -- Rounds --------------------------------------------------------------------------------
@@ -278,11 +287,12 @@ class RayEngine:
         tokens = self.spec.sequence_length * sum(
             plan.num_sequences * len(control.workers_of(m)) for m, plan in plans.items()
         )
-        busy = self.fleet.asked("play")
+        leaving = {n for n, learner in self.fleet.learners.items() if learner.leaving}
+        occupied = self.fleet.asked("play") | leaving
         for position, plan in plans.items():
             workers = control.workers_of(position)
             hosts = {w: self.fleet.host(control.streams[w]) for w in workers}
-            free = {w: n for w, n in hosts.items() if n is not None and n not in busy}
+            free = {w: n for w, n in hosts.items() if n is not None and n not in occupied}
             if not free:
                 continue
             rate_T = learning_rates(control, position, plan, settings, round_tokens=tokens)
@@ -297,7 +307,7 @@ class RayEngine:
             params = jax.device_get(trainer_params(state.ensemble, position))
             sent_bytes = num_bytes(params)
             each = Round(plan, order, rate_T, now_s, sent_bytes * len(set(free.values())))
-            reference = cluster.put(params)
+            reference = self.fleet.put(params)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
                 speeds = {w: self.fleet.learners[n].sequence_s for w, n in free.items()}
@@ -308,10 +318,10 @@ class RayEngine:
                 work = []
                 for worker in (w for w, host in free.items() if host == number):
                     _, stream, start = control.reads(worker)
-                    seed = self._states.seeds.get(stream)
-                    each.wire_bytes += 0 if seed is None else num_bytes(seed)
+                    inner_state = self._states.to_send(stream, self.fleet.learners[number])
+                    each.wire_bytes += num_bytes(inner_state)
                     tested = min(count, updates[worker] * plan.num_sequences // plan.num_updates)
-                    work.append(Work(stream, start, updates[worker], tested, rate_T, seed))
+                    work.append(Work(stream, start, updates[worker], tested, rate_T, inner_state))
                 self._play(number, order._replace(work=tuple(work)), reference)
                 each.awaited.add(number)
             self.rounds[order.trainer] = each
@@ -363,25 +373,29 @@ class RayEngine:
         }
         return self._apply(sub, differences, weights_R=weights_R, extra_M=extra_M)
 
-    def _close(
-        self, control: Control, position: int, each: Round, answers: Mapping[int, Answer]
-    ) -> None:
+    def _close(self, each: Round) -> None:
         """Record for the ledger which learners answered too late, and whose updates were rejected.
 
-        `answers` has the answers that count, by stream. Each of them proves that a learner has the
-        worker's inner state, so the driver drops its copy of this state.
+        The norms of a round's accepted updates are kept, for the next round to compare with.
         """
-        trainer = control.trainers[position].id
-        for stream in answers:
-            self._states.seeds.pop(stream, None)
+        trainer = each.order.trainer
+        for stream in each.counted:
+            self._states.counted(stream, each.senders[stream])
         self._failures.pop(trainer, None)
         for number in sorted(each.awaited):
             self.fleet.note(number, "late", "no answer within the grace of the quorum", trainer)
-        for stream in sorted(each.answers.keys() - answers.keys()):
-            number = self.fleet.host(stream)
-            if number is not None:
-                cause = f"stream {stream}: an update of norm {each.answers[stream].norm:.3g}"
-                self.fleet.note(number, "rejected", cause, trainer)
+        norms = {stream: answer.norm for stream, answer in each.counted.items() if answer.norm}
+        if norms and each.is_judged:
+            self._norms[trainer] = [*norms.values()]
+        elif norms:
+            largest = max(norms, key=lambda stream: norms[stream])
+            cause = f"stream {largest}: an update of norm {norms[largest]:.3g} counts, although the"
+            cause += f" smallest is {min(norms.values()):.3g}: there is nothing to compare with"
+            self.fleet.note(each.senders[largest].number, "not judged", cause, trainer)
+        for stream in sorted(each.answers.keys() - each.counted.keys()):
+            norm = math.nan if stream in each.broken else each.answers[stream].norm
+            cause = f"stream {stream}: an update of norm {norm:.3g}"
+            self.fleet.note(each.senders[stream].number, "rejected", cause, trainer)
 
     def _poll(self) -> None:
         """Process the answers of learners that have come, and the losses of learners.
@@ -403,7 +417,7 @@ class RayEngine:
         done = sum(answer.num_sequences for answer in answers)
         learner.sequence_s = sum(answer.seconds for answer in answers) / done
         if event.about in self.rounds:  # otherwise the answer is too late: the round has ended
-            self.rounds[event.about].take(learner.number, answers)
+            self.rounds[event.about].take(learner, answers)
 
     def _do_without(self, event: Event) -> None:
         """Continue the rounds that wait for a lost learner, without this learner.
@@ -415,9 +429,6 @@ class RayEngine:
           ResourceError: If the round of a trainer was dropped `_TRIES` times in a row.
         """
         learner = event.learner
-        if learner.joined:
-            seeds = self._states.seeds
-            self._states.lost.update(s for s in learner.streams if s not in seeds)
         for trainer, each in [*self.rounds.items()]:
             each.awaited.discard(learner.number)
             if not (each.awaited or each.answers):
@@ -432,11 +443,10 @@ class RayEngine:
     # -- Membership ----------------------------------------------------------------------------
 
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
-        """Assign workers to learners, and keep the inner states that must be sent to new learners.
+        """Assign workers to learners, and fetch the inner states that must be sent to new learners.
 
         Only workers of the trainers at the positions `idle` may change their learner, because these
-        trainers are between two rounds. The inner state of such a worker is fetched from the old
-        learner, or replaced if the old learner is lost.
+        trainers are between two rounds.
         """
         owners = zip(control.streams, control.owners, strict=True)
         trainers = {stream: control.trainers[owner].id for stream, owner in owners}
@@ -450,14 +460,8 @@ class RayEngine:
         away = [each for each in away if each.lost_s and now_s - each.lost_s < patience_s]
         returning = {stream for each in away for stream in each.streams}
         hosts = members.assign(there, trainers, movable, returning=returning)
-        before = {s: each.number for each in self.fleet.learners.values() for s in each.streams}
-        moved = {s for s, number in hosts.items() if s in before and before[s] != number}
-        kept = {s for s in moved if self.fleet.learners[before[s]].joined}
-        lost = {s for s in hosts if s in self._states.lost}
-        workers = [w for w, s in enumerate(control.streams) if s in kept | lost]
-        for worker, state in zip(workers, self._states.of(control, workers), strict=True):
-            self._states.seeds[control.streams[worker]] = state
-        self._states.lost -= lost
+        moving = {s: self.fleet.learners[hosts[s]] for s in movable & hosts.keys()}
+        self._states.bring(control, moving)
         for each in self.fleet.learners.values():
             each.streams = sorted(
                 [s for s, number in hosts.items() if number == each.number]
@@ -467,14 +471,14 @@ class RayEngine:
     def _let_leave(self, control: Control, busy: set[int]) -> None:
         """End learners that were asked to stop, after fetching the inner states of their workers.
 
-        The learners in `busy` run a round now, and are ended later.
+        A learner with a part in a round under way is ended later. Until the round is counted, it is
+        open which of two states its workers need.
         """
+        taking_part = busy.union(*(each.reported for each in self.rounds.values()))
         for number, learner in [*self.fleet.learners.items()]:
-            if not (learner.leaving and learner.joined) or number in busy:
+            if not (learner.leaving and learner.joined) or number in taking_part:
                 continue
-            workers = [w for w, s in enumerate(control.streams) if s in learner.streams]
-            for worker, state in zip(workers, self._states.of(control, workers), strict=True):
-                self._states.seeds[control.streams[worker]] = state
+            self._states.bring(control, dict.fromkeys(learner.streams))
             if self.fleet.learners[number] is not learner:
                 continue  # the learner was lost in the meantime
             self.fleet.note(number, "left", "asked to end")

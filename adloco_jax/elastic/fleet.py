@@ -1,7 +1,7 @@
 """Start, call and restart the learners of a run, and record their events for the ledger.
 
-Learners are processes of a Ray cluster that run the rounds of workers. The ledger is the log file
-of the run, which the driver (the process with the training loop) writes.
+Learners are processes that run the rounds of workers. The ledger is the log file of the run, which
+the driver (the process with the training loop) writes. Processes are reached through a transport.
 """
 
 import contextlib
@@ -20,6 +20,11 @@ from adloco_jax.run.build import Run
 from adloco_jax.run.resume import versions
 
 _POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
+
+
+# By `engine.kind`, the module with the functions through which the driver reaches learners:
+# check_possible, connected, put, start, submit, poll and kill.
+TRANSPORTS: dict[str, Any] = {"ray": cluster}
 
 
 class Call(NamedTuple):
@@ -43,8 +48,9 @@ class Fleet:
     """Starts the learners of a run, calls their methods, and restarts learners that are lost."""
 
     def __init__(self, run: Run):
-        """Store the run; `start_all` later connects to a Ray cluster and starts the learners."""
+        """Store the run; `start_all` later starts the learners."""
         self._run, self._settings = run, run.settings
+        self._transport = TRANSPORTS[run.settings.engine.kind]
         self.learners: dict[int, members.Learner] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
@@ -52,7 +58,7 @@ class Fleet:
         self._processes: dict[int, tuple[str, int]] = {}
         self._calls: dict[Any, Call] = {}
         self._causes: dict[int, str] = {}  # why a learner was lost the last time, by its number
-        self._cluster = contextlib.ExitStack()
+        self._connection = contextlib.ExitStack()
         self._given: Any = None
         self._count = 0  # number of learners that the run needs
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
@@ -61,19 +67,18 @@ class Fleet:
     def start_all(self, num_workers: int) -> None:
         """Start all learners of the run, and wait until they have joined.
 
-        The method connects to the Ray cluster first, or starts one. It waits at most
-        `engine.restart_s` seconds for learners. The run may begin if at least `engine.quorum`
-        learners have joined, or one if no quorum is set. There is one learner for each of the
-        `num_workers` workers, unless `engine.max_learners` is set.
+        The method waits at most `engine.restart_s` seconds for learners. The run may begin if at
+        least `engine.quorum` learners have joined, or one if no quorum is set. There is one learner
+        for each of the `num_workers` workers, unless `engine.max_learners` is set.
 
         Raises:
-          ConfigError: If a learner has other data or versions than the driver, or if there is no
-            cluster at the configured address.
-          ResourceError: If too few learners have joined, or no cluster can be started.
+          ConfigError: If a learner has other data or versions than the driver, or if the configured
+            address does not answer.
+          ResourceError: If too few learners have joined, or none can be started.
         """
         rule = self._settings.engine
         self._count = count = rule.max_learners or num_workers
-        self._cluster.enter_context(cluster.connected(rule.address, count))
+        self._connection.enter_context(self._transport.connected(rule.address, count))
         corpus = self._run.corpus
         own = isinstance(corpus, Corpus)
         data, arch = self._settings.data.source, self._settings.model.arch
@@ -93,7 +98,7 @@ class Fleet:
             entries,
             str(log),
         )
-        self._given = cluster.put(given)
+        self._given = self.put(given)
         for number in range(count):
             self._start(number, 0)
         deadline_s = time.monotonic() + rule.restart_s
@@ -119,10 +124,10 @@ class Fleet:
 
         Raises:
           ConfigError: If, at the start, a learner has other data or versions than the driver.
-          ResourceError: If the cluster is gone.
+          ResourceError: If no learner can be reached any more.
         """
         rule, events = self._settings.engine, []
-        for call, outcome in cluster.poll([*self._calls], _POLL_S).items():
+        for call, outcome in self._transport.poll([*self._calls], _POLL_S).items():
             asked = self._calls.pop(call, None)
             if asked is None:
                 continue  # a call to a process that has ended
@@ -168,8 +173,14 @@ class Fleet:
         learner = self.learners[number] = members.Learner(number, life, now_s)
         if before is not None:
             learner.streams, learner.lost_s = before.streams, before.lost_s or now_s
-        self._handles[number] = cluster.start(Learner, self._count, number, life, self._given)
+        self._handles[number] = self._transport.start(
+            Learner, self._count, number, life, self._given
+        )
         self.ask(number, "hello", about=None)
+
+    def put(self, value: Any) -> Any:
+        """Store a value for the learners; return a reference to pass as an argument of calls."""
+        return self._transport.put(value)
 
     def asked(self, what: str) -> set[int]:
         """Return the numbers of the learners that have not answered a call of `what` yet."""
@@ -181,7 +192,7 @@ class Fleet:
         `about` says what the call is about, and is returned with the answer.
         """
         aside = what in ("ping", "states")
-        call = cluster.submit(self._handles[number], what, *arguments, aside=aside)
+        call = self._transport.submit(self._handles[number], what, *arguments, aside=aside)
         self._calls[call] = Call(number, what, about)
 
     def host(self, stream: int) -> int | None:
@@ -265,11 +276,11 @@ class Fleet:
         self._start(number, learner.life + 1)
 
     def close(self) -> None:
-        """End all learners, and the cluster if this run started it."""
+        """End all learners, and what was started to reach them."""
         for number in [*self._handles]:
             self._kill(number)
-        self._cluster.close()
+        self._connection.close()
 
     def _kill(self, number: int) -> None:
         self._calls = {call: c for call, c in self._calls.items() if c.learner != number}
-        cluster.kill(self._handles.pop(number), self._processes.pop(number, None))
+        self._transport.kill(self._handles.pop(number), self._processes.pop(number, None))

@@ -1,4 +1,4 @@
-"""A learner: a process of a Ray cluster that runs rounds of workers on its own devices.
+"""A learner: a process that runs rounds of workers on its own devices.
 
 The driver, the process with the training loop, requests these rounds. A learner reads the rows of a
 worker itself, from the worker's data stream.
@@ -26,7 +26,6 @@ from jaxtyping import PyTree
 from adloco_jax.core.outer import Differences, pack_differences
 from adloco_jax.core.types import Ensemble, Workers, norms, of_owners, trainable
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.elastic.cluster import machine_id
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import Programs
@@ -37,7 +36,7 @@ from adloco_jax.loop.control import RoundPlan
 from adloco_jax.loop.plans import update_flags
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.build import examples_per_pass, load_data
-from adloco_jax.run.machines import here, use_compilation_cache
+from adloco_jax.run.machines import here, machine_id, use_compilation_cache
 from adloco_jax.run.resume import versions
 from adloco_jax.settings import Settings
 
@@ -94,7 +93,7 @@ class Answer(NamedTuple):
 
 
 class Learner:
-    """A process of a Ray cluster that runs rounds of workers for the driver.
+    """The object of a process that runs rounds of workers for the driver.
 
     The learner runs its workers one after another. The round of one worker uses all devices of the
     process.
@@ -293,10 +292,7 @@ def _keys(order: Order) -> tuple[ProgramKey, ProgramKey, ProgramKey]:
 
 
 def _end_with(parent: int) -> None:
-    """Wait until the parent process has ended, then end this process.
-
-    If a Ray cluster is killed, its actors would otherwise keep running.
-    """
+    """Wait until the parent process has ended, then end this process."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Decisions about learners, the processes of a Ray cluster that run the rounds of workers.
+"""Decisions about learners, the processes that run the rounds of workers.
 
 The functions decide which workers each learner runs, when a learner counts as lost, when a round
 ends, and which updates are rejected. All functions are pure: times are arguments, in seconds of one
@@ -6,6 +6,7 @@ clock. A worker is identified by the number of its data stream, which never chan
 identified by its number, which stays the same when its process is restarted.
 """
 
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -163,18 +164,27 @@ def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -
     }
 
 
-def rejected(norms: Mapping[int, float], max_ratio: float | None) -> list[int]:
-    """Return the workers whose updates are rejected.
+def too_large(
+    norms: Mapping[int, float], max_ratio: float | None, before: Sequence[float]
+) -> tuple[list[int], bool]:
+    """Return the workers whose updates are too large, and whether this could be judged.
 
-    An update is rejected if its norm is not finite. It is also rejected if its norm exceeds
-    `max_ratio` times the median norm of the peers, which are all other workers with a finite norm.
-    The second rule holds only if there are at least two peers, and if `max_ratio` is not None.
+    With three workers or more, an update is too large if its norm exceeds `max_ratio` times the
+    median norm of the other workers. If the remaining norms still differ by more than `max_ratio`,
+    no majority shows which of them are right. They are then compared with the median of `before`,
+    the norms of the trainer's last accepted updates, or with the smallest of them if that is
+    larger. Without such norms they cannot be judged, and none is too large.
     """
-    finite = {worker: norm for worker, norm in norms.items() if norm < float("inf")}
-    out = [worker for worker in norms if worker not in finite]
-    if max_ratio is not None and len(finite) > 2:
-        for worker, norm in finite.items():
-            peers = sorted(other for w, other in finite.items() if w != worker)
-            middle = (peers[(len(peers) - 1) // 2] + peers[len(peers) // 2]) / 2
-            out += [worker] * (norm > max_ratio * middle)
-    return out
+    if max_ratio is None:
+        return [], True
+    out = []
+    for worker, norm in norms.items():
+        peers = [other for w, other in norms.items() if w != worker]
+        out += [worker] * (len(peers) > 1 and norm > max_ratio * statistics.median(peers))
+    kept = {w: norm for w, norm in norms.items() if w not in out and norm > 0}
+    least = min(kept.values(), default=0.0)
+    doubtful = [w for w, norm in kept.items() if norm > max_ratio * least]
+    if doubtful and before:
+        limit = max_ratio * max(least, statistics.median(before))
+        out += [w for w in doubtful if kept[w] > limit]
+    return out, bool(before) or not doubtful

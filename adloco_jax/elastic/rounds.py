@@ -4,11 +4,13 @@ Learners are processes that run the rounds of workers. The driver is the process
 loop.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from adloco_jax.elastic import members
@@ -30,16 +32,22 @@ class Round:
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
     reported: set[int] = field(default_factory=set)  # learners that have answered
     answers: dict[int, Answer] = field(default_factory=dict)  # the answers, by the worker's stream
+    senders: dict[int, members.Learner] = field(default_factory=dict)  # who sent them, by stream
+    broken: set[int] = field(default_factory=set)  # streams of answers with numbers not finite
+    counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
+    is_judged: bool = True  # whether `judge` could tell which updates are too large
     quorum_s: float | None = None  # when the quorum was reached; None: not yet
 
-    def take(self, learner: int, answers: Sequence[Answer]) -> None:
+    def take(self, learner: members.Learner, answers: Sequence[Answer]) -> None:
         """Store the answers of a learner, unless the round does not wait for this learner."""
-        if learner not in self.awaited:
+        if learner.number not in self.awaited:
             return
-        self.awaited.discard(learner)
-        self.reported.add(learner)
+        self.awaited.discard(learner.number)
+        self.reported.add(learner.number)
         for answer in answers:
-            self.answers[answer.stream] = answer
+            self.answers[answer.stream], self.senders[answer.stream] = answer, learner
+            if not _is_finite(answer):
+                self.broken.add(answer.stream)
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
     def is_over(self, rule: Engine) -> bool:
@@ -55,31 +63,42 @@ class Round:
         how = {"quorum": rule.quorum, "since_quorum_s": since_s, "grace_s": rule.grace_s}
         return members.is_over(reported, awaited, **how)
 
-    def counted(self, rule: Engine) -> dict[int, Answer]:
-        """Return the answers that count in the outer update, by the worker's stream.
+    def judge(self, rule: Engine, before: Sequence[float]) -> None:
+        """Decide which answers count in the outer update, once the round is over.
 
-        An answer does not count if the worker's update is rejected (`members.rejected`). If all
-        updates are rejected, all answers count.
+        An answer does not count if its numbers are not finite, or if the update is too large
+        (`members.too_large`). `before` has the norms of the trainer's last accepted updates.
         """
-        norms = {stream: answer.norm for stream, answer in self.answers.items()}
-        out = members.rejected(norms, rule.max_norm_ratio)
-        kept = {stream: a for stream, a in self.answers.items() if stream not in out}
-        return kept or self.answers
+        finite = {stream: a for stream, a in self.answers.items() if stream not in self.broken}
+        norms = {stream: answer.norm for stream, answer in finite.items()}
+        out, self.is_judged = members.too_large(norms, rule.max_norm_ratio, before)
+        self.counted = {stream: a for stream, a in finite.items() if stream not in out}
+
+    def outcome(self, streams: Sequence[int], norm: float) -> Outcome:
+        """Collect the losses and skipped updates of the round.
+
+        If a worker's answer does not count, its losses are NaN. If its numbers are not finite, all
+        its updates were skipped.
+
+        Args:
+          streams: The streams of the trainer's workers.
+          norm: Norm of the trainer's outer gradient.
+        """
+        shape = (self.plan.num_updates, len(streams))
+        loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
+        for column, stream in enumerate(streams):
+            if stream in self.broken:
+                skipped_SR[-self.answers[stream].num_updates :, column] = True
+            elif answer := self.counted.get(stream):  # one with fewer updates fills the last rows
+                loss_SR[-answer.num_updates :, column] = answer.loss_SR[:, 0]
+                skipped_SR[-answer.num_updates :, column] = answer.skipped_SR[:, 0]
+        return Outcome(loss_SR, skipped_SR, norm)
 
 
-def outcome_of(answers: Sequence[Answer | None], plan: RoundPlan, norm: float) -> Outcome:
-    """Collect the losses and skipped updates of a trainer's round from its workers' answers.
-
-    Args:
-      answers: For each worker of the trainer, the answer that counts. If it is None, the worker's
-        losses are NaN, and none of its updates is skipped.
-      plan: Sizes of the round.
-      norm: Norm of the trainer's outer gradient.
-    """
-    shape = (plan.num_updates, len(answers))
-    loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
-    for column, answer in enumerate(answers):
-        if answer is not None:  # a worker with fewer updates fills the last rows
-            loss_SR[-answer.num_updates :, column] = answer.loss_SR[:, 0]
-            skipped_SR[-answer.num_updates :, column] = answer.skipped_SR[:, 0]
-    return Outcome(loss_SR, skipped_SR, norm)
+def _is_finite(answer: Answer) -> bool:
+    """Whether the numbers of an update are finite; a learner's own word is not enough."""
+    leaves = jax.tree.leaves(answer.differences)
+    # bfloat16 numbers are sent as uint16 (`core.compress.pack`)
+    leaves = [leaf.view(jnp.bfloat16) if leaf.dtype == np.uint16 else leaf for leaf in leaves]
+    usable = answer.differences.usable_R.all() and math.isfinite(answer.norm)
+    return bool(usable) and all(np.isfinite(leaf).all() for leaf in leaves)

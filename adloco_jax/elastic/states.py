@@ -1,11 +1,12 @@
 """The inner optimizer states of workers that run in other processes, called learners.
 
-Normally a learner keeps the inner states of its workers. The driver, the process with the training
-loop, fetches them when it needs them. If it has a state for a learner, it keeps this state until
-the learner has received it. If a state was lost with a learner, the driver makes a fresh one.
+The state with which a worker's next round begins is in one of three places. It is in the driver,
+the process with the training loop, until a round that began with it has been counted. From then on
+it is in the learner process whose answer was counted. If that process has ended since, the state is
+lost, and the driver makes a fresh one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.fleet import Event, Fleet
+from adloco_jax.elastic.members import Learner
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
 
 
 class InnerStates:
-    """Tracks where each worker's inner state is: in the driver, in a learner process, or lost."""
+    """Knows where each worker's inner state is: in the driver, in a learner process, or lost."""
 
     def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
         """Store the arguments.
@@ -31,8 +33,8 @@ class InnerStates:
           poll: Processes the answers of learners. It is called while a method here waits for them.
         """
         self._spec, self._fleet, self._poll = spec, fleet, poll
-        self.seeds: dict[int, PyTree] = {}  # states to send to learners, by the worker's stream
-        self.lost: set[int] = set()  # streams whose inner state was lost with a learner
+        self._here: dict[int, PyTree] = {}  # states in this process, by the worker's stream
+        self._holders: dict[int, Learner] = {}  # process of the last counted answer, by stream
         # States that learners have sent, by trainer id, stream, and position in the stream.
         self._found: dict[tuple[int, int, int], PyTree | None] = {}
 
@@ -50,9 +52,39 @@ class InnerStates:
         if inner_R is None or self._spec.reset_inner_state:
             return
         inner_R = jax.device_get(inner_R)
-        for worker, stream in enumerate(state.control.streams):
-            self.seeds[stream] = jax.tree.map(lambda leaf, w=worker: leaf[w], inner_R)
-        self.lost.clear()
+        self._here = {
+            stream: jax.tree.map(lambda leaf, w=worker: leaf[w], inner_R)
+            for worker, stream in enumerate(state.control.streams)
+        }
+
+    def bring(self, control: Control, targets: Mapping[int, Learner | None]) -> None:
+        """Bring inner states into this process, except those that the target processes have.
+
+        The method waits for the processes that have the states. `targets` has the process that will
+        run each worker, by stream; None if this is not decided yet.
+        """
+        workers = [
+            worker
+            for worker, stream in enumerate(control.streams)
+            if stream in targets.keys() - self._here.keys()
+            and self._holders.get(stream) is not targets[stream]
+        ]
+        states = self.of(control, workers)
+        if not self._spec.reset_inner_state:
+            self._here |= zip((control.streams[w] for w in workers), states, strict=True)
+
+    def to_send(self, stream: int, learner: Learner) -> PyTree | None:
+        """Return the inner state that a learner needs for a worker's round; None if it has it."""
+        if self._spec.reset_inner_state:
+            return None
+        if stream not in self._here and self._holders.get(stream) is not learner:
+            self._here[stream] = self._fresh()
+        return self._here.get(stream)
+
+    def counted(self, stream: int, learner: Learner) -> None:
+        """Record that a worker's round was counted: only `learner` has the state after it."""
+        self._here.pop(stream, None)
+        self._holders[stream] = learner
 
     def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
         """Collect the inner states of some workers, from this process or from their learners.
@@ -70,7 +102,7 @@ class InnerStates:
 
     def _state_here(self, control: Control, worker: int) -> PyTree | None:
         key = control.reads(worker)
-        return self.seeds.get(key[1], self._found.get(key))
+        return self._here.get(key[1], self._found.get(key))
 
     def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
         """Request the inner states that only learners have, and wait for them.
@@ -79,11 +111,12 @@ class InnerStates:
         the position up to which the worker has read this stream.
         """
         self._found.clear()
-        asked = {}
+        asked: dict[int, list] = {}
         for key in keys:
-            number = self._fleet.host(key[1])
-            if key[1] not in self.seeds and key[1] not in self.lost and number is not None:
-                asked.setdefault(number, []).append(key)
+            holder = self._holders.get(key[1])
+            is_alive = holder is not None and self._fleet.learners.get(holder.number) is holder
+            if holder is not None and is_alive and key[1] not in self._here:
+                asked.setdefault(holder.number, []).append(key)
         for number, wanted in asked.items():
             self._fleet.ask(number, "states", wanted, about=wanted)
         while self._fleet.asked("states"):

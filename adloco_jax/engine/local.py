@@ -379,10 +379,11 @@ def count_skips(
         trainer = control.trainers[position]
         streams = [str(control.streams[w]) for w in control.workers_of(position)]
         rows = {}
-        for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=True):
-            made = np.flatnonzero(~skipped_S)
+        columns = zip(streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
+        for stream, loss_S, skipped_S in columns:
+            made = np.flatnonzero(~np.isnan(loss_S))
             before = 0 if made.size else trainer.skipped_in_a_row.get(stream, 0)
-            rows[stream] = before + len(skipped_S) - (int(made[-1]) + 1 if made.size else 0)
+            rows[stream] = before + int(skipped_S[made[-1] + 1 if made.size else 0 :].sum())
         trainer.skipped_in_a_row = rows
         if min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
             broken.append(position)

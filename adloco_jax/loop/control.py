@@ -151,8 +151,8 @@ def count_round(
       num_syncs: Number of synchronisations in a round. With Streaming DiLoCo it is the number of
         fragments.
       counted: For each worker that took part in the outer update, by the worker's position, its
-        number of updates and its number of sequences. At least one worker of each trainer took
-        part. None: all workers took part, with the planned numbers.
+        number of updates and its number of sequences. None: all workers took part, with the
+        planned numbers.
     """
     control = copy.deepcopy(control)
     spent = []
@@ -161,7 +161,7 @@ def count_round(
         work = dict.fromkeys(workers, (plan.num_updates, plan.num_sequences))
         if counted is not None:
             work = {worker: counted[worker] for worker in workers if worker in counted}
-        updates = max(updates for updates, _ in work.values())
+        updates = max((updates for updates, _ in work.values()), default=0)
         trainer.rounds += 1
         trainer.updates += updates
         for worker, (_, sequences) in work.items():
@@ -217,7 +217,7 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
     """
     return {
         "syncs": num_syncs * (num_workers > 1),
-        "bytes": num_syncs * 2 * (num_workers - 1) * sync_bytes,
+        "bytes": num_syncs * 2 * max(num_workers - 1, 0) * sync_bytes,
     }
 
 

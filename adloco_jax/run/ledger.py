@@ -58,9 +58,9 @@ EVENTS: dict[str, dict[str, Any]] = {
     | _fields(Maybe(str), "time devices jax attention loss_unit")
     | {"versions": Maybe(dict[str, str]), "tokens_per_byte": Maybe(float | None)}
     | {"round": Maybe(int), "buckets": Maybe(list[int])},
-    "round": _fields(int, "round trainer tokens")
+    "round": _fields(int, "round trainer tokens updates")
     | _fields(Size, "workers requested_batch_size micro_batch_size num_accum_steps")
-    | _fields(Size, "next_batch_size updates")
+    | _fields(Size, "next_batch_size")
     | _COSTS
     | _fields(float | None, "train_loss noise signal test_value step_s stall_s")
     | _fields(Maybe(float | None), "learning_rate pseudo_grad_norm")

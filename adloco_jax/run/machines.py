@@ -4,9 +4,11 @@ A name such as `h100x8` describes devices that this machine does not have. XLA c
 described devices as it does for real ones. These programs cannot be run here.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Collection
+from pathlib import Path
 
 import jax
 
@@ -89,6 +91,16 @@ _TPUS = {
     "v5p": (102738427904, _CUBE),
     "v6e": (33550237696, _FLAT),
 }
+
+
+def machine_id() -> str:
+    """Return an id of this machine since its last boot.
+
+    A process can be ended by a signal only on the machine with the same id.
+    """
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
+    return os.uname().nodename
 
 
 def kinds() -> list[str]:

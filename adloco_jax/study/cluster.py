@@ -80,7 +80,8 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
                 link_s / count + 2 * (count - 1) * latency_s,
                 compute_s,
                 num_fragments=outer["fragments"],
-                hidden_frac=outer["delay_updates"] / (event["updates"] * event["num_accum_steps"]),
+                hidden_frac=outer["delay_updates"]
+                / (max(event["updates"], 1) * event["num_accum_steps"]),
             )
             ready_s[trainer] += compute_s + wait_s
         elif event["event"] == "sync":

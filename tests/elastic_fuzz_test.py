@@ -1,0 +1,185 @@
+"""Random faults of learners and of the driver, with fixed seeds and without Ray, then an audit."""
+
+import contextlib
+import math
+import random
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from learners import Here, num_updates
+from toy import settings_of
+from toy_runs import events, run
+
+from adloco_jax.elastic import fleet
+from adloco_jax.errors import DivergedError, ResourceError
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import chaos  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+DIED = "its process has ended"
+# Chances of a call's fate, by method.
+FATES = {
+    "hello": {"dies": 0.1, "never": 0.05},
+    "ping": {"leaves": 0.05, "dies": 0.01},
+    "states": {"dies": 0.15, "hangs": 0.05},
+    "prepare": {"dies": 0.1},
+    "play": dict.fromkeys(("dies", "answers and dies", "nan", "hidden nan", "huge"), 0.05)
+    | dict.fromkeys(("hangs", "is stuck"), 0.02),
+}
+
+
+class Crash(BaseException):
+    """The driver's process ends."""
+
+
+class Fates:
+    """Draws the fate of every call once, and keeps a record of what learners did."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.here: Here
+        self.drawn = {}
+        self.record = []  # handle, order, work, updates before and after; or a loss
+
+    def start(self, crash_s):
+        self.dead, self.hung, self.leaving, self.crash_s = set(), set(), set(), crash_s
+        self.record.append(("starts", None))
+
+    def __call__(self, n, life, method, arguments):
+        handle, now_s = (n, life), self.here.now_s
+        if now_s > self.crash_s:
+            raise Crash
+        assert now_s < 2e4, "the run does not end"
+        if handle in self.dead:
+            return DIED
+        call = self.here.call
+        if call not in self.drawn:
+            chances = FATES[method]
+            others = 1 - sum(chances.values())
+            (what,) = self.rng.choices([*chances, "answers"], [*chances.values(), others])
+            seconds = self.rng.uniform(0.0, 1.0)
+            if method == "hello":
+                seconds *= 8
+            elif method == "play":
+                seconds += sum(w.num_updates for w in arguments[0].work) * (3 if n == 1 else 1)
+            self.drawn[call] = what, now_s, seconds
+        what, start_s, seconds = self.drawn[call]
+        if handle in self.hung or what in ("never", "is stuck") or now_s < start_s + seconds:
+            return "wait"
+        if what == "hangs":
+            self.hung.add(handle)
+            return "wait"
+        if "dies" in what:
+            self.dead.add(handle)
+            if what == "dies":
+                return DIED
+        if what == "leaves":
+            self.leaving.add(handle)
+        if method == "ping":
+            return lambda found: found | {"leaving": handle in self.leaving}
+        if method == "play":
+            return lambda answers: self.played(handle, arguments[0], answers, what, seconds)
+        return "answer"
+
+    def played(self, handle, order, answers, what, seconds):
+        held = self.here.learner(handle).held
+        for work, answer in zip(order.work, answers, strict=True):
+            key = order.trainer, work.stream
+            before = num_updates(held[*key, work.start])
+            after = num_updates(held[*key, work.start + answer.num_sequences])
+            self.record.append((handle, order, work, before, after))
+        factor = {"nan": math.nan, "hidden nan": math.nan, "huge": 1e4}.get(what, 1.0)
+        return [
+            answer._replace(
+                seconds=seconds / len(answers),
+                norm=answer.norm * (1.0 if what == "hidden nan" else factor),
+                differences=answer.differences._replace(
+                    packed_R=jax.tree.map(lambda leaf: leaf * factor, answer.differences.packed_R)
+                ),
+            )
+            for answer in answers
+        ]
+
+
+def misplaced(record, merged):
+    """Rounds that began with an inner state other than that of the round before in the stream.
+
+    A fresh state is right only if the process that had the last one was lost.
+    """
+    faults, last, lost = [], {}, set()
+    for entry in record:
+        if entry[0] == "lost":
+            lost.add(entry[1])
+        if entry[0] == "starts":
+            last, lost = {}, set()
+        if entry[0] in ("lost", "starts"):
+            continue
+        handle, order, work, before, after = entry
+        place = order.trainer, work.stream, work.start
+        known = last.get(place, {})
+        fresh = before == 0 and (not known or [*known][-1] in lost)
+        if known and before not in known.values() and not fresh and order.round - 1 not in merged:
+            faults.append((handle, order.trainer, order.round, work.stream, before, known))
+        size = work.num_updates * order.micro_batch_size * order.num_accum_steps
+        last.setdefault((*place[:2], work.start + size), {})[handle] = after
+    return faults
+
+
+def settings_for(seed):
+    rng = random.Random(f"settings {seed}")
+    trainers = rng.choice([1, 1, 2, 3])
+    engine = {"kind": "ray", "heartbeat_s": 4.0, "restart_s": 10.0, "grace_s": rng.choice([0, 2])}
+    engine |= {"quorum": rng.choice([None, 1, 2, 3]), "max_learners": rng.choice([None, 3, 5])}
+    engine |= {"steps": rng.choice(["equal", "by_speed"]), "max_norm_ratio": 50.0}
+    return settings_of(
+        num_rounds=8,
+        ensemble={"num_trainers": trainers, "num_workers": 4, "model_shards": 1},
+        inner={"steps_per_round": 2},
+        merge={"every_rounds": 3, "policy": rng.choice(["none", "worst_with_worst"])},
+        batching={"test": rng.choice(["constant", "norm"])},
+        checkpoint={"every_rounds": 2},
+        engine=engine,
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))]
+)
+def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path, seed):
+    fates, settings = Fates(seed), settings_for(seed)
+    here = fates.here = Here(monkeypatch, fates)
+    lose = fleet.Fleet._lose
+
+    def noted(self, lost, cause):
+        fates.record.append(("lost", (lost.number, lost.life)))
+        return lose(self, lost, cause)
+
+    monkeypatch.setattr(fleet.Fleet, "_lose", noted)
+    ended = None
+    for attempt in range(20):
+        fates.start(here.now_s + fates.rng.uniform(5, 60) if attempt < 2 else math.inf)
+        with contextlib.suppress(Crash, ResourceError):
+            try:
+                ended = run(tmp_path, settings)
+            except DivergedError:
+                ended = True
+            break
+        here.alive.clear()
+    assert ended is not None
+    assert not here.alive
+    assert chaos.audit(tmp_path) == []
+    merged = {e["round"] for e in [*events(tmp_path, "merge"), *events(tmp_path, "refusal")]}
+    assert misplaced(fates.record, merged) == []
+    lines = events(tmp_path, "round")
+    for line in lines:
+        assert (line["workers_counted"] == 0) == (line["updates"] == 0) == (line["tokens"] == 0)
+        assert (line["workers_counted"] == 0) == (line["pseudo_grad_norm"] is None)
+    if ended is not True:
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ended.ensemble))
+        assert ended.controller.tokens_total == sum(line["tokens"] for line in lines)
