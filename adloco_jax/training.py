@@ -369,12 +369,12 @@ def begin(
         run,
         restored,
         failures.max_batch_size,
-        lambda compiled: ledger.write("compile", **observers.compile_fields(compiled)),
+        functools.partial(observers.on_compile, ledger, progress),
     )
     stack.callback(programs.close)
     spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
-    engine = _engine(run, stack, programs, heldout)
+    engine = _engine(run, stack, programs, heldout, progress)
     engine.underway = control
     began_s = start_s - host["wall_s"]
     loss = float("nan") if host["loss"] is None else host["loss"]
@@ -507,11 +507,16 @@ def after_failure(
 
 
 def _engine(
-    run: Run, stack: contextlib.ExitStack, programs: Programs, heldout: evaluate.HeldOut
+    run: Run,
+    stack: contextlib.ExitStack,
+    programs: Programs,
+    heldout: evaluate.HeldOut,
+    progress: Progress,
 ) -> observers.RunEngine:
     """Make the engine that the setting `engine.kind` names: it runs the rounds on devices."""
     if run.settings.engine.kind == "local":
-        return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout)
+        on_call = progress.call if progress.shows_bar else None
+        return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout, on_call)
     engine = ElasticEngine(run, programs, heldout)
     stack.callback(engine.close)
     return engine

@@ -19,7 +19,7 @@ from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower, needed_bytes, placement, workers_spec
-from adloco_jax.engine.spec import ProgramKey
+from adloco_jax.engine.spec import Compiling, ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.run import build
@@ -155,7 +155,9 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
         chosen = dataclasses.replace(spec, in_turn=in_turn)
         transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
         ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
-        engine = LocalEngine(settings, chosen, Programs(chosen), rows, None)
+        calls: dict[float, float] = {}
+        more = {"heldout": None, "on_call": calls.__setitem__}
+        engine = LocalEngine(settings, chosen, Programs(chosen), rows, **more)
         round_state = State(ensemble, control)
         plans = round_plans(control, settings, engine.ready(round_state))
         keys = round_keys(control, plans, settings, chosen)
@@ -163,8 +165,25 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
         assert len(batch.groups) == 3
         after, metrics, _ = engine.finish(*engine.outer_step(round_state, batch))
         assert set(engine.programs._programs) == set(keys)
+        num_calls = 6 if in_turn else 5
+        assert list(calls) == pytest.approx(
+            np.arange(1, num_calls + 1) / num_calls / settings.num_rounds
+        )
+        first_SR = metrics.outcomes[0].loss_SR
+        assert calls[min(calls)] == pytest.approx((first_SR[:, :1] if in_turn else first_SR).mean())
         ended.append((after.ensemble, metrics.outcomes))
     assert_close(ended[1], ended[0], rtol=1e-5, atol=1e-7)
+
+
+def test_programs_that_are_queued_are_counted_before_the_first_is_compiled():
+    spec, events = program_spec(settings_of(), init_fn, bigram_loss, LENGTH + 1, machine=here()), []
+    programs = Programs(spec, events.append)
+    keys = [ProgramKey("loss", micro_batch_size=size) for size in (1, 2)]
+    programs.prefetch([*keys, keys[0]])
+    for key in [*keys, keys[0]._replace(micro_batch_size=3)]:
+        programs[key]
+    counts = [event for event in events if isinstance(event, Compiling)]
+    assert counts == [(1, 2), (2, 2), (3, 3)]
 
 
 def test_workers_in_turn_share_one_sum_of_gradients():

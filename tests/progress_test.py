@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from toy import settings_of
 
+from adloco_jax.engine.spec import Compiling
 from adloco_jax.loop.control import Size
 from adloco_jax.loop.growth import Decision
 from adloco_jax.run.terminal import Progress, describe_growth, describe_round
@@ -86,6 +87,15 @@ def test_a_terminal_gets_a_bar_under_the_same_lines():
     text = show(Terminal())
     assert "\r" in text and "100%" in text
     assert f"\rround 1/4: {LINE}" in text and "\rtrainer 1 merged into 0\n" in text
+
+
+def test_the_bar_moves_within_a_round_and_counts_programs():
+    progress = Progress(2, file=(terminal := Terminal()))
+    progress.compiling(Compiling(3, 6))
+    assert terminal.getvalue().endswith("00:00, compiling 3 of 6")
+    progress._bar.mininterval = 0
+    progress.call(0.25, 2.41349)
+    assert re.search(r" 25%.*00:00, loss 2.413, compiling 3 of 6$", terminal.getvalue())
 
 
 def test_a_resumed_bar_starts_where_the_run_stopped():

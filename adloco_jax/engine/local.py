@@ -10,7 +10,8 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,7 +40,7 @@ from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.loop.adloco import State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
-from adloco_jax.loop.plans import round_plans
+from adloco_jax.loop.plans import round_plans, share_done
 from adloco_jax.settings import Settings
 
 # A trainer is removed if each of its workers has skipped this many updates in a row.
@@ -102,7 +103,13 @@ class LocalEngine:
     """
 
     def __init__(
-        self, settings: Settings, spec: Spec, programs: Programs, rows: Rows, heldout: HeldOut
+        self,
+        settings: Settings,
+        spec: Spec,
+        programs: Programs,
+        rows: Rows,
+        heldout: HeldOut,
+        on_call: Callable[[float, float], None] | None = None,
     ):
         """Make an engine; no round is started yet.
 
@@ -113,8 +120,14 @@ class LocalEngine:
           rows: The rows to train on.
           heldout: The held-out rows in two parts. Decisions on merges use the losses on one part,
             the guard rows.
+          on_call: Called for each call of the program `steps` after it has ended, in order, with
+            the share of the run that is done and the mean loss of the call.
         """
         self.settings, self.spec, self.programs = settings, spec, programs
+        self._on_call = on_call
+        # Calls of `steps` that are not yet reported: the share of the run at their end, the losses.
+        self._unreported: deque[tuple[float, Array]] = deque()
+        self._shares: Iterator[float] = iter(())  # the shares of the calls to come
         self.rows, self.heldout = rows, heldout
         # The host's data before the current round; a caller needs them if the round fails.
         self.underway: Control
@@ -184,8 +197,6 @@ class LocalEngine:
 
         Returns the state after the round, and the round under way.
         """
-        ensemble, *dispatched = self._dispatch(state, batch)
-        self._flushed.clear()
         control, spent = count_round(
             state.control,
             batch.plans,
@@ -193,6 +204,15 @@ class LocalEngine:
             sync_bytes=self.spec.sync_bytes,
             num_syncs=self.spec.outer.fragments,
         )
+        before, after = (
+            share_done(each.round, each.tokens_total, self.settings)
+            for each in (state.control, control)
+        )
+        shares = np.linspace(before, after, sum(map(len, batch.calls)) + 1)
+        self._shares = iter(shares[1:].tolist())
+        self._unreported.clear()
+        ensemble, *dispatched = self._dispatch(state, batch)
+        self._flushed.clear()
         lines = [line | cost for line, cost in zip(batch.lines, spent, strict=True)]
         return State(ensemble, control), UnderWay(lines, batch.groups, *dispatched)
 
@@ -203,6 +223,7 @@ class LocalEngine:
         written to the ledger.
         """
         crash_point("round.decided")
+        self._report(wait=True)
         jax.block_until_ready(underway.norms)
         step_s, stall_s = time.perf_counter() - self._start_s, self.programs.stall_s
         outcomes = _outcomes(underway)
@@ -240,6 +261,16 @@ class LocalEngine:
             at = ensemble.round.sharding
             ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
         return ensemble, measured, [stack for stack, _ in stacks], norms
+
+    def _report(self, *, wait: bool) -> None:
+        """Report the calls that have ended; with `wait`, all calls of the round."""
+        while self._on_call and self._unreported:
+            share, loss_TR = self._unreported[0]
+            # Arrays have this method, but the type `jax.Array` does not declare it.
+            if not wait and not loss_TR.is_ready():  # pyrefly: ignore[missing-attribute]
+                break
+            self._unreported.popleft()
+            self._on_call(share, _finite_mean(jax.device_get(loss_TR)))
 
     def _run_stack(
         self,
@@ -282,6 +313,8 @@ class LocalEngine:
                 else:
                     workers, *pair = self.programs.call(steps, workers, *inputs[:-1], *inputs.turn)
                 pairs.append(tuple(pair))
+                self._unreported.append((next(self._shares), pair[0]))
+                self._report(wait=False)
             workers = workers.replace(**sums)
             measured.append(pairs)
         inner_state_R, workers = workers.inner_state_R, Workers(workers.params_R, None)

@@ -17,6 +17,7 @@ synchronises one fragment.
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -38,7 +39,7 @@ from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.types import Ensemble, Workers, init, take
 from adloco_jax.engine.sharding import POOL, Placement, arrange, reshard
-from adloco_jax.engine.spec import Compiled, Kind, ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import Compiled, Compiling, Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 # Most float32 values of per-example gradients that a worker holds at once: 256 MB.
@@ -56,16 +57,18 @@ class Programs:
     Programs that will probably be needed can be compiled ahead in the background (`prefetch`).
     """
 
-    def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
+    def __init__(self, spec: Spec, on_compile: OnCompile = lambda event: None):
         """Start without compiled programs.
 
         Args:
           spec: What all programs of the run share.
-          on_compile: Called after each compilation, in the thread that compiled the program.
+          on_compile: Called before and after each compilation, in the thread that compiles.
         """
         self.spec = spec
         self.stall_s = 0.0  # seconds that callers have waited for compilation so far
         self._on_compile = on_compile
+        self._known: set[ProgramKey] = set()  # compiled, being compiled, or queued
+        self._numbers = itertools.count(1)
         self._x64 = jnp.result_type(float) == jnp.float64  # other threads may have another setting
         self._programs: dict[ProgramKey, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -96,6 +99,7 @@ class Programs:
         background, the method waits for it.
         """
         start_s = time.perf_counter()
+        self._known.add(key)
         begun = self._programs.get(key)
         if begun is None or begun.cancel():  # it was queued for the background, and is taken out
             begun = self._programs[key] = Future()
@@ -113,7 +117,9 @@ class Programs:
 
         Programs that are compiled or queued already are left out.
         """
-        for key in keys:
+        wanted = list(keys)
+        self._known.update(wanted)
+        for key in wanted:
             if key not in self._programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
 
@@ -123,6 +129,7 @@ class Programs:
 
     def _compile(self, key: ProgramKey, *, background: bool) -> jax.stages.Compiled:
         start_s = time.perf_counter()
+        self._on_compile(Compiling(next(self._numbers), len(self._known)))
         _on_this_thread.hits = 0
         with jax.enable_x64(self._x64):
             program = lower(self.spec, key).compile()

@@ -3,6 +3,7 @@
 The key identifies one program of the run.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -45,6 +46,13 @@ class ProgramKey(NamedTuple):
         return shape
 
 
+class Compiling(NamedTuple):
+    """The beginning of a compilation: it is the `number`-th, and `of` are known to be needed."""
+
+    number: int
+    of: int
+
+
 class Compiled(NamedTuple):
     """What is known about one compilation of a program.
 
@@ -56,6 +64,10 @@ class Compiled(NamedTuple):
     hit: bool  # whether the program came from the persistent cache
     background: bool  # whether it was compiled in the background
     needed_bytes: int | None  # memory of a device while it runs; None: the compiler does not say
+
+
+OnCompile = Callable[[Compiling | Compiled], None]
+"""Called before and after a compilation, in the thread that compiles."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from adloco_jax.engine.memory import (
     spawn_bytes,
 )
 from adloco_jax.engine.programs import Programs, placement
-from adloco_jax.engine.spec import Compiled, ProgramKey, Spec
+from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
@@ -97,7 +97,7 @@ def choose(
     *,
     size: int | None = None,
     allowed: Sequence[Mode] | None = None,
-    on_compile: Callable[[Compiled], None] = lambda compiled: None,
+    on_compile: OnCompile = lambda event: None,
 ) -> Choice:
     """Choose the mode of a run (how devices run their workers), and the largest micro-batch.
 
@@ -119,7 +119,7 @@ def choose(
       size: The micro-batch that is configured, or that an earlier process of the run has chosen.
         None: the largest that fits is chosen.
       allowed: The modes to choose from, in order of preference. None: all that `modes` returns.
-      on_compile: Called after each compilation.
+      on_compile: Called before and after each compilation.
 
     Raises:
       NothingFits: If the run does not fit in memory in any of the modes.

@@ -7,21 +7,19 @@ the plan does not give times.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import validate
-from adloco_jax.engine.spec import Compiled, Machine
+from adloco_jax.engine.spec import Compiled, Compiling, Machine, OnCompile
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run.build import spec_of
 from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried
 from adloco_jax.run.machines import described, more_chips
 from adloco_jax.run.plan import configured_choice, reachable_keys, round_bytes, run_header
 from adloco_jax.settings import Settings
-
-OnCompile = Callable[[Compiled], None]
 
 
 def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
@@ -185,12 +183,13 @@ def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
 def _progress(device: str) -> Iterator[OnCompile]:
     """Show how many programs have been compiled, if the output is a terminal.
 
-    The context manager yields the function to call after each compilation.
+    The context manager yields the function to call before and after each compilation.
     """
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
-        def on_compile(compiled: Compiled) -> None:
-            bar.set_postfix_str(str(compiled.key))
-            bar.update()
+        def on_compile(event: Compiling | Compiled) -> None:
+            if isinstance(event, Compiled):
+                bar.set_postfix_str(str(event.key))
+                bar.update()
 
         yield on_compile

@@ -19,7 +19,7 @@ from adloco_jax.core.types import Ensemble
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.spec import Compiled
+from adloco_jax.engine.spec import Compiled, Compiling
 from adloco_jax.errors import Preempted
 from adloco_jax.loop.adloco import Boundary, Control, Engine, State
 from adloco_jax.loop.growth import Decision
@@ -285,15 +285,18 @@ class Checkpoints:
         self.saver.save(index, recorder.engine.complete(state), self.host(state), loss=loss)
 
 
-def compile_fields(compiled: Compiled) -> dict:
-    """Return the fields of the line that the ledger has for a compilation (the event `compile`)."""
-    return {
-        "key": str(compiled.key),
-        "seconds": round(compiled.seconds, 3),
-        "cache": "hit" if compiled.hit else "miss",
-        "where": "background" if compiled.background else "foreground",
-        "needed_bytes": compiled.needed_bytes,
-    }
+def on_compile(ledger: Ledger, progress: Progress, event: Compiling | Compiled) -> None:
+    """Show a compilation beside the bar, and write a line about it to the ledger at its end."""
+    progress.compiling(event)
+    if isinstance(event, Compiled):
+        ledger.write(
+            "compile",
+            key=str(event.key),
+            seconds=round(event.seconds, 3),
+            cache="hit" if event.hit else "miss",
+            where="background" if event.background else "foreground",
+            needed_bytes=event.needed_bytes,
+        )
 
 
 def write_start(

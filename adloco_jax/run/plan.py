@@ -4,7 +4,6 @@ The plan gives the memory, the communication and the tokens of a run before the 
 """
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.memory import least_bytes, peak
 from adloco_jax.engine.programs import ensemble_spec, placement
-from adloco_jax.engine.spec import Compiled, Machine, ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import Machine, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import Control, merge_cost, sync_cost
@@ -271,7 +270,7 @@ def round_bytes(settings: Settings, spec: Spec) -> int:
 def configured_choice(
     settings: Settings,
     machine: Machine,
-    on_compile: Callable[[Compiled], None] = lambda compiled: None,
+    on_compile: OnCompile = lambda event: None,
 ) -> Choice:
     """Choose how devices run workers, and the micro-batch, for the configured model (`choose`)."""
     return choose(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import platform
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,7 +27,7 @@ from adloco_jax import __version__, files
 from adloco_jax.config import default_config, validate
 from adloco_jax.data.files import shard_changes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
-from adloco_jax.engine.spec import Compiled, ProgramKey, Spec
+from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.files import replaced_file, write_errors
 from adloco_jax.hub import COMMIT
@@ -474,7 +474,7 @@ def begin_control(
     run: Run,
     restored: Restored | None,
     max_batch: int | None,
-    on_compile: Callable[[Compiled], None],
+    on_compile: OnCompile,
 ) -> tuple[Control, Programs]:
     """Choose the largest micro-batch, and how devices run workers, before the first round.
 
@@ -485,7 +485,7 @@ def begin_control(
       restored: The checkpoint to resume from; None: the run starts.
       max_batch: The micro-batch to use after an earlier attempt ran out of memory. None: there was
         no such attempt.
-      on_compile: Called after each compilation.
+      on_compile: Called before and after each compilation.
 
     Returns:
       The host's data about the run, with the chosen micro-batch, and the compiled programs.

@@ -11,6 +11,7 @@ from typing import TextIO
 import numpy as np
 from tqdm import TqdmWarning
 
+from adloco_jax.engine.spec import Compiled, Compiling
 from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import Settings
 
@@ -69,13 +70,40 @@ class Progress:
         self._last_s, self._last_share = time.perf_counter(), share_done
         self._seconds_per_run: float | None = None
         self._bar = None
+        self._shown = {"loss": "", "left": "", "compiling": ""}  # the words beside the bar
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
         if self._file.isatty() or (in_notebook and importlib.util.find_spec("ipywidgets")):
             style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
             initial = min(share_done, 1.0)
-            self._bar = tqdm(
-                total=1.0, initial=initial, bar_format=style, file=self._file, dynamic_ncols=True
-            )
+            how = {"bar_format": style, "dynamic_ncols": True, "miniters": 0}
+            self._bar = tqdm(total=1.0, initial=initial, file=self._file, **how)
+
+    @property
+    def shows_bar(self) -> bool:
+        """Whether there is a bar, which `call` and `compiling` change."""
+        return self._bar is not None
+
+    def call(self, share_done: float, loss: float) -> None:
+        """Move the bar within a round, after a call of a program that ran updates with this loss.
+
+        `share_done` is the fraction of the whole run that is completed.
+        """
+        share, pace = min(share_done, 1.0), self._seconds_per_run
+        left = "" if pace is None else f"{tqdm.format_interval((1 - share) * pace)} left"
+        self._draw(share, loss=f"loss {loss:.4g}", left=left)
+
+    def compiling(self, event: Compiling | Compiled) -> None:
+        """Show that a program is being compiled, until its compilation has ended."""
+        words = f"compiling {event.number} of {event.of}" if isinstance(event, Compiling) else ""
+        self._draw(compiling=words)
+
+    def _draw(self, share: float | None = None, **words: str) -> None:
+        if self._bar is not None:
+            self._shown |= words
+            text = ", ".join(filter(None, self._shown.values()))
+            self._bar.set_postfix_str(text, refresh=share is None)
+            if share is not None:
+                self._bar.update(share - self._bar.n)  # at most ten times a second it is drawn
 
     def note(self, line: str) -> None:
         """Write a line to the terminal, above the progress bar if one is shown."""
@@ -97,9 +125,7 @@ class Progress:
         """
         share = min(share_done, 1.0)
         left = f"{tqdm.format_interval(self._seconds_left(share))} left"
-        if self._bar is not None:
-            self._bar.set_postfix_str(left, refresh=False)
-            self._bar.update(share - self._bar.n)
+        self._draw(share, left=left)
         if index % self._every == 0 or share >= 1:
             known = self._num_rounds is not None
             number = (
