@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -53,12 +53,14 @@ class Loaded(NamedTuple):
       stored_as: Dtypes that the weights have in the checkpoint, such as `("bfloat16",)`.
       left_out: Names of tensors in the checkpoint that were not read, because they belong to a head
         that the model does not have.
+      config: The content of the checkpoint's `config.json`, for `save`.
     """
 
     network: nn.Module
     params: PyTree
     stored_as: tuple[str, ...]
     left_out: tuple[str, ...]
+    config: dict[str, Any]
 
 
 class Description(NamedTuple):
@@ -70,11 +72,13 @@ class Description(NamedTuple):
         own, or as another tensor that is declared equal to the head.
       has_tensors: Whether the names, shapes and dtypes of the tensors were checked. It is False for
         a repository on the hub, of which only `config.json` is read.
+      config: The content of the checkpoint's `config.json`.
     """
 
     network: nn.Module
     has_head: bool
     has_tensors: bool
+    config: dict[str, Any]
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
@@ -83,6 +87,16 @@ def weight_map(network: nn.Module) -> WeightMap | None:
     The result is None if no architecture has a weight map for this kind of model.
     """
     return next((known for known in _weight_maps() if type(network) is known.model), None)
+
+
+def has_head(network: nn.Module, modules: Container[str]) -> bool:
+    """Whether the modules at the top of a parameter tree include the model's head.
+
+    The head of a tied model is its embedding table.
+    """
+    names = weight_map(network)
+    assert names is not None, "a network of this module has names"
+    return names.head in modules or getattr(network, "tied", False)
 
 
 class Tensor(NamedTuple):
@@ -126,8 +140,8 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
 def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
     """Read a model and its weights from a checkpoint in Hugging Face layout.
 
-    The model may be a Llama, a BERT for classification, or an architecture that a user has added.
-    An added architecture needs a weight map (`models.weight_maps`).
+    The model may be a Llama, Mistral, Qwen2 or Qwen3, a BERT for classification, or an architecture
+    that a user has added. An added architecture needs a weight map (`models.weight_maps`).
 
     Args:
       path_or_name: A folder in Hugging Face layout, or the name of a repository on the hub. A
@@ -141,8 +155,8 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
 
     Returns:
       The model, its weights in float32, and the dtypes of the stored weights. If the checkpoint
-      declares the head and the embedding to be equal (tied), they become two separate matrices. If
-      only one of the two is stored, the other becomes a copy.
+      declares the head and the embedding to be equal (tied), they are one parameter. If both are
+      stored and differ, they are not tied, and `config` says so.
 
     Raises:
       ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
@@ -156,7 +170,7 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
     if folder is None:
         one_of = ["*.safetensors", _PICKLED] if _has_torch() else ["*.safetensors"]
         folder = _of_hub(name, one_of, key=key)
-    network, stored, left_out = _checked(folder, needs_head=head)
+    network, stored, left_out, config = _checked(folder, needs_head=head)
     shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
     for tensor, where in stored.items():
         array = where.read()
@@ -165,7 +179,7 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
             raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
         leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
         tensor.of(leaf)[...] = array
-    return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)), left_out)
+    return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)), left_out, config)
 
 
 def inspect(path_or_name: str | Path) -> Description:
@@ -191,13 +205,12 @@ def inspect(path_or_name: str | Path) -> Description:
         network, names, config = _described(_of_hub(name, ["config.json"], key="model.init_from"))
         # If config.json lists no class, the class that is supported here is assumed. The weights
         # then have the head of this class.
-        classes = config.get("architectures") or [names.class_name]
-        return Description(network, names.class_name in classes, has_tensors=False)
-    network, stored, _ = _checked(folder, needs_head=False)
-    names = weight_map(network)
-    assert names is not None, "a network of this module has names"
-    has_head = any(tensor.path[0] == names.head for tensor in stored)
-    return Description(network, has_head, has_tensors=True)
+        name = names.classes[config["model_type"]]
+        is_whole = name in (config.get("architectures") or [name])
+        return Description(network, is_whole, has_tensors=False, config=config)
+    network, stored, _, config = _checked(folder, needs_head=False)
+    modules = {tensor.path[0] for tensor in stored}
+    return Description(network, has_head(network, modules), has_tensors=True, config=config)
 
 
 def save(
@@ -207,6 +220,7 @@ def save(
     *,
     network: nn.Module,
     dtype: str = "float32",
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model to a folder in Hugging Face layout.
 
@@ -218,9 +232,12 @@ def save(
       tokenizer: Tokenizer to write to the same folder. None: no tokenizer is written.
       network: The model to which the parameters belong.
       dtype: Type in which weights are stored: "float32", which is lossless, or "bfloat16".
+      config: The content of the `config.json` of the checkpoint from which the model comes. What it
+        says of the tokenizer, of generation and for other programs is kept. None: there is none.
 
     Raises:
-      ConfigError: If no architecture has a weight map for this model.
+      ConfigError: If no architecture has a weight map for this model, or if no model of
+        `transformers` has its attributes.
       OSError: If the folder cannot be written.
     """
     folder, names = Path(folder), weight_map(network)
@@ -229,11 +246,17 @@ def save(
             f"{folder}: {type(network).__name__} has no Hugging Face names; give its Architecture"
             " a weight_map"
         )
-    config = {"architectures": [names.class_name], "model_type": names.model_type}
-    config |= {name: getattr(network, own) for name, (own, _) in names.sizes.items()}
-    config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
-    if tokenizer is not None and "eos_token_id" in config:
-        config["eos_token_id"] = tokenizer.eot_id
+    own = {name: getattr(network, ours) for name, (ours, _) in names.sizes.items()}
+    own |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
+    if tokenizer is not None and "eos_token_id" in own:
+        own["eos_token_id"] = tokenizer.eot_id
+    config = dict(config or own)
+    if _differing(network, names, config):  # such as a longer context, or other classes
+        config = own | {key: config[key] for key in config if key.endswith("token_id")}
+    if differing := _differing(network, names, config):
+        raise ConfigError(f"{folder}: no model of transformers has {', '.join(differing)}")
+    config["architectures"] = [names.classes[config["model_type"]]]
+    config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, dtype)
     leaves = _leaves(jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params))
     arrays = {
         # The arrays are made contiguous, because a file does not store the strides of a view.
@@ -245,6 +268,15 @@ def save(
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(partial)
+
+
+def _differing(network: nn.Module, names: WeightMap, config: dict) -> list[str]:
+    """List the attributes of a model that differ from those that a `config.json` describes."""
+    return [
+        f"{name}={getattr(network, name)}"
+        for name, value in names.attributes(config).items()
+        if getattr(network, name) != value
+    ]
 
 
 def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
@@ -297,30 +329,14 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
         faults.append(f"{path}: {key}: have {str(have)[:80]}, need {need}")
 
     config = read_json(path, DataError, **_JSON)
-    known = {names.model_type: names for names in _weight_maps()}
+    known = {kind: names for names in _weight_maps() for kind in names.classes}
     names = known.get(str(config.get("model_type")))
     if names is None:
         have = f"have {str(config.get('model_type'))[:80]!r}"
         raise DataError(f"{path}: model_type: {have}, need {' or '.join(map(repr, known))}")
-    content = names.normalise(config, fault)
-    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(names.model)}
-    sizes: dict[str, Any] = {}
-    for key, (ours, default) in names.sizes.items():
-        value, kind = content.get(key, default), kinds[ours]
-        usable = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not usable or not 0 < value < 2**31:
-            fault(key, value, f"a positive {kind.__name__}")
-        else:
-            sizes[ours] = kind(value)
-    for key, need in names.fixed.items():
-        if content.get(key, need) != need:
-            fault(key, content[key], need)
-    if not faults and content.get("head_dim") is not None:
-        head_size = sizes["width"] // sizes["num_heads"]
-        if isinstance(content["head_dim"], bool) or content["head_dim"] != head_size:
-            fault("head_dim", content["head_dim"], head_size)
+    attributes = names.attributes(config, fault)
     if not faults:
-        network = names.model(**sizes)
+        network = names.model(**attributes)
         try:
             param_shapes(network)
             return network, names, config
@@ -479,7 +495,7 @@ def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
 
 def _checked(
     folder: Path, *, needs_head: bool
-) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...]]:
+) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...], dict]:
     """Check the names, shapes and dtypes of the tensors that a checkpoint stores.
 
     Args:
@@ -487,8 +503,8 @@ def _checked(
       needs_head: Whether the checkpoint must have the model's head.
 
     Returns:
-      The model, the stored tensor for each tensor of the model, and the names of stored tensors
-      that are not used, because they belong to a head of another kind.
+      The model, the stored tensor for each tensor of the model, the names of stored tensors that
+      are not used, because they belong to a head of another kind, and the content of `config.json`.
 
     Raises:
       DataError: If a name, shape or dtype is wrong. The message names all faults.
@@ -500,16 +516,24 @@ def _checked(
         (re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)), where)
         for name, where in _stored(folder).items()
     )
-    leaves = _leaves(param_shapes(network))
     if network.num_layers > len(stored):
         raise DataError(
             f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"
         )
-    # Of two tied tensors (which config.json declares equal), one may be missing. The other one is
-    # then used for both. If both are stored, both are used, as in transformers 5. They may differ,
-    # for instance because somebody trained only the head, or merged a LoRA into it.
+    # Of two tied tensors (which config.json declares equal), one may be missing. If both are stored
+    # and differ, both are used, as in transformers 5: somebody may have trained only the head, or
+    # merged a LoRA into it.
     ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
     ties = ties if config.get("tie_word_embeddings") is True else {}
+    if any(
+        not np.array_equal(stored[name].read(), stored[other].read())
+        for name, other in ties.items()
+        if {name, other} <= stored.keys()
+    ):
+        ties, config = {}, config | {"tie_word_embeddings": False}
+        network = network.clone(tied=False)
+    leaves = _leaves(param_shapes(network))
+    copies = {other for name, other in ties.items() if {name, other} <= stored.keys()}
     wanted = {
         tensor: tensor.name if tensor.name in stored else ties.get(tensor.name, tensor.name)
         for tensor in tensors(network, names)
@@ -517,7 +541,7 @@ def _checked(
     head = {tensor: name for tensor, name in wanted.items() if tensor.path[0] == names.head}
     if not needs_head and stored.keys().isdisjoint(head.values()):
         wanted = {tensor: name for tensor, name in wanted.items() if tensor not in head}
-    rest = stored.keys() - wanted.values()
+    rest = stored.keys() - wanted.values() - copies
     left_out = {name for name in rest if not needs_head and _HEADS.fullmatch(name)}
     unknown = {name for name in rest - left_out if not _BUFFERS.fullmatch(name)}
     faults = [f"{folder}: {name}: unexpected" for name in unknown]
@@ -534,7 +558,7 @@ def _checked(
     if faults:
         raise DataError(_listed(faults))
     found = {tensor: stored[name] for tensor, name in wanted.items()}
-    return network, found, tuple(sorted(left_out))
+    return network, found, tuple(sorted(left_out)), config
 
 
 def _listed(faults: list[str], most: int = 12) -> str:

@@ -60,7 +60,7 @@ def test_a_users_model_starts_from_no_checkpoint(own):
     config = load_config(own, "get_config", type(default_config()))
     config.model.init_from = "somewhere"
     with pytest.raises(ConfigError, match="model.arch = mlp: somewhere is a Llama"):
-        require_same_network(validate(config), hf.Description(LLAMA, True, True))
+        require_same_network(validate(config), hf.Description(LLAMA, True, True, {}))
 
 
 def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():

@@ -17,15 +17,15 @@ Multiply its squared norm by B^2 to get that of the own gradient.
   norm is 0. The example is masked out, so a NaN in it does not spread. The loss and the cotangents
   of activations do not change.
 - Every weight must be used by only one tapped layer, once per pass. The gradient of a weight that
-  is used twice (tied weights) is a sum, and the squared norm of a sum is not the sum of the squared
-  norms.
+  is used twice is a sum, and the squared norm of a sum is not the sum of the squared norms. The
+  exception is an embedding table that is also the head: see `look_up_tied`.
 - Taps work only in reverse mode (`custom_vjp`). Without `tap_B` the functions are plain JAX.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -137,13 +137,80 @@ def look_up(
     return _use(_take, _token_norms, tokens_BL, table_VD, tap_B)
 
 
+class TiedTap(NamedTuple):
+    """The tap of a head whose matrix is the embedding table, see `look_up_tied`."""
+
+    tap_B: Array
+    tokens_BL: Array
+    rows_BLD: Array
+
+
+def look_up_tied(
+    table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
+) -> tuple[Float[Array, "B L D"], TiedTap | None]:
+    """Compute `look_up` of a table that is also the head's matrix (`attend_tied`).
+
+    Let e and h be an example's gradients of the table as embedding and as head. The squared norm
+    of their sum is |e|^2 + |h|^2 + 2 e.h. This function and `attend_tied` measure the first two
+    terms. The product e.h needs only the rows of h at the example's tokens. `attend_tied` returns
+    these rows as the cotangent of `TiedTap.rows_BLD`, which is zero, and this function adds the
+    product.
+
+    Returns:
+      The rows of the table, and the tap for `attend_tied`; None if `tap_B` is None.
+    """
+    if tap_B is None:
+        return look_up(table_VD, tokens_BL), None
+    x_BLD, rows_BLD = _use(_take_and_zeros, _tied_norms, tokens_BL, table_VD, tap_B)
+    return x_BLD, TiedTap(tap_B, tokens_BL, rows_BLD)
+
+
+def attend_tied(
+    x_BLD: Float[Array, "B L D"],
+    table_VD: Float[Array, "V D"],
+    tap: TiedTap | None = None,
+    *,
+    dtype: DTypeLike,
+) -> Float[Array, "B L V"]:
+    """Multiply the vector at every position by the transposed embedding table, see `look_up_tied`.
+
+    `tap` is the second result of `look_up_tied`. The products are float32, as with `to_float32` of
+    `project`.
+    """
+    if tap is None:
+        return project(x_BLD, table_VD.T, dtype=dtype, to_float32=True)
+    y_BLV = project(x_BLD, table_VD.T, tap.tap_B, dtype=dtype, to_float32=True)
+    return _with_rows(y_BLV, x_BLD, tap.tokens_BL, tap.rows_BLD)
+
+
+@jax.custom_vjp
+def _with_rows(y_BLV: Array, x_BLD: Array, tokens_BL: Array, rows_BLD: Array) -> Array:
+    """Return `y_BLV`; the cotangent of `rows_BLD` is the table's gradient at the tokens."""
+    return y_BLV
+
+
+def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
+    return y_BLV, (x_BLD, tokens_BL)
+
+
+def _with_rows_backward(residuals, dy_BLV):
+    x_BLD, tokens_BL = residuals
+    dy_BLM = jnp.take_along_axis(dy_BLV, tokens_BL[:, None, :], axis=2)
+    x32_BLD = x_BLD.astype(dy_BLM.dtype)
+    rows_BMD = jnp.einsum("blm,bld->bmd", dy_BLM, x32_BLD, precision="highest")
+    return dy_BLV, jnp.zeros_like(x_BLD), None, rows_BMD
+
+
+_with_rows.defvjp(_with_rows_forward, _with_rows_backward)
+
+
 def _use(
-    layer: Callable[[Array, Array], Array],
+    layer: Callable[[Array, Array], Any],
     norms_fn: Callable[..., Array] | None,
     x_B: Array,
     weight: Array,
     tap_B: Tap,
-) -> Array:
+) -> Any:
     """Call `layer(x_B, weight)`, with a gradient tap (`_tapped`) if `tap_B` is given."""
     # This constraint has an effect only under `nn.logical_axis_rules`. There a sharded weight is
     # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
@@ -178,6 +245,11 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
     return jnp.take(table_VD, tokens_BL, axis=0, mode="fill")
 
 
+def _take_and_zeros(tokens_BL: Array, table_VD: Array) -> tuple[Array, Array]:
+    x_BLD = _take(tokens_BL, table_VD)
+    return x_BLD, jnp.zeros_like(x_BLD)
+
+
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
     """Compute the squared norm of each example's gradient, for all examples at once.
 
@@ -198,14 +270,21 @@ def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Ar
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
 
 
+def _tied_norms(weight_grad: Callable, tokens_BL: Array, dy_B: tuple[Array, Array]) -> Array:
+    """Compute what the norm of a tied table's gradient has beyond the norm of the head's part."""
+    dy_BLD, rows_BLD = dy_B
+    products_B = jnp.sum(dy_BLD * rows_BLD, axis=(1, 2))
+    return _token_norms(weight_grad, tokens_BL, dy_BLD) + 2 * products_B
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _tapped(
-    layer: Callable[[Array, Array], Array],
+    layer: Callable[[Array, Array], Any],
     norms_fn: Callable[..., Array] | None,
     x_B: Array,
     weight: Array,
     tap_B: Array,
-) -> Array:
+) -> Any:
     """Call `layer(x_B, weight)`; the backward pass also measures norms of examples' gradients.
 
     The function `norms_fn` computes the norms. If it is None, the backward pass computes the
@@ -227,7 +306,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
 
     if norms_fn is not None:
         select = jax.vmap(lambda tap, array: jnp.where(tap < 0, jnp.zeros_like(array), array))
-        x_B, dy_B = select(tap_B, x_B), select(tap_B, dy_B)
+        x_B, dy_B = jax.tree.map(functools.partial(select, tap_B), (x_B, dy_B))
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
     # This loop needs as many FLOPs as a batched product, and the memory of one more gradient, which
@@ -312,11 +391,27 @@ class Embed(nn.Module):
     width: int
     dtype: DTypeLike
 
-    @nn.compact
+    def setup(self) -> None:
+        """Create the table."""
+        shape = (self.vocab_size, self.width)
+        self.embedding = self.param("embedding", _INIT, shape, jnp.float32)
+
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Apply `look_up` and cast to `dtype`."""
-        table_VD = self.param("embedding", _INIT, (self.vocab_size, self.width), jnp.float32)
-        return look_up(table_VD, tokens_BL, tap_B).astype(self.dtype)
+        return look_up(self.embedding, tokens_BL, tap_B).astype(self.dtype)
+
+    def look_up_tied(
+        self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
+    ) -> tuple[Float[Array, "B L D"], TiedTap | None]:
+        """Apply `look_up_tied` and cast to `dtype`."""
+        x_BLD, tap = look_up_tied(self.embedding, tokens_BL, tap_B)
+        return x_BLD.astype(self.dtype), tap
+
+    def attend(
+        self, x_BLD: Float[Array, "B L D"], tap: TiedTap | None = None
+    ) -> Float[Array, "B L V"]:
+        """Apply `attend_tied`."""
+        return attend_tied(x_BLD, self.embedding, tap, dtype=self.dtype)
 
 
 class Offset(nn.Module):

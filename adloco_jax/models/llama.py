@@ -1,12 +1,12 @@
-"""The Llama model on a plain parameter tree, its next-token loss, and text generation.
+"""The Llama family on a plain parameter tree, its next-token loss, and text generation.
 
-Shapes and arithmetic are those of the Hugging Face Llama with an untied head and no biases. Hugging
-Face weights fit after the matrices are transposed and the layers stacked.
+Shapes and arithmetic are those of the Hugging Face models Llama, Mistral, Qwen2 and Qwen3. Their
+weights fit after the matrices are transposed and the layers stacked.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,10 +24,16 @@ from adloco_jax.models.layers import (
     RMSNorm,
     Rule,
     Tap,
+    TiedTap,
     check_length,
     check_sizes,
 )
 
+_KV_HEADS_DIVIDE: Rule = (
+    ("num_kv_heads", "num_heads"),
+    lambda kv_heads, heads: heads % kv_heads == 0,
+    "the key/value heads must divide the query heads; choose a divisor of num_heads",
+)
 RULES: tuple[Rule, ...] = (
     HEADS_DIVIDE_WIDTH,
     (
@@ -35,28 +41,55 @@ RULES: tuple[Rule, ...] = (
         lambda heads, width: width % heads != 0 or width // heads % 2 == 0,
         "rotary embeddings need an even head size (width / num_heads); choose another width",
     ),
+    _KV_HEADS_DIVIDE,
+)
+# The rules of a model whose head size is not width / num_heads.
+_HEAD_SIZE_RULES: tuple[Rule, ...] = (
     (
-        ("num_kv_heads", "num_heads"),
-        lambda kv_heads, heads: heads % kv_heads == 0,
-        "the key/value heads must divide the query heads; choose a divisor of num_heads",
+        ("head_size",),
+        lambda size: size >= 2 and size % 2 == 0,
+        "rotary embeddings need an even head size",
     ),
+    _KV_HEADS_DIVIDE,
 )
 
 
-def rotary_frequencies(head_size: int, theta: float) -> np.ndarray:
+class RopeScaling(NamedTuple):
+    """How a model divides its rotary frequencies, so that it reads longer texts.
+
+    A frequency is divided by `factor` if it makes fewer than `low` turns within `original_length`
+    positions. It is kept if it makes more than `high` turns. In between it changes linearly with
+    the number of turns. If `original_length` is 0, all frequencies are divided: the scaling that
+    Hugging Face calls "linear". Otherwise it is the one called "llama3".
+    """
+
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original_length: int = 0
+
+
+def rotary_frequencies(
+    head_size: int, theta: float, scaling: RopeScaling | None = None
+) -> np.ndarray:
     """Return the angles by which pairs of features turn from one position to the next.
 
     There is one angle, in radians, for each pair of features of a head.
     """
-    return theta ** (-np.arange(0, head_size, 2) / head_size)
+    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
+    if scaling is None:
+        return frequencies
+    factor, low, high, length = scaling
+    kept = np.clip((length * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
-def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
+def _rotary_tables(length: int, frequencies: np.ndarray) -> tuple[Array, Array]:
     """Return the cosines, and the sines with the signs that `_rotate` needs: float32 [L, K].
 
     The angles and their cosines and sines are computed in float64.
     """
-    angles = np.arange(length)[:, None] * rotary_frequencies(head_size, theta)[None, :]
+    angles = np.arange(length)[:, None] * frequencies[None, :]
     cos_LK = np.cos(np.hstack([angles, angles]))
     sin_LK = np.sin(np.hstack([-angles, angles]))
     return jnp.asarray(cos_LK, jnp.float32), jnp.asarray(sin_LK, jnp.float32)
@@ -72,67 +105,80 @@ def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
     return (x * cos_LK[None, None] + swapped * sin_LK[None, None]).astype(x_BHLK.dtype)
 
 
+class _Sizes(NamedTuple):
+    """The attributes of `Llama` that a layer needs."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    mlp_width: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: DTypeLike
+    attention: str
+
+
 class _Attention(nn.Module):
     """Grouped-query attention of every position to itself and to all positions before it.
 
     In its arrays the axis of heads comes before the axis of positions, as the products need it.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    dtype: DTypeLike
-    implementation: str
+    sizes: _Sizes
 
     @nn.compact
     def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap) -> Array:
         B, L, D = x_BLD.shape
-        K = D // self.num_heads
+        sizes, K = self.sizes, self.sizes.head_size
 
-        def heads(name: str, num_heads: int) -> Array:
-            y = Linear(num_heads * K, self.dtype, name=name)(x_BLD, tap_B)
+        def heads(name: str, num_heads: int, *, norm: bool = False) -> Array:
+            project = Linear(num_heads * K, sizes.dtype, use_bias=sizes.qkv_bias, name=name)
+            y = project(x_BLD, tap_B)
+            if norm:
+                gain = RMSNorm(sizes.norm_eps, sizes.dtype, name=f"{name}_norm")
+                y = gain(kept(y).reshape(B, L * num_heads, K), tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
         # Rotate and scale the queries in one multiplication.
         scaled = (K**-0.5 * cos_LK, K**-0.5 * sin_LK)
-        q_BHLK = kept(_rotate(heads("query", self.num_heads), *scaled))
-        k_BGLK = kept(_rotate(heads("key", self.num_kv_heads), cos_LK, sin_LK))
-        v_BGLK = kept(heads("value", self.num_kv_heads))
-        y_BLD = ATTENTION[self.implementation](q_BHLK, k_BGLK, v_BGLK)
-        return kept(Linear(D, self.dtype, name="out")(y_BLD, tap_B))
+        q_BHLK = _rotate(heads("query", sizes.num_heads, norm=sizes.qk_norm), *scaled)
+        k_BGLK = _rotate(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
+        if not sizes.qk_norm:  # otherwise the inputs of the norms are kept
+            q_BHLK, k_BGLK = kept(q_BHLK), kept(k_BGLK)
+        v_BGLK = kept(heads("value", sizes.num_kv_heads))
+        y_BLD = ATTENTION[sizes.attention](q_BHLK, k_BGLK, v_BGLK)
+        return kept(Linear(D, sizes.dtype, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B))
 
 
 class _MLP(nn.Module):
     """The MLP of a layer: two matrices, the SwiGLU of their products, and a third matrix."""
 
-    width: int
-    dtype: DTypeLike
+    sizes: _Sizes
 
     @nn.compact
     def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
-        gate_BLF = kept(Linear(self.width, self.dtype, name="gate")(x_BLD, tap_B))
-        up_BLF = kept(Linear(self.width, self.dtype, name="up")(x_BLD, tap_B))
-        return Linear(x_BLD.shape[-1], self.dtype, name="down")(swiglu(gate_BLF, up_BLF), tap_B)
+        width, dtype, use_bias = self.sizes.mlp_width, self.sizes.dtype, self.sizes.mlp_bias
+        gate_BLF = kept(Linear(width, dtype, use_bias=use_bias, name="gate")(x_BLD, tap_B))
+        up_BLF = kept(Linear(width, dtype, use_bias=use_bias, name="up")(x_BLD, tap_B))
+        down = Linear(x_BLD.shape[-1], dtype, use_bias=use_bias, name="down")
+        return down(swiglu(gate_BLF, up_BLF), tap_B)
 
 
 class _Block(nn.Module):
     """One transformer layer. It returns the activations and None, as `nn.scan` requires."""
 
-    num_heads: int
-    num_kv_heads: int
-    mlp_width: int
-    norm_eps: float
-    dtype: DTypeLike
-    attention: str
+    sizes: _Sizes
 
     @nn.compact
     def __call__(
         self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap
     ) -> tuple[Array, None]:
-        heads = (self.num_heads, self.num_kv_heads)
-        attention = _Attention(*heads, self.dtype, self.attention, name="attention")
-        mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
-        attention_norm = RMSNorm(self.norm_eps, self.dtype, name="attention_norm")
-        mlp_norm = RMSNorm(self.norm_eps, self.dtype, name="mlp_norm")
+        attention, mlp = _Attention(self.sizes, name="attention"), _MLP(self.sizes, name="mlp")
+        norm = functools.partial(RMSNorm, self.sizes.norm_eps, self.sizes.dtype)
+        attention_norm, mlp_norm = norm(name="attention_norm"), norm(name="mlp_norm")
         x_BLD = x_BLD + attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B)
         return x_BLD + mlp(mlp_norm(x_BLD, tap_B), tap_B), None
 
@@ -147,8 +193,8 @@ class Llama(nn.Module):
 
     Attributes:
       vocab_size: V, number of token ids.
-      width: D, length of the vector at each position. It must be a multiple of `num_heads`, and the
-        quotient K (the head size) must be even.
+      width: D, length of the vector at each position. If `head_size` is None, it must be a multiple
+        of `num_heads`, and the quotient must be even.
       num_layers: N, number of layers.
       num_heads: H, number of query heads.
       num_kv_heads: G, number of key and value heads, a divisor of `num_heads`.
@@ -156,6 +202,15 @@ class Llama(nn.Module):
       max_length: Longest input in tokens; parameters do not depend on it.
       norm_eps: Added to the mean square in every norm.
       rope_theta: Base of the rotary wavelengths.
+      rope_scaling: How rotary frequencies are divided; None: they are not.
+      head_size: K, an even number. None: `width / num_heads`.
+      window: Longest input for which attention to all earlier positions is that of the checkpoint,
+        which has a sliding window of this length. None: the checkpoint has none.
+      qkv_bias: Whether the products of queries, keys and values have biases.
+      out_bias: Whether the product after attention has a bias.
+      mlp_bias: Whether the three products of the MLP have biases.
+      qk_norm: Whether the queries and keys of each head are normalised before rotation.
+      tied: Whether the head is the embedding table. The two are then one parameter.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, rotation, softmax and logits
         are float32 in any case.
       remat: What the backward pass keeps. If True, it keeps only the input of each layer and
@@ -167,6 +222,8 @@ class Llama(nn.Module):
       layer_form: "scan", "call" or "inline": how the compiled program runs the layers, see
         `models.kernels.run_layers`. Parameters do not depend on this choice, and results only by
         rounding.
+
+    A checkpoint determines the attributes from `rope_scaling` to `tied` (`models.weight_maps`).
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -180,6 +237,14 @@ class Llama(nn.Module):
     max_length: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    head_size: int | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
     dtype: str = "float32"
     remat: bool = False
     attention: str = "xla"
@@ -190,36 +255,46 @@ class Llama(nn.Module):
 
         The attribute of a submodule has the name that its parameters have in the tree.
         """
-        check_sizes(self, RULES)
+        check_sizes(self, RULES if self.head_size is None else _HEAD_SIZE_RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
         # XLA merges what inlined layers recompute with the original, unless that is prevented.
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=None if self.remat else KEEP_NAMED)
-        heads = (self.num_heads, self.num_kv_heads)
-        sizes = (*heads, self.mlp_width, self.norm_eps, self.dtype, self.attention)
+        self.head_dim = self.head_size or self.width // self.num_heads
+        own = vars(self) | {"head_size": self.head_dim}
+        sizes = _Sizes(**{name: own[name] for name in _Sizes._fields})
         self.embed = Embed(self.vocab_size, self.width, self.dtype)
-        self.layers = stacked(block, self.num_layers)(*sizes)
-        self.layer = block(*sizes, parent=None)
+        self.layers = stacked(block, self.num_layers)(sizes)
+        self.layer = block(sizes, parent=None)
         self.norm = RMSNorm(self.norm_eps, self.dtype)
-        self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
+        if not self.tied:
+            self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L V"]:
         """Return the logits of the next token at each position, in float32."""
-        return self.logits(self.hidden(tokens_BL, tap_B), tap_B)
+        return self.logits(*self.hidden(tokens_BL, tap_B))
 
-    def hidden(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Return the input of the head: the normalised output of the last layer, in `dtype`."""
+    def hidden(
+        self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
+    ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
+        """Return the input of the head (the normalised output of the last layer), and its tap."""
         length = tokens_BL.shape[1]
-        check_length(length, self.max_length)
-        tables = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
-        x_BLD = self.embed(tokens_BL, tap_B)
+        check_length(length, min(self.max_length, self.window or self.max_length))
+        frequencies = rotary_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        tables, head_tap = _rotary_tables(length, frequencies), tap_B
+        if self.tied:
+            x_BLD, head_tap = self.embed.look_up_tied(tokens_BL, tap_B)
+        else:
+            x_BLD = self.embed(tokens_BL, tap_B)
         x_BLD = run_layers(self.layers, self.layer, x_BLD, *tables, tap_B, form=self.layer_form)
-        return self.norm(x_BLD, tap_B)
+        return self.norm(x_BLD, tap_B), head_tap
 
-    def logits(self, hidden_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L V"]:
+    def logits(
+        self, hidden_BLD: Float[Array, "B L D"], tap: Tap | TiedTap = None
+    ) -> Float[Array, "B L V"]:
         """Return the float32 logits that the head computes from the result of `hidden`."""
-        return self.head(hidden_BLD, tap_B)
+        return self.embed.attend(hidden_BLD, tap) if self.tied else self.head(hidden_BLD, tap)
 
 
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
@@ -246,17 +321,18 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     hidden: Any = functools.partial(model.apply, method=Llama.hidden)
     logits: Any = functools.partial(model.apply, method=Llama.logits)
 
-    def head_losses(params: PyTree, hidden_BLD: Array, targets_BL: Array, tap_B: Tap) -> Array:
-        logits_BLV = logits({"params": params}, hidden_BLD, tap_B)
+    def head_losses(
+        params: PyTree, targets_BL: Array, hidden_BLD: Array, tap: Tap | TiedTap
+    ) -> Array:
+        logits_BLV = logits({"params": params}, hidden_BLD, tap)
         picked_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1, mode="fill")
         return jnp.mean(jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL1[:, :, 0], axis=1)
 
     def losses_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
-        hidden_BLD = hidden({"params": params}, tokens[:, :-1], tap_B)
         # The only shift: the loss at position t is of token t + 1.
-        head_inputs_B = (hidden_BLD, tokens[:, 1:], tap_B)
+        head_inputs_B = (tokens[:, 1:], *hidden({"params": params}, tokens[:, :-1], tap_B))
         batch, chunk = tokens.shape[0], sequences_per_chunk
         if not 0 < chunk < batch:
             return head_losses(params, *head_inputs_B)
@@ -329,7 +405,7 @@ def generate(
     text_BL = jnp.pad(prompt_BL, ((0, 0), (0, num_tokens)))  # the padding is never attended to
 
     def add_token(position, text_BL):
-        hidden_BLD = hidden({"params": params}, text_BL)
+        hidden_BLD, _ = hidden({"params": params}, text_BL)
         last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, position - 1, 1, axis=1)
         logits_BV = logits({"params": params}, last_B1D)[:, 0]
         # The Gumbel trick: the argmax is a sample from softmax(logits / temperature).

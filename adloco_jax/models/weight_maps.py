@@ -12,7 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from adloco_jax.models.bert import Bert
-from adloco_jax.models.llama import Llama
+from adloco_jax.models.llama import Llama, RopeScaling
 
 Fault = Callable[[str, object, object], None]
 """`fault(key, have, need)` records an unusable value of config.json."""
@@ -24,8 +24,8 @@ class WeightMap:
 
     Attributes:
       model: The Flax module's class.
-      model_type: The value of `model_type` in config.json.
-      class_name: The class of `transformers` that loads the folder.
+      classes: Maps each value that `model_type` may have in config.json to the class of
+        `transformers` that loads the folder.
       modules: Maps the path of each module in this package's parameter tree to the path of the
         module in a Hugging Face checkpoint, with `{}` for the number of the layer. An array
         `kernel` is the transposed `weight` of the checkpoint, `scale` and `embedding` are its
@@ -37,8 +37,10 @@ class WeightMap:
         values describe a model that is not supported.
       normalise: `normalise(content, fault) -> content` converts other spellings of config.json to
         the keys of `sizes` and `fixed`.
+      features: `features(content, sizes, fault)` returns the attributes of `model` that are not
+        sizes. It receives what `normalise` returned, and the attributes in `sizes`.
       extra: `extra(model)` returns the entries of config.json that neither `sizes` nor `fixed` has,
-        for an export.
+        `model_type` among them, for an export.
       ties: Maps a tensor to another one that has the same values if config.json sets
         `tie_word_embeddings`. One of the two may then be absent from the checkpoint.
       free: Attributes of `model` that may differ from those of the checkpoint, because no weight
@@ -46,16 +48,29 @@ class WeightMap:
     """
 
     model: type[nn.Module]
-    model_type: str
-    class_name: str
+    classes: Mapping[str, str]
     modules: Mapping[str, str]
     head: str
     sizes: Mapping[str, tuple[str, object]]
     fixed: Mapping[str, object]
+    extra: Callable[[Any], dict]
     normalise: Callable[[dict, Fault], dict] = lambda content, fault: content
-    extra: Callable[[Any], dict] = lambda model: {}
+    features: Callable[[dict, dict, Fault], dict] = lambda content, sizes, fault: {}
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     free: frozenset[str] = frozenset()
+
+    def attributes(
+        self, content: dict, fault: Fault = lambda key, have, need: None
+    ) -> dict[str, Any]:
+        """Return the attributes of the model that the content of a file config.json describes."""
+        content, found = self.normalise(content, fault), {}
+        kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
+        for key, (ours, default) in self.sizes.items():
+            found[ours] = _positive(key, content.get(key, default), kinds[ours], fault)
+        for key, need in self.fixed.items():
+            if content.get(key, need) != need:
+                fault(key, content[key], need)
+        return found | self.features(content, found, fault)
 
     def label_params(self, params: PyTree) -> PyTree:
         """Label each parameter by its path, with the labels of `Architecture.label_params`.
@@ -86,21 +101,100 @@ _SIZES = {
 }
 
 
+def _positive(key: str, value: Any, kind: type, fault: Fault) -> Any:
+    """Return a number of config.json; if it is unusable, the number 1, and a fault is recorded."""
+    usable = isinstance(value, int | kind) and not isinstance(value, bool)
+    if not usable or not 0 < value < 2**31:
+        fault(key, value, f"a positive {kind.__name__}")
+        value = 1
+    return kind(value)
+
+
+def _flag(key: str, content: dict, fault: Fault) -> bool:
+    value = content.get(key, False)
+    if not isinstance(value, bool):
+        fault(key, value, "true or false")
+    return value is True
+
+
+# The values that `transformers` assumes in a family for keys that config.json lacks.
+_ABSENT = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+# The keys that switch biases on; other families ignore them.
+_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+# The kinds of rotary frequencies, and the keys of the numbers in `RopeScaling`.
+_ROPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 def _normalised_llama(content: dict, fault: Fault) -> dict:
-    rope: Mapping = {}
-    for key in ("rope_parameters", "rope_scaling"):  # transformers takes the second if both exist
-        found = content.get(key) or {}
-        if not isinstance(found, Mapping):
-            fault(key, found, "an object or null")
-            continue
-        if (kind := found.get("rope_type", found.get("type", "default"))) != "default":
-            fault(f"{key}: rope type", kind, "default")
-        rope = found or rope
-    theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
-    kv_heads = content.get("num_key_value_heads")
-    if kv_heads is None:  # an old file; the model has as many key/value heads as query heads
-        kv_heads = content.get("num_attention_heads")
-    return content | {"rope_theta": theta, "num_key_value_heads": kv_heads}
+    content = _ABSENT.get(content["model_type"], {}) | content
+    if content.get("num_key_value_heads") is None:
+        content["num_key_value_heads"] = content.get("num_attention_heads")
+    # transformers 5 writes `rope_parameters`, and 4 wrote `rope_scaling`. 5 takes the second if
+    # both are set.
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    rope = content.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
+        fault(key, rope, "one object for all layers, or null")
+        rope = {}
+    longest, theta = "original_max_position_embeddings", content.get("rope_theta", 10_000.0)
+    rope = {"rope_theta": theta, longest: content.get("max_position_embeddings"), **rope}
+    rope |= {longest: content[longest]} if content.get(longest) else {}
+    return content | {"rope": (key, rope), "rope_theta": rope["rope_theta"]}
+
+
+def _rope_scaling(key: str, rope: Mapping, fault: Fault) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _ROPES:
+        fault(f"{key}: rope type", kind, " or ".join(_ROPES))
+        return None
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        fault(f"{key}: partial_rotary_factor", part, 1.0)
+    kinds = zip(_ROPES[kind], (float, float, float, int), strict=False)
+    found = [_positive(f"{key}: {name}", rope.get(name), kind, fault) for name, kind in kinds]
+    scaling = RopeScaling(*found) if found else None
+    if scaling is not None and scaling.low >= scaling.high:
+        fault(f"{key}: high_freq_factor", scaling.high, f"more than {scaling.low}")
+    return scaling
+
+
+def _window(content: dict, num_layers: int, fault: Fault) -> int | None:
+    """Return the length of the sliding window; None if no layer has one."""
+    family = content["model_type"]
+    has_window = family == "mistral"
+    if family in ("qwen2", "qwen3") and _flag("use_sliding_window", content, fault):
+        kinds, first = content.get("layer_types"), content.get("max_window_layers", 28)
+        has_window = "sliding_attention" in str(kinds)
+        if kinds is None:
+            has_window = not isinstance(first, int) or first < num_layers
+    window = content.get("sliding_window", 4096) if has_window else None
+    return None if window is None else _positive("sliding_window", window, int, fault)
+
+
+def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
+    family = content["model_type"]
+    biases = {key: _flag(key, content, fault) for key in _BIASES.get(family, ())}
+    out_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
+    if head_size is not None:
+        head_size = _positive("head_dim", head_size, int, fault)
+        head_size = None if head_size * sizes["num_heads"] == sizes["width"] else head_size
+    return {
+        "rope_scaling": _rope_scaling(*content["rope"], fault),
+        "head_size": head_size,
+        "window": _window(content, sizes["num_layers"], fault),
+        "qkv_bias": family == "qwen2" or out_bias,
+        "out_bias": out_bias,
+        "mlp_bias": biases.get("mlp_bias", False),
+        "qk_norm": family == "qwen3",
+        "tied": _flag("tie_word_embeddings", content, fault),
+    }
 
 
 def _normalised_bert(content: dict, fault: Fault) -> dict:
@@ -111,10 +205,23 @@ def _normalised_bert(content: dict, fault: Fault) -> dict:
 
 
 def _extra_llama(model: Llama) -> dict:
+    family = "mistral" if model.window else "llama"
+    if model.qk_norm or model.qkv_bias != model.out_bias:
+        family = "qwen3" if model.qk_norm else "qwen2"
+    rope = {"rope_theta": model.rope_theta, "rope_type": "default"}
+    if (scaling := model.rope_scaling) is not None:
+        rope["rope_type"] = "llama3" if scaling.original_length else "linear"
+        rope |= zip(_ROPES[rope["rope_type"]], scaling, strict=False)
     return {
+        "model_type": family,
+        "head_dim": model.head_size or model.width // model.num_heads,
+        "sliding_window": model.window,
+        "attention_bias": model.out_bias,
+        "mlp_bias": model.mlp_bias,
         # transformers 5 reads the rotary base here; transformers 4 reads the key `rope_theta`.
-        "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
-        "tie_word_embeddings": False,
+        "rope_parameters": rope,
+        "rope_scaling": None if scaling is None else rope,
+        "tie_word_embeddings": model.tied,
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -123,6 +230,7 @@ def _extra_llama(model: Llama) -> dict:
 def _extra_bert(model: Bert) -> dict:
     labels = {str(label): f"LABEL_{label}" for label in range(model.num_classes)}
     return {
+        "model_type": "bert",
         "id2label": labels,
         "label2id": {name: int(label) for label, name in labels.items()},
         "hidden_dropout_prob": 0.0,  # the model was trained without dropout
@@ -134,14 +242,20 @@ _LLAMA_LAYER, _BERT_LAYER = "model.layers.{}.", "bert.encoder.layer.{}."
 
 LLAMA = WeightMap(
     model=Llama,
-    model_type="llama",
-    class_name="LlamaForCausalLM",
+    classes={
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    },
     modules={
         "embed": "model.embed_tokens",
         "layers/attention_norm": f"{_LLAMA_LAYER}input_layernorm",
         "layers/attention/query": f"{_LLAMA_LAYER}self_attn.q_proj",
         "layers/attention/key": f"{_LLAMA_LAYER}self_attn.k_proj",
         "layers/attention/value": f"{_LLAMA_LAYER}self_attn.v_proj",
+        "layers/attention/query_norm": f"{_LLAMA_LAYER}self_attn.q_norm",
+        "layers/attention/key_norm": f"{_LLAMA_LAYER}self_attn.k_norm",
         "layers/attention/out": f"{_LLAMA_LAYER}self_attn.o_proj",
         "layers/mlp_norm": f"{_LLAMA_LAYER}post_attention_layernorm",
         "layers/mlp/gate": f"{_LLAMA_LAYER}mlp.gate_proj",
@@ -157,8 +271,9 @@ LLAMA = WeightMap(
         "rms_norm_eps": ("norm_eps", 1e-6),
         "rope_theta": ("rope_theta", None),
     },
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    fixed={"hidden_act": "silu"},
     normalise=_normalised_llama,
+    features=_llama_features,
     extra=_extra_llama,
     ties={"lm_head.weight": "model.embed_tokens.weight"},
     free=frozenset({"max_length"}),
@@ -166,8 +281,7 @@ LLAMA = WeightMap(
 
 BERT = WeightMap(
     model=Bert,
-    model_type="bert",
-    class_name="BertForSequenceClassification",
+    classes={"bert": "BertForSequenceClassification"},
     modules={
         "embed": "bert.embeddings.word_embeddings",
         "position": "bert.embeddings.position_embeddings",

@@ -163,8 +163,8 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     names = hf.weight_map(loaded.network)
     assert names is not None
     params, lines = loaded.params, []
-    has_head = names.head in params
-    require_same_network(settings, hf.Description(loaded.network, has_head, has_tensors=True))
+    has_head = hf.has_head(loaded.network, params)
+    require_same_network(settings, hf.Description(loaded.network, has_head, True, loaded.config))
     if not has_head:
         init_fn, _ = build_model(settings)
         params |= {names.head: jax.jit(init_fn)(jax.random.key(settings.seed))[names.head]}
@@ -189,12 +189,20 @@ def require_same_network(settings: Settings, found: hf.Description) -> None:
             f"model.arch = {model.arch}: {model.init_from} is a {type(found.network).__name__}"
         )
     free = names.free | (set() if found.has_head else {"num_classes"})
+    sizes = {ours for ours, _ in names.sizes.values()}
     faults = [
         f"model.{ours} = {getattr(network, ours)}: {model.init_from} has"
-        f" {getattr(found.network, ours)}; unset it: --config.model.{ours}=none"
-        for ours, _ in names.sizes.values()
+        f" {getattr(found.network, ours)}"
+        + (f"; unset it: --config.model.{ours}=none" if ours in sizes else "")
+        for ours in names.attributes(found.config)
         if ours not in free and getattr(network, ours) != getattr(found.network, ours)
     ]
+    window, length = getattr(found.network, "window", None), settings.data.sequence_length
+    if window is not None and length > window:
+        faults.append(
+            f"data.sequence_length = {length}: {model.init_from} has sliding_window = {window};"
+            f" set --config.data.sequence_length={window}"
+        )
     if faults:
         raise ConfigError("\n".join(faults))
 
