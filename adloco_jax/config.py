@@ -6,9 +6,12 @@ locked ConfigDict, and changes some knobs. `validate` turns the ConfigDict into 
 which all other modules read.
 """
 
+import contextlib
+import copy
 import difflib
 import inspect
 import itertools
+import json
 import operator
 import os
 import re
@@ -426,6 +429,24 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
                 hint = f"write: adloco {verb} {path}"
         raise ConfigError(f"{path}: needs a {function}() that returns a {kind.__name__}; {hint}")
     return made
+
+
+def with_recorded_sizes(config: ConfigDict, workdir: str | Path | None) -> ConfigDict:
+    """Return a config whose unset model sizes are those that the run in a folder has recorded.
+
+    So a run resumes without the checkpoint `model.init_from`, from which the sizes were read. The
+    config stays as it is if the folder contains no run, or one from another checkpoint.
+    """
+    config, recorded = copy.deepcopy(config), {}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # reported later
+        recorded = json.loads(Path(workdir or "", "config.json").read_bytes())["config"]["model"]
+    model = config.get("model")
+    if isinstance(model, ConfigDict) and recorded.get("init_from") == model.get("init_from", ""):
+        with model.ignore_type():
+            for name in model:
+                if model[name] is None and recorded["init_from"]:
+                    model[name] = recorded.get(name)
+    return config
 
 
 def add_entries(name: str | None) -> None:

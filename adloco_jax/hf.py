@@ -6,7 +6,6 @@ tensors. The name, shape and type of every tensor are checked. The module `model
 which name a checkpoint has for each parameter.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import json

@@ -113,6 +113,6 @@ def declared(group: Any, prefix: str = "", resume: str = "") -> dict[str, Knob]:
         if knob := field.metadata.get("knob"):
             more = {"type": field.type, "resume": knob.resume or resume}
             knobs[prefix + field.name] = dataclasses.replace(knob, **more)
-        else:
+        elif field.metadata:
             knobs |= declared(field.type, f"{field.name}.", field.metadata["resume"])
     return knobs

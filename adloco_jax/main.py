@@ -366,6 +366,7 @@ def _configure(
             except ConfigError as error:
                 faults.append(str(error))
     if is_loaded:
+        made = config.with_recorded_sizes(made, options.workdir)
         try:
             config.validate(made)
         except ConfigError as error:

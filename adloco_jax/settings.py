@@ -60,6 +60,8 @@ class Model:
         " config sets must equal the checkpoint's. A head that the checkpoint lacks is random."
         " Empty: random weights.",
     )
+    # Not a knob: config.json of the checkpoint, as text (`run.resume.with_checkpoint`).
+    checkpoint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from adloco_jax.config import validate
+from adloco_jax.config import validate, with_recorded_sizes
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
 from adloco_jax.elastic.engine import ElasticEngine
@@ -57,7 +57,7 @@ from adloco_jax.run.choose import Mode, modes
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.machines import here, use_compilation_cache
 from adloco_jax.run.plan import require_memory, run_header
-from adloco_jax.run.resume import check_config, exclusive, recorded_commit
+from adloco_jax.run.resume import check_config, exclusive, recorded_commit, with_checkpoint
 from adloco_jax.run.terminal import Progress
 from adloco_jax.run.trackers import check_installed, open_ledger
 from adloco_jax.settings import Settings
@@ -129,6 +129,8 @@ def train(
       ResourceError: If memory or disk space is missing. Files that were saved before stay.
       Preempted: If the process received a signal to stop. The run has been saved.
     """
+    if workdir is not None:
+        config = with_recorded_sizes(config, workdir)
     settings = validate(config)
     check_installed(settings.log)
     use_compilation_cache()
@@ -137,6 +139,7 @@ def train(
             raise ConfigError("workdir: several processes need the name of one folder")
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     workdir, machine = Path(workdir), here()
+    settings = processes.run_on_all(lambda: with_checkpoint(settings, workdir))
 
     def load() -> tuple[PyTree | None, list[str], Corpus]:
         check_config(workdir, settings, accept=accept_config_change)

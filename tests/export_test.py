@@ -15,7 +15,9 @@ from adloco_jax import main as cli
 from adloco_jax.config import validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
-from adloco_jax.run.build import pretrained_params
+from adloco_jax.models.layers import param_shapes
+from adloco_jax.models.llama import RopeScaling
+from adloco_jax.run.build import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.run.machines import here
@@ -128,6 +130,48 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(tra
     (tmp_path / "far").rename(tmp_path / "elsewhere")
     config.num_rounds = 2
     assert train(config, tmp_path / "r").controller.round == 2
+
+
+FAMILIES = {
+    "mistral": {"window": 20, "head_size": 6, "rope_scaling": RopeScaling(4.0, 1.0, 4.0, 8)},
+    "qwen3": {"qk_norm": True, "tied": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_path, family):
+    config = tiny(init_from=str(tmp_path / "far"))
+    network = build_network(validate(tiny())).clone(**FAMILIES[family])
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, np.float32), param_shapes(network))
+    hf.save(params, tmp_path / "far", network=network)
+    described = json.loads((tmp_path / "far" / "config.json").read_text())
+    assert described["model_type"] == family
+    more = {"generation": [1, {"a": 2}], "bos_token_id": 3, "eos_token_id": 4}
+    (tmp_path / "far" / "config.json").write_text(json.dumps(described | more))
+    config.model.update(dict.fromkeys(SIZES))
+    train(config, tmp_path / "r")
+    shutil.rmtree(tmp_path / "far")
+    config.num_rounds = 2
+    result = train(config, tmp_path / "r")
+    found = hf.load(tmp_path / "r" / "export")
+    assert found.network == network and found.config == described | more
+    assert_equal(found.params, result.params)
+    recorded = read_trained(tmp_path / "r", here()).settings.model.checkpoint
+    assert json.loads(recorded) == described | more
+    with pytest.raises(DataError, match="no such folder"):
+        train(config, tmp_path / "another")
+
+
+def test_rows_longer_than_a_sliding_window_are_refused(tmp_path):
+    config = tiny(init_from=str(tmp_path / "far"))
+    network = build_network(validate(tiny())).clone(window=config.data.sequence_length - 1)
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), param_shapes(network))
+    hf.save(params, tmp_path / "far", network=network)
+    with pytest.raises(
+        ConfigError, match="has sliding_window = 15; set --config.data.sequence_len"
+    ):
+        train(config, tmp_path / "r")
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):

@@ -21,6 +21,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import replaced_folder
 from adloco_jax.models import Bert, Llama
 from adloco_jax.models.layers import param_shapes
+from adloco_jax.models.llama import RopeScaling
 
 SIZES = dict(vocab_size=11, width=12, num_layers=3, num_heads=3, mlp_width=10, max_length=16)
 NETWORK, BERT = Llama(**SIZES, num_kv_heads=1), Bert(**SIZES, num_classes=3)
@@ -162,6 +163,63 @@ def test_old_and_new_keys_of_the_config(folder):
     for absent in (..., None):
         edit_config(folder, num_key_value_heads=absent)
         assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder)
+
+
+FAMILIES = {
+    "llama": {"mlp_bias": True, "rope_scaling": RopeScaling(2.0)},
+    "mistral": {"window": 9, "head_size": 6},
+    "qwen2": {"qkv_bias": True, "tied": True},
+    "qwen3": {"qk_norm": True, "qkv_bias": True, "out_bias": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_comes_back_and_keeps_what_config_json_says_besides(tmp_path, family):
+    network = NETWORK.clone(**FAMILIES[family])
+    params, folder = drawn(network), tmp_path / "out"
+    hf.save(params, folder, network=network)
+    edit_config(folder, eos_token_id=[3, 4], torch_dtype=..., generation={"top_k": 3})
+    loaded, names = hf.load(folder), set(load_file(folder / "model.safetensors"))
+    assert loaded.network == network and loaded.config["model_type"] == family
+    assert_same(loaded.params, params)
+    assert ("lm_head.weight" in names) != network.tied
+    hf.save(loaded.params, folder, network=loaded.network, config=loaded.config)
+    assert json.loads((folder / "config.json").read_text()) == loaded.config
+    assert set(load_file(folder / "model.safetensors")) == names
+    longer = network.clone(max_length=32)
+    hf.save(loaded.params, folder, network=longer, config=loaded.config)
+    assert hf.load(folder).network == longer and hf.load(folder).config["eos_token_id"] == [3, 4]
+
+
+def test_keys_that_a_family_lacks_have_the_defaults_of_transformers(folder):
+    for kind, heads, head_size, window in [
+        ("llama", 3, None, None),
+        ("mistral", 8, None, 4096),
+        ("qwen2", 32, None, None),
+        ("qwen3", 32, 128, None),
+    ]:
+        content = json.loads((folder / "config.json").read_text())
+        for key in ("head_dim", "sliding_window", "num_key_value_heads"):
+            del content[key]
+        found = hf.weight_map(NETWORK).attributes(content | {"model_type": kind})
+        assert (found["num_kv_heads"], found["head_size"]) == (heads, head_size)
+        assert found["window"] == window and found["qk_norm"] == (kind == "qwen3")
+        of_window = dict(use_sliding_window=True, max_window_layers=3, sliding_window=7)
+        found = hf.weight_map(NETWORK).attributes(content | of_window | {"model_type": kind})
+        assert found["window"] == (7 if kind == "mistral" else None)  # no layer of three is the 4th
+        of_window["layer_types"] = ["full_attention", "sliding_attention"]
+        found = hf.weight_map(NETWORK).attributes(content | of_window | {"model_type": kind})
+        assert found["window"] == (None if kind == "llama" else 7)
+
+
+def test_two_tied_tensors_that_differ_are_not_tied(folder, params):
+    edit_config(folder, tie_word_embeddings=True)
+    loaded = hf.load(folder)
+    assert loaded.network == NETWORK and loaded.config["tie_word_embeddings"] is False
+    embedding = params["embed"]["embedding"]
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": embedding}))
+    assert hf.load(folder).network == hf.inspect(folder).network == NETWORK.clone(tied=True)
+    assert hf.inspect(folder).has_head and "head" not in hf.load(folder, head=False).params
 
 
 def test_a_foreign_checkpoint_is_read(data_dir):

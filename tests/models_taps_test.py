@@ -9,6 +9,7 @@ import pytest
 from nets import (
     BATCH,
     NETWORKS,
+    TAPPED,
     example_grads,
     flat,
     loss_of,
@@ -34,11 +35,13 @@ def relative(actual, expected):
     ("name", "dtype", "tolerance"),
     [
         ("bert", "float32", 1e-5),
+        ("family", "float32", 1e-5),
         pytest.param("llama", "bfloat16", 2e-2, marks=pytest.mark.slow),
+        pytest.param("family", "bfloat16", 2e-2, marks=pytest.mark.slow),
     ],
 )
 def test_taps_are_the_squared_norms_of_per_example_gradients(name, dtype, tolerance):
-    exact = NETWORKS[name]
+    exact = TAPPED[name]
     model = exact.clone(dtype=dtype, remat=dtype == "bfloat16")
     grads = flat(example_grads(exact.clone(dtype=dtype)), axes=1)
     mean, norms_B = tapped_grad(model)(make_params(exact), make_rows(exact), jnp.zeros(BATCH))
@@ -46,9 +49,10 @@ def test_taps_are_the_squared_norms_of_per_example_gradients(name, dtype, tolera
     assert np.linalg.norm(flat(mean) - grads.mean(axis=0)) < tolerance * np.linalg.norm(flat(mean))
 
 
-def test_products_by_taps_and_forward_mode_are_those_of_per_example_gradients():
-    model = NETWORKS["llama"].clone(remat=True)
-    params, grads = make_params(NETWORKS["llama"]), flat(example_grads(NETWORKS["llama"]), axes=1)
+@pytest.mark.parametrize("name", ["llama", "family"])
+def test_products_by_taps_and_forward_mode_are_those_of_per_example_gradients(name):
+    model = TAPPED[name].clone(remat=True)
+    params, grads = make_params(TAPPED[name]), flat(example_grads(TAPPED[name]), axes=1)
     mean = grads.mean(axis=0)
     norms, length = (grads**2).sum(axis=1), np.sqrt(mean @ mean)
     loss_fn = loss_of(model, sequences_per_chunk=2)
@@ -71,9 +75,9 @@ def test_each_parameter_has_one_tap_which_changes_no_loss_and_is_chosen_by_auto(
     assert resolve_estimator("auto", loss_fn) == "taps"
 
 
-@pytest.mark.parametrize(("name", "column"), [("llama", 0), ("bert", 2)])
+@pytest.mark.parametrize(("name", "column"), [("llama", 0), ("bert", 2), ("family", 0)])
 def test_negative_tap_leaves_out_an_example_of_nan(name, column):
-    model = NETWORKS[name]
+    model = TAPPED[name]
     params, rows = make_params(model), make_rows(model)
     rows[2, column] = model.vocab_size  # the embedding gives NaN
     others = np.arange(BATCH) != 2

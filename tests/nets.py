@@ -10,10 +10,19 @@ from adloco_jax.core import gradstats
 from adloco_jax.core.types import trainable
 from adloco_jax.models import Bert, Llama, classification_loss, next_token_loss
 from adloco_jax.models.layers import param_shapes
+from adloco_jax.models.llama import RopeScaling
 
 SIZES = dict(vocab_size=13, width=16, num_layers=2, num_heads=4, mlp_width=20, max_length=16)
 LLAMA, BERT = SIZES | {"num_kv_heads": 2}, SIZES | {"num_classes": 3}
 NETWORKS = {"llama": Llama(**LLAMA), "bert": Bert(**BERT)}
+# A Llama with all features that checkpoints of its family may have.
+FAMILY = Llama(
+    **LLAMA,
+    rope_scaling=RopeScaling(4.0, 1.0, 4.0, 8),
+    head_size=6,
+    **dict.fromkeys(["qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied"], True),
+)
+TAPPED = NETWORKS | {"family": FAMILY}
 BATCH, LENGTH = 7, 9
 
 

@@ -1,6 +1,7 @@
 """The table of model architectures (`ARCHITECTURES`), and the type of its entries."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -54,8 +55,10 @@ def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
 
 
 def _build_llama(model: Any, *, attention: str = "xla", layer_form: str = "scan") -> llama.Llama:
-    sizes = _sizes(llama.Llama, model)
-    return llama.Llama(**sizes, attention=attention, layer_form=layer_form)
+    # A checkpoint describes more than sizes, and the settings of sizes agree with it.
+    described = LLAMA.attributes(json.loads(model.checkpoint)) if model.checkpoint else {}
+    described |= _sizes(llama.Llama, model)
+    return llama.Llama(**described, attention=attention, layer_form=layer_form)
 
 
 def _build_bert(model: Any, *, layer_form: str = "scan") -> bert.Bert:

@@ -79,7 +79,9 @@ def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
     cannot partition the call of the cuDNN kernel in the program that measures them.
     """
     model, device = settings.model, machine.devices[0]
-    head_size = model.width // model.num_heads
+    head_size = (
+        getattr(build_network(settings), "head_size", None) or model.width // model.num_heads
+    )
     # GPUs of other vendors do not report their capability as a pair of numbers.
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
     is_served = (

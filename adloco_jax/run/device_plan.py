@@ -14,11 +14,13 @@ from tqdm import tqdm
 
 from adloco_jax.config import validate
 from adloco_jax.engine.spec import Compiled, Compiling, Machine, OnCompile
+from adloco_jax.errors import UserError
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run.build import spec_of
 from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried
 from adloco_jax.run.machines import described, more_chips
 from adloco_jax.run.plan import configured_choice, reachable_keys, round_bytes, run_header
+from adloco_jax.run.resume import with_checkpoint
 from adloco_jax.settings import Settings
 
 
@@ -38,6 +40,8 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
         them is not installed.
     """
     settings, machine, start_s = validate(config), described(device), time.perf_counter()
+    with contextlib.suppress(UserError):  # without the hub, the sizes describe the model
+        settings = with_checkpoint(settings)
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
     lines = [f"Compiled for {device}, not run.", ""]

@@ -5,6 +5,7 @@ The consensus model is the one model that stands for all trainers: the best one,
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,7 +58,8 @@ def write_consensus(
     """
     network = build_network(settings)
     if hf.weight_map(network) is not None and _shapes(params) == _shapes(param_shapes(network)):
-        hf.save(params, folder, tokenizer, network=network)
+        config = json.loads(settings.model.checkpoint or "{}")
+        hf.save(params, folder, tokenizer, network=network, config=config)
         print(f"export: {folder}, in Hugging Face layout")
         return
     leaves = {

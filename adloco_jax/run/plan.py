@@ -33,7 +33,7 @@ from adloco_jax.run.build import (
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Choice, Mode, accumulates, choose, first_keys
 from adloco_jax.run.machines import here
-from adloco_jax.run.resume import check_config
+from adloco_jax.run.resume import check_config, with_checkpoint
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -63,8 +63,8 @@ def plan(
     Raises:
       UserError: If a check fails; `check_inputs` lists the cases.
     """
-    settings = validate(config)
     folder = None if workdir is None else Path(workdir)
+    settings = processes.run_on_all(lambda: with_checkpoint(validate(config), folder))
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )

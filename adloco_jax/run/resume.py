@@ -23,8 +23,8 @@ from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
-from adloco_jax import __version__, files
-from adloco_jax.config import default_config, validate
+from adloco_jax import __version__, files, hf
+from adloco_jax.config import default_config, validate, with_recorded_sizes
 from adloco_jax.data.files import shard_changes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
@@ -34,6 +34,7 @@ from adloco_jax.hub import COMMIT
 from adloco_jax.knobs import Change
 from adloco_jax.loop.adloco import Control, State, Trainer, start
 from adloco_jax.loop.plans import share_done
+from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Damaged
@@ -143,7 +144,7 @@ def finished(
       CheckpointError: If the recorded config of a run in the folder cannot be read.
       DataError: If the run's ledger cannot be read.
     """
-    folder, settings = Path(workdir), validate(config)
+    folder, settings = Path(workdir), validate(with_recorded_sizes(config, workdir))
     check_config(folder, settings, accept=accept_config_change)
     ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
     end = finish(read(ledger)) if ledger.exists() else None
@@ -213,6 +214,29 @@ def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
     return changed
 
 
+def with_checkpoint(settings: Settings, workdir: Path | None = None) -> Settings:
+    """Add to the settings the description of the model that `model.init_from` names.
+
+    The description is the checkpoint's `config.json`. A run records it, and needs the checkpoint
+    only once.
+
+    Args:
+      settings: The run's settings.
+      workdir: The run's folder. If it contains a run, the description is that of the record.
+
+    Raises:
+      UserError: If the checkpoint cannot be read.
+    """
+    model, path = settings.model, (workdir or Path()) / "config.json"
+    if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
+        return settings
+    content = ""
+    if workdir is not None and path.is_file() and _read(path):
+        content = _record(path)["config"]["model"]["checkpoint"]
+    content = content or json.dumps(hf.inspect(model.init_from).config)
+    return dataclasses.replace(settings, model=dataclasses.replace(model, checkpoint=content))
+
+
 def recorded_settings(workdir: Path) -> Settings:
     """Read the settings that are recorded in a run's folder.
 
@@ -229,7 +253,7 @@ def recorded_settings(workdir: Path) -> Settings:
     if commit := recorded_commit(workdir):
         config["data.revision"] = commit
     try:
-        return validate(unflatten_dict(config, sep="."))
+        return with_checkpoint(validate(unflatten_dict(config, sep=".")), workdir)
     except ConfigError as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
