@@ -290,10 +290,8 @@ class Llama(nn.Module):
         x_BLD = run_layers(self.layers, self.layer, x_BLD, *tables, tap_B, form=self.layer_form)
         return self.norm(x_BLD, tap_B), head_tap
 
-    def logits(
-        self, hidden_BLD: Float[Array, "B L D"], tap: Tap | TiedTap = None
-    ) -> Float[Array, "B L V"]:
-        """Return the float32 logits that the head computes from the result of `hidden`."""
+    def logits(self, hidden_BLD: Float[Array, "B L D"], tap: Any = None) -> Float[Array, "B L V"]:
+        """Return the float32 logits that the head computes from the results of `hidden`."""
         return self.embed.attend(hidden_BLD, tap) if self.tied else self.head(hidden_BLD, tap)
 
 

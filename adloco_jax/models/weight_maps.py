@@ -179,14 +179,14 @@ def _window(content: dict, num_layers: int, fault: Fault) -> int | None:
 
 
 def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
-    family = content["model_type"]
+    family, (key, rope) = content["model_type"], content["rope"]
     biases = {key: _flag(key, content, fault) for key in _BIASES.get(family, ())}
     out_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
     if head_size is not None:
         head_size = _positive("head_dim", head_size, int, fault)
         head_size = None if head_size * sizes["num_heads"] == sizes["width"] else head_size
     return {
-        "rope_scaling": _rope_scaling(*content["rope"], fault),
+        "rope_scaling": _rope_scaling(key, rope, fault),
         "head_size": head_size,
         "window": _window(content, sizes["num_layers"], fault),
         "qkv_bias": family == "qwen2" or out_bias,
