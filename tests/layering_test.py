@@ -48,6 +48,7 @@ PURE_LIBRARIES |= {
     "importlib",
     "inspect",
     "itertools",
+    "json",
     "math",
     "operator",
     "types",
