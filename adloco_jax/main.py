@@ -36,6 +36,7 @@ COMMANDS = {
     "compare": "run variants with several seeds, and report the cost of each loss",
     "report": "draw a report on one or more runs",
     "export": "turn a checkpoint into a folder that transformers loads",
+    "eval": "run benchmarks on an exported model",
     "generate": "write text with an exported model",
     "gradients": "measure the gradient noise at a checkpoint",
 }
@@ -192,8 +193,9 @@ def _run(argv: Sequence[str]) -> int:
     if first in ("compare", "export", "generate", "gradients"):
         _require_devices()
     line = without_secrets(shlex.join(["adloco", first, *words]))
-    module = first if first in ("compare", "prepare") else "commands"
-    run = getattr(importlib.import_module(f"adloco_jax.cli.{module}"), first)
+    name = "evaluate" if first == "eval" else first  # eval is a function of Python
+    module = name if name in ("compare", "evaluate", "prepare") else "commands"
+    run = getattr(importlib.import_module(f"adloco_jax.cli.{module}"), name)
     return run(options, line) or 0
 
 

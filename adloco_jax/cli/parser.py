@@ -252,12 +252,26 @@ def _gradients(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
 
 
+def _eval(parser: Parser) -> None:
+    parser.describe(
+        "RUN --tasks arc_easy,hellaswag [--limit 100]",
+        "Runs tasks of lm-evaluation-harness on a run's export, and adds them to its report.",
+    )
+    text = "a run's folder, or a folder in Hugging Face layout"
+    parser.about("MODEL", "--model", "--workdir", text=text)
+    text = "names of tasks, or the YAML file of a task of your own, separated by commas"
+    parser.add_argument("--tasks", required=True, help=text)
+    parser.add_argument("--limit", type=int, help="examples of each task; default: all")
+    parser.option("--batch-size", 8, "examples that the model reads at once")
+
+
 _GRAMMAR: dict[str, Callable[[Parser], Any]] = {
     "configs": _configs,
     "prepare": _prepare,
     "compare": _compare,
     "report": _report,
     "export": _export,
+    "eval": _eval,
     "generate": _generate,
     "gradients": _gradients,
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adloco_jax.errors import DataError
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.study import chart, curves, loss, page, run_figures, summary
+from adloco_jax.study import benchmarks, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
 from adloco_jax.study.page import Cell
@@ -311,6 +311,9 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
         parts["Merges"] = page.table(caption, merges)
     if curves.lines(run.events, "learner"):
         parts["Learners"] = run_figures.learners(run)
+    if tested := benchmarks.rows(benchmarks.read(run.folder)):
+        caption = "By lm-evaluation-harness, on the exported model."
+        parts = {"Benchmarks": page.table(caption, tested, texts=2)} | parts
     parts["Time"] = run_figures.times(run)
     parts["Theory"] = run_figures.theory_beside(run)
     facts = summary.described(summary.totals(run.events))
