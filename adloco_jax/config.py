@@ -205,10 +205,22 @@ def unknown_key_fault(key: str) -> str:
     """
     if key in REMOVED:
         return f"{key}: removed in 0.3: {REMOVED[key]}"
-    name = key.rpartition(".")[2]
-    namesakes = [known for known in KNOBS if known.rpartition(".")[2] == name]
-    nearest = namesakes or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
+    nearest = namesakes(key) or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
     return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
+
+
+def namesakes(key: str) -> list[str]:
+    """List the known keys with the same last part, or whose words begin with its letters.
+
+    So `lr` stands for `learning_rate`. Keys of the same group are preferred.
+    """
+    group, _, name = key.rpartition(".")
+    found = []
+    for known in KNOBS:
+        last = known.rpartition(".")[2]
+        if name in (last, "".join(word[0] for word in last.split("_") if "_" in last)):
+            found.append(known)
+    return [known for known in found if known.rpartition(".")[0] == group] or found
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:

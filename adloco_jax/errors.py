@@ -28,6 +28,11 @@ def reason(error: BaseException, limit: int = 300) -> str:
     return without_secrets(" ".join(str(error).split()))[:limit] or type(error).__name__
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun, which has an s unless the number is 1."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class UserError(Exception):
     """An error that the user can correct.
 

@@ -38,7 +38,7 @@ _PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Buffers (constant tensors) that old versions of transformers saved; config.json determines them.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
-_TORCH = "pytorch_model.bin is read by PyTorch 2.6 or later: pip install 'adloco-jax[torch]'"
+_TORCH = "pytorch_model.bin is read by PyTorch 2.6 or later: pip install torch"
 _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
 

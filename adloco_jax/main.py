@@ -174,10 +174,12 @@ def _run(argv: Sequence[str]) -> int:
     is `train`.
     """
     first, *words = argv or ["--help"]
-    if first in ("-h", "--help"):
+    if first in ("-h", "--help", "help"):
+        if words and words[0] in COMMANDS:
+            return _run([words[0], "--help"])
         print(_overview())
         return 0
-    if first == "--version":
+    if first in ("--version", "version"):
         print(f"adloco_jax {__version__}")
         return 0
     if first.startswith("-"):
@@ -274,12 +276,11 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
         print(*kinds(), sep="\n")
         return 0
     options, words = _parse(argv)
-    run = _named_run(options, words)
     if options.help:
         own = [f"  --{name.replace('_', '-'):22} {text}" for _, name, _, text, *_ in _FLAGS]
         print("\n".join([_TRAIN, *own, "", config.config_help()]))
         return 0
-    path, made = _configure(options, words, run)
+    path, made = _configure(options, words)
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
     varying = ("--coordinator=", "--num_processes=", "--process_id=")  # processes may differ here
@@ -328,9 +329,7 @@ def _named_run(options: flags.FlagValues, words: list[str]) -> str | None:
     return run
 
 
-def _configure(
-    options: flags.FlagValues, words: Sequence[str], run: str | None = None
-) -> tuple[Path, ConfigDict]:
+def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, ConfigDict]:
     """Load a config file, and set the keys that the command line gives; return path and config.
 
     If the command line names a run, the config is the one recorded in the folder of the run. A
@@ -340,6 +339,7 @@ def _configure(
       ConfigError: If the file, a word of the command line, or the resulting config has a fault. The
         message lists all faults.
     """
+    run = _named_run(options, words)
     faults = [_unknown(word, options) for word in words]
     # If the file cannot be loaded, the command line is checked with the default config.
     path, made, is_loaded = Path(), config.default_config(), False
@@ -361,6 +361,20 @@ def _configure(
         # its own data set do not apply.
         defaults = {key: KNOBS[key].default for key in _OF_A_DATA_SET}
         values |= {key: defaults[key] for key in defaults if values[key] is None}
+    guessed = None
+    if (at := values["data.path"]) and not values["data.source"] and made.data.source == "stdlib":
+        from adloco_jax.cli.prepare import guess_source
+        from adloco_jax.data.prepared import is_prepared
+
+        guessed = "tokens" if is_prepared(at) else guess_source(at, "data.path")
+        values["data.source"] = guessed
+    if (kind := values["data.source"]) is not None:
+        from adloco_jax.cli.prepare import SOURCES
+        from adloco_jax.data import DATA_SOURCES
+
+        if kind not in DATA_SOURCES and (source := SOURCES.get(kind)):
+            faults.append(f"data.source = {kind!r}: no source; {source} reads such files")
+            values["data.source"] = source
     for key, text in values.items():
         if text is not None:
             try:
@@ -375,6 +389,8 @@ def _configure(
             faults.append(str(error))
     if faults:
         raise ConfigError("\n".join(faults))
+    if guessed is not None:
+        print(f"data.source={guessed}, by the name {at}; --config.data.source names another")
     return path, made
 
 
@@ -386,9 +402,11 @@ def _unknown(word: str, options: flags.FlagValues) -> str:
         return config.unknown_key_fault(key[1])
     if not word.startswith("-"):
         return f"{word}: unexpected; write adloco train CONFIG --config.GROUP.KEY=VALUE"
+    name = word.partition("=")[0]
+    nearest = [f"--config.{key}" for key in config.namesakes(name.lstrip("-").replace("-", "_"))]
     names = [f"--{name}" for name in options]
-    nearest = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=0.0)
-    return f"{word}: no such option; did you mean {nearest[0]}?"
+    nearest = nearest or difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"{word}: no such option; did you mean {' or '.join(nearest)}?"
 
 
 def _execute(

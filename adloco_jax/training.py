@@ -143,6 +143,7 @@ def train(
 
     def load() -> tuple[PyTree | None, list[str], Corpus]:
         check_config(workdir, settings, accept=accept_config_change)
+        resume.require_usable(workdir)
         require_memory(settings, machine)
         params, lines = None, []
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):

@@ -505,6 +505,6 @@ def test_the_plan_says_how_fragments_travel(monkeypatch):
     config.batching.update(max_batch_size=1, initial_batch_size=1, test="constant")
     config.outer.update(fragments=4, delay_updates=1, mixing=0.5)
     text = plan_module.plan(config, memory=True)
-    assert "fragments: 4, one every 2 updates, which arrives 1 updates later;" in text
+    assert "fragments: 4, one every 2 updates, which arrives 1 update later;" in text
     assert "a worker keeps 0.5 of its own numbers" in text
     assert "in 4 synchronisations" in text and "flush M=1 R=2" in text

@@ -130,7 +130,7 @@ def test_the_description_shows_the_first_row_trained_on_in_one_printable_line(tm
     path = write_documents(tmp_path, texts)
     corpus = load(path, sequence_length=40)
     first, sample = corpus.describe().split("\n  | ")
-    assert first.startswith("data: 1 files; 54 documents to train on, 6 held out\nrows: ")
+    assert first.startswith("data: 1 file; 54 documents to train on, 6 held out\nrows: ")
     assert " of 40 tokens to train on" in first and sample.isprintable()
     assert r"line\n\t\x1b[31m " in sample and "é<end of text>line" in sample
     assert sample.count("<end of text>") == int((corpus.batch(0, 0, 0, 1) == END).sum())
@@ -223,9 +223,23 @@ def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source):
             assert "\n" not in str(error.value)
 
 
-def test_the_check_reads_no_text_and_finds_missing_paths_and_tokenizers(tmp_path):
-    path = write_documents(tmp_path, [])
-    assert check_corpus(settings_of(path)) == [f"data.path={path}: its content"]
+def test_the_check_opens_the_text_and_finds_missing_paths_and_tokenizers(tmp_path):
+    path = write_documents(tmp_path, ["", "text"])
+    with open(path, "a") as file:
+        file.write("no JSON")
+    assert check_corpus(settings_of(path)) == [
+        f"data.path={path}: its content after the first text"
+    ]
+    blank, binary = write_documents(tmp_path, [""], "blank.jsonl"), tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\x00" * 9)
+    for changes, message in (
+        (dict(path=blank), f"data.path={blank}: no text in it"),
+        (dict(path=path, heldout_path=str(blank)), f"data.heldout_path={blank}: no text in it"),
+        (dict(path=binary, source="text"), f"{binary}: not UTF-8 at byte 0"),
+    ):
+        for refuse in (check_corpus, load_corpus):
+            with pytest.raises(DataError, match=message):
+                refuse(settings_of(**changes))
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes has 257 ids.*vocab_size is 256"):
         check_corpus(settings_of(path, vocab_size=256))
     for key in ("heldout_path", "tokenizer"):

@@ -229,6 +229,17 @@ def test_texts_and_classes_come_from_every_source_with_columns(tmp_path, kind):
     assert "36 (18, 18 by class) of 16 tokens" in labelled.describe()
 
 
+def test_text_that_is_compressed_reads_as_it_does_plain(tmp_path):
+    text = "\n\n".join(TEXTS)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    plain, packed = (corpus(tmp_path / name, source="text") for name in ("a.txt", "a.txt.gz"))
+    np.testing.assert_array_equal(packed.rows, plain.rows)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-9])
+    with pytest.raises(DataError, match=r"a\.txt\.gz: damaged or unreadable"):
+        corpus(tmp_path / "a.txt.gz", source="text")
+
+
 @pytest.mark.parametrize("source", ["jsonl", "parquet"])
 def test_a_column_that_is_not_used_is_not_read(tmp_path, source):
     """The unused column is nested in one file and has another type in the next."""
@@ -290,10 +301,10 @@ def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_pat
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["a.html"], r"a\.html: \.html is no plain text; .*--source=text"),
+        (["a.html"], r"a\.html: \.html is no plain text; .*name the source text"),
         (["a.XLSX"], r"a\.XLSX: \.xlsx is no plain text"),
-        (["a.txt.gz"], r"a\.txt\.gz: \.txt is no plain text"),
-        (["a.csv", "b.md"], r"files of several kinds \(a\.csv, b\.md\); give a glob, or --source"),
+        (["a.tar.gz"], r"a\.tar\.gz: \.tar is no plain text"),
+        (["a.csv", "b.md"], r"files of several kinds \(a\.csv, b\.md\); give a glob, or name"),
         (["a.jsonl", "b.parquet"], r"files of several kinds"),
     ],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from filelock import FileLock
 from ledgers import write_run
 
 from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
@@ -40,8 +41,7 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 
 def configured(*words: str, config: str = "quickstart"):
-    options, others = cli._parse([f"--config={config}", *words])
-    return cli._configure(options, others, cli._named_run(options, others))[1]
+    return cli._configure(*cli._parse([f"--config={config}", *words]))[1]
 
 
 def refused(capsys, *argv: str) -> list[str]:
@@ -136,8 +136,8 @@ def test_help_says_what_every_key_means_allows_and_how_to_unset_it(capsys):
 
 
 def test_every_command_has_help_that_does_not_wait_for_jax(elsewhere):
-    commands = [["--version"], ["--help"], [], ["configs"]]
-    commands += [[name, "--help"] for name in cli.COMMANDS]
+    commands = [["--version"], ["--help"], [], ["configs"], ["help"], ["version"]]
+    commands += [["help", name] for name in cli.COMMANDS]
     code = f"""
 import sys
 from adloco_jax.main import main
@@ -153,9 +153,9 @@ assert not {{"jax", "numpy"}} & set(sys.modules)
     command = [sys.executable, "-c", code]
     printed = subprocess.check_output(command, env=environment, text=True).split("=== end of ")
     assert printed[0] == f"adloco_jax {__version__}\n"
-    overview, again = (text.partition("\n")[2] for text in printed[1:3])
-    assert overview == again and "adloco train quickstart" in overview
-    for text, (name, card) in zip(printed[4:], cli.COMMANDS.items(), strict=False):
+    overview, *again = (printed[index].partition("\n")[2] for index in (1, 2, 4))
+    assert again == [overview] * 2 and "adloco train quickstart" in overview
+    for text, (name, card) in zip(printed[6:], cli.COMMANDS.items(), strict=False):
         assert f"  {name:10} {card}\n" in overview
         assert f"adloco {name}" in text
 
@@ -182,6 +182,9 @@ GUESSES = {
     "train runs/first --workdir runs/second": "runs/first: a run, which stays in its folder",
     "train compare_quick": "write: adloco compare ",
     "train quickstart --confg.seed=3": "did you mean --config.seed?",
+    "train quickstart --lr=1": "did you mean --config.inner.learning_rate or --config.outer.lea",
+    "train quickstart --config.inner.lr=1": "did you mean inner.learning_rate?",
+    "train quickstart --config.data.source=csv --config.data.path=x.csv": "hf reads such files",
     "compare": "write: adloco compare compare_quick",
     "compare quickstart": "write: adloco train ",
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
@@ -204,9 +207,7 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
     words = ["--config.seed=3", "--workdir", "x"]
     for config in ("quickstart", "configs/quickstart.py", str(ROOT / "configs" / "quickstart.py")):
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
-            options, others = cli._parse(given)
-            assert cli._named_run(options, others) is None
-            path, made = cli._configure(options, others)
+            path, made = cli._configure(*cli._parse(given))
             assert path.stem == "quickstart" and made.seed == 3
 
 
@@ -257,7 +258,6 @@ def test_a_bad_command_is_refused(capsys):
         (["--config=quickstart", "--config.seed"], "Missing value for flag --config.seed"),
         (["--config", "nowhere.py"], "--config nowhere.py: no such file; those that come"),
         (["train", "qickstart"], "--config qickstart: no such file; did you mean quickstart?"),
-        (["train", "quickstart", "--config.data.path=my.txt"], "data.source = 'stdlib', data.path"),
         (["--config=a.py", "--config", "b.py"], "flag --config=b.py: already defined as a.py"),
         (["--config=quickstart", "--config.seed=none"], "seed = 'none': must be a whole number"),
         (["--config", "x" * 5000], "--config xxx"),
@@ -288,6 +288,19 @@ def test_text_of_the_command_line_replaces_the_configs_data_set(monkeypatch):
         ("hf", "other/set", "", "all", ""),
         ("hf", "allenai/c4", "en", "train", "validation"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("a.txt", "text"), ("a.md.gz", "text"), ("a.json.gz", "jsonl"), ("a.tsv", "hf")],
+)
+def test_the_source_of_a_path_follows_from_its_name(elsewhere, capsys, name, source):
+    (elsewhere / name).touch()
+    assert configured(f"--config.data.path={name}").data.source == source
+    assert capsys.readouterr().out.startswith(f"data.source={source}, by the name {name}")
+    assert configured(f"--config.data.path={name}", config="microllama").data.source == "hf"
+    (elsewhere / "prepared.json").touch()
+    assert configured("--config.data.path=.").data.source == "tokens"
 
 
 def test_no_line_and_no_traceback_shows_a_secret(capfd, monkeypatch):
@@ -576,6 +589,17 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
     assert recorded_settings(elsewhere) == settings
     with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):
         validate(configured("--config.batching.test=mine"))
+
+
+def test_a_folder_that_is_taken_is_refused_before_data_are_loaded(elsewhere, capsys, monkeypatch):
+    monkeypatch.setattr("adloco_jax.training.load_data", mock.Mock(side_effect=AssertionError))
+    (elsewhere / "run").mkdir()
+    with FileLock(elsewhere / "run" / ".lock"):
+        assert cli.main(TINY) == 2
+    assert "--workdir run: another process runs there" in capsys.readouterr().err
+    monkeypatch.setattr("tempfile.mkdtemp", mock.Mock(side_effect=PermissionError(13, "denied")))
+    assert cli.main([*TINY, "--workdir=other"]) == 2
+    assert "--workdir other: cannot be written (denied)" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_with_5_and_a_line(capsys, monkeypatch):

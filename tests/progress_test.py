@@ -60,7 +60,7 @@ def test_without_a_terminal_each_round_is_one_line():
 def test_a_line_says_held_out_loss_and_counts_many_trainers():
     text = round_of(*[(8, 1, 1)] * 4, (8, 2, 1), heldout=2.25)
     assert "held-out 2.25, " in text
-    assert "workers 8x1x1 in 4 trainers 8x2x1 in 1 trainers, 5 trainers, 5 of 6" in text
+    assert "workers 8x1x1 in 4 trainers 8x2x1 in 1 trainer, 5 trainers, 5 of 6" in text
 
 
 def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_last_rounds(

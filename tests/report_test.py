@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import xml.etree.ElementTree as ET
@@ -317,7 +318,7 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
     assert cli.main(["report", str(run), "--watch"]) == 130
     assert seen[:2] == ["", ""]  # no run yet, then no round yet
     refresh = '<meta http-equiv="refresh"'
-    assert "1 rounds, unfinished" in seen[2] and "2 rounds, unfinished" in seen[3]
+    assert "1 round, unfinished" in seen[2] and "2 rounds, unfinished" in seen[3]
     assert refresh in seen[2] and refresh in seen[3]
     assert capsys.readouterr().out.count("report: ") == 1
     write_run(run)
@@ -325,6 +326,19 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
     assert cli.main(["report", str(run), "--watch"]) == 0
     assert "6 rounds, done" in page.read_text() and refresh not in page.read_text()
     assert {file.name for file in page.parent.iterdir()} == FILES
+
+
+def test_a_folder_of_runs_is_listed(tmp_path, capsys):
+    for name, rounds in (("first", ROUNDS[:3]), ("second", ROUNDS)):
+        write_run(tmp_path / name, rounds=rounds, merge=False, end=name == "second")
+    path = tmp_path / "first" / "ledger.jsonl"
+    path.write_text(path.read_text() + "{}\n")
+    os.utime(tmp_path / "first", (1, 1))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    second, first, command = capsys.readouterr().out.splitlines()
+    assert second.startswith(f"{tmp_path / 'second'}: 6 rounds, done, held-out loss ")
+    assert first.startswith(f"{path}:")  # damaged
+    assert command == f"a report on one: adloco report {tmp_path / 'second'}"
 
 
 def test_a_number_of_any_size_is_drawn(tmp_path):

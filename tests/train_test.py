@@ -117,7 +117,8 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
     for wrong, expected in (
         (dict(settings=default_config()), "settings: a ConfigDict; give what config.validate"),
         (dict(workdir=3), "workdir: an int; give the path of a folder"),
-        (dict(corpus=np.zeros((9, 9))), "corpus: a ndarray without heldout_rows, fingerprint, sha"),
+        (dict(corpus=np.zeros((9, 9))), "corpus: a ndarray; give ArrayRows"),
+        (dict(corpus=object()), "corpus: an object without heldout_rows, fingerprint, sha"),
         (
             dict(corpus=dataclasses.replace(corpus(), rows=np.zeros((32, 9)))),
             r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from adloco_jax.cli.parser import is_run
+from adloco_jax.cli.parser import is_run, runs_in
 from adloco_jax.config import SHIPPED, add_entries
 from adloco_jax.errors import ConfigError
 
@@ -29,12 +29,16 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Write a report on runs, and print the path of the report.
+    """Write a report on runs, and print the path of the report; list the runs in a folder of runs.
 
     With `--watch` the report is written again and again until the runs end.
     """
-    from adloco_jax.study.report import watch, write
+    from adloco_jax.study.report import describe_run, watch, write
 
+    (folder, *others) = options.run
+    if not others and not is_run(folder) and (runs := runs_in(folder)):
+        print("\n".join([*map(describe_run, runs), f"a report on one: adloco report {runs[0]}"]))
+        return
     if options.out is None and len(options.run) > 1:
         raise ConfigError(f"{len(options.run)} runs: give --out FOLDER for their report")
     folder = options.out or Path(options.run[0]) / "report"

@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from adloco_jax.config import find_config, load_config
-from adloco_jax.errors import UserError
+from adloco_jax.errors import UserError, counted
 from adloco_jax.run.resume import check_workdir, finished
 from adloco_jax.study import compare as comparisons
 from adloco_jax.study import report, results
@@ -41,7 +41,7 @@ def compare(options: argparse.Namespace, command: str) -> int:
         how = f"after {time.monotonic() - start_s:.0f} s" if made else "was finished"
         print(f"{run.variant}, seed {run.seed}: {how}", flush=True)
 
-    print(f"{len(runs)} runs in {folder}", flush=True)
+    print(f"{counted(len(runs), 'run')} in {folder}", flush=True)
     this = [sys.executable, "-m", "adloco_jax", "compare", f"--config={path}", "--only-run"]
     this += [f"--workdir={folder}"] + [f"--results={p}" for p in [options.results] if p]
     others = [subprocess.Popen(this) for _ in range(options.processes - 1)]

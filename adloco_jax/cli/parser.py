@@ -132,8 +132,13 @@ def is_run(folder: str | Path) -> bool:
 
 def newest_run() -> list[str]:
     """Return a list with the folder of the newest run in `runs/`, or an empty list."""
-    found = [path for path in Path("runs").glob("*") if is_run(path)]
-    return [str(max(found, key=lambda run: run.stat().st_mtime))] if found else []
+    return [str(run) for run in runs_in("runs")[:1]]
+
+
+def runs_in(folder: str | Path) -> list[Path]:
+    """Return the folders of the runs in a folder, the newest first."""
+    found = [path for path in Path(folder).glob("*") if is_run(path)]
+    return sorted(found, key=lambda run: run.stat().st_mtime, reverse=True)
 
 
 def with_separator(word: str, separator: str) -> str:
@@ -197,7 +202,8 @@ def _compare(parser: Parser) -> None:
 def _report(parser: Parser) -> None:
     parser.describe(
         "RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]",
-        "Draws a report on one or more runs: a page that a browser opens offline.\n\n"
+        "Draws a report on one or more runs: a page that a browser opens offline. Lists the runs"
+        " if RUN\nis a folder of runs.\n\n"
         "Runs that differ only in the seed are drawn as one curve with a band. With --watch the"
         " page\nis redrawn until the runs end, and refreshes itself in a browser.",
     )

@@ -13,7 +13,8 @@ from adloco_jax.data.sampling import order_of
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
 
-_SOURCES = {
+# The source that reads a file, by the ending of its name. Others are read as text.
+SOURCES = {
     **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
     **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
 }
@@ -24,10 +25,10 @@ _REFUSED = frozenset(
 )
 
 
-def guess_source(path: str) -> str:
+def guess_source(path: str, key: str = "path") -> str:
     """Guess which value of `data.source` reads a path, from the endings of the file names.
 
-    For the name of a data set on the hub the result is `hf`.
+    Messages name the path by `key`. For the name of a data set on the hub the result is `hf`.
 
     Raises:
       ConfigError: If the files are of several kinds, or of a kind that is not plain text.
@@ -35,24 +36,24 @@ def guess_source(path: str) -> str:
     """
     if path == "stdlib":
         return path
-    is_name = hub.NAME.fullmatch(path) and _ending(path) not in {*_SOURCES, *_REFUSED, "txt"}
-    if is_name and not local_path(path, key="path").exists():
+    is_name = hub.NAME.fullmatch(path) and _ending(path) not in {*SOURCES, *_REFUSED, "txt"}
+    if is_name and not local_path(path, key=key).exists():
         return "hf"
     kinds = {}
-    for name in find_files(path, key="path"):
+    for name in find_files(path, key=key):
         ending = _ending(name)
-        if ending in _REFUSED or (name.endswith(".gz") and ending not in _SOURCES):
+        if ending in _REFUSED:
             raise ConfigError(
-                f"path={path}: {name}: .{ending} is no plain text; convert it, or read it as it"
-                " stands by --source=text"
+                f"{key}={path}: {name}: .{ending} is no plain text; convert it, or name the source"
+                " text, which reads it as it stands"
             )
-        kinds.setdefault(_SOURCES.get(ending, "text"), name)
+        kinds.setdefault(SOURCES.get(ending, "text"), name)
     if any(name.endswith(".arrow") for name in kinds.values()):
         return "hf"  # a data set that the library `datasets` saved; it also has files in JSON
     if len(kinds) > 1:
         raise ConfigError(
-            f"path={path}: files of several kinds ({', '.join(kinds.values())}); give a glob, or"
-            " --source"
+            f"{key}={path}: files of several kinds ({', '.join(kinds.values())}); give a glob, or"
+            " name the source"
         )
     return next(iter(kinds))
 

@@ -26,7 +26,7 @@ from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.settings import Data, Settings
 
 _SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
@@ -101,11 +101,11 @@ class Corpus:
             row = row[NUM_FIELDS + 1 : NUM_FIELDS + row[1] - 1]
         cut = f", {manifest.truncated} of the texts cut" if manifest.truncated else ""
         copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
-        files = f"{sum('bytes' in record for record in manifest.files)} files"
+        files = counted(sum("bytes" in record for record in manifest.files), "file")
         return (
             f"data: {files if files[0] != '0' else manifest.files[-1]['name']};"
-            f" {manifest.documents[0]} documents to train on, {manifest.documents[1]} held out"
-            f"{copies}\n"
+            f" {counted(manifest.documents[0], 'document')} to train on, {manifest.documents[1]}"
+            f" held out{copies}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
             f" model will see, for instance{of_class}:\n"
             f"  | {readable(row, self.tokenizer, max_chars=240)}"
@@ -245,7 +245,7 @@ def _open_prepared(data: Data, tokenizer: Tokenizer) -> Opened:
 
 
 def check_corpus(settings: Settings) -> list[str]:
-    """Check the settings of the group `data` without reading text.
+    """Check the settings of the group `data`, and that its files have a first text.
 
     Args:
       settings: The run's settings.
@@ -255,7 +255,8 @@ def check_corpus(settings: Settings) -> list[str]:
 
     Raises:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
-      DataError: If a path leads nowhere, or to a damaged folder of prepared rows.
+      DataError: If a path leads nowhere, to a damaged folder of prepared rows, or to files without
+        text or of another kind.
     """
     data, source = settings.data, DATA_SOURCES[settings.data.source]
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
@@ -263,9 +264,21 @@ def check_corpus(settings: Settings) -> list[str]:
         _open_prepared(data, tokenizer)
         return []
     on_hub = source.is_hub and is_on_hub(data)
-    if not on_hub:
-        find_sides(data)
-    return [f"{where_of(data)}: {'whether the hub has it, and ' * on_hub}its content"]
+    if on_hub:
+        return [f"{where_of(data)}: whether the hub has it, and its content"]
+    if any(find_sides(data)):
+        job = make_job(data, tokenizer)
+        for parts, where in zip(job.parts(), reversed(job.where), strict=True):
+            documents = (
+                document
+                for part in parts
+                for document in sources.documents_of(
+                    part.read(), job.data, where=where, num_classes=None
+                )
+            )
+            if parts and next(documents, None) is None:
+                raise DataError(rows.no_text(where))
+    return [f"{where_of(data)}: its content after the first text"]
 
 
 def is_on_hub(data: Data) -> bool:

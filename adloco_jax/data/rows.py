@@ -170,10 +170,12 @@ def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
             if kept.part < last:
                 _tokenise_side(job, kept, parts[:last], side, bar)
             if last and not (kept.about["side"] == side).any():
-                raise DataError(
-                    f"{job.where[side]}: no text in it, need at least one document that is not"
-                    " empty"
-                )
+                raise DataError(no_text(job.where[side]))
+
+
+def no_text(where: str) -> str:
+    """Say that the text which a setting names is empty."""
+    return f"{where}: no text in it, need at least one document that is not empty"
 
 
 def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm) -> None:

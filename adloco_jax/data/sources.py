@@ -318,20 +318,21 @@ def _used(data: Data) -> list[str]:
 
 
 def read_text(file: Path) -> str:
-    """Read a file of UTF-8 text; return the text without a byte-order mark.
+    """Read a file of UTF-8 text, which may end in `.gz`; return it without a byte-order mark.
 
     Raises:
       DataError: If the file is unreadable or not UTF-8.
     """
     try:
-        return file.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
+        with _opened(file) as content:
+            return content.read().removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert it, or leave it"
             " out by a glob"
         ) from error
-    except OSError as error:
-        raise DataError(f"{file}: unreadable ({error.strerror})") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:

@@ -201,7 +201,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     if needs_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
         raise ConfigError(
             f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
-            " 'adloco-jax[sentencepiece]', or name a tokenizer.json"
+            " sentencepiece, or name a tokenizer.json"
         )
     for file in files:
         is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()

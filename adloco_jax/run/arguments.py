@@ -43,7 +43,9 @@ def check_arguments(
     if not isinstance(workdir, str | os.PathLike):
         faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
     rows: Any = getattr(corpus, "heldout_rows", None)
-    if lacks := [name for name in _OF_ROWS if not hasattr(corpus, name)]:
+    if hasattr(corpus, "__len__") and not hasattr(corpus, "batch"):
+        faults.append(f"corpus: {_kind(corpus)}; give ArrayRows(corpus, sequence_length=L)")
+    elif lacks := [name for name in _OF_ROWS if not hasattr(corpus, name)]:
         faults.append(
             f"corpus: {_kind(corpus)} without {', '.join(lacks)};"
             " adloco_jax.engine.inputs.Rows says what rows need"

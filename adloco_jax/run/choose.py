@@ -24,7 +24,7 @@ from adloco_jax.engine.memory import (
 )
 from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
-from adloco_jax.errors import ResourceError
+from adloco_jax.errors import ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import Settings
@@ -199,9 +199,9 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         mode,
         None,
         needs.get(first, {}),
-        f"batching.initial_batch_size={first}: {len(owners)} workers of {max(owners) + 1} trainers"
-        f" need {needed} bytes on a device, have {budget} of {machine.device_bytes}; use fewer"
-        " workers, a smaller batch or model"
+        f"batching.initial_batch_size={first}: {counted(len(owners), 'worker')} of"
+        f" {counted(max(owners) + 1, 'trainer')} need {needed} bytes on a device, have"
+        f" {budget} of {machine.device_bytes}; use fewer workers, a smaller batch or model"
         + ("" if mode.remat or settings.model.remat is None else ", or model.remat"),
     )
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from adloco_jax.config import validate
 from adloco_jax.engine.spec import Compiled, Compiling, Machine, OnCompile
-from adloco_jax.errors import UserError
+from adloco_jax.errors import UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run.build import spec_of
 from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried
@@ -76,9 +76,9 @@ def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
     facts = {"fits": True, "mode": str(mode), "max_batch_size": size}
     facts |= {"model_shards": spec.model_shards, "programs": len(reached), "round_bytes": moved}
     return [
-        f"- Fits: {mode}; micro-batch {size}; {spec.model_shards} devices share a model.",
-        f"- {len(reached)} programs can be reached; a round sends {moved / 1e9:.2f} GB between"
-        " devices.",
+        f"- Fits: {mode}; micro-batch {size}; {counted(spec.model_shards, 'device')} per model.",
+        f"- {counted(len(reached), 'program')} can be reached; a round sends {moved / 1e9:.2f} GB"
+        " between devices.",
     ], facts
 
 

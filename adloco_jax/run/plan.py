@@ -18,7 +18,7 @@ from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.memory import least_bytes, peak
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import Machine, OnCompile, ProgramKey, Spec, num_bytes
-from adloco_jax.errors import ResourceError
+from adloco_jax.errors import ResourceError, counted
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import Control, merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
@@ -128,11 +128,11 @@ def require_memory(settings: Settings, machine: Machine) -> None:
     needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
     if needed > budget:
         raise ResourceError(
-            f"memory: {max(owners) + 1} trainers with {len(owners)} workers of {spec.num_params:,}"
-            f" parameters need at least {in_bytes(needed)} on each device for state and gradients,"
-            f" have {in_bytes(budget)} of {in_bytes(machine.device_bytes)} (batching.memory_frac);"
-            " adloco train quickstart fits here, and adloco plan CONFIG --device shows what a GPU"
-            " would hold"
+            f"memory: {counted(max(owners) + 1, 'trainer')} with {counted(len(owners), 'worker')}"
+            f" of {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device"
+            f" for state and gradients, have {in_bytes(budget)} of {in_bytes(machine.device_bytes)}"
+            " (batching.memory_frac); adloco train quickstart fits here, and adloco plan CONFIG"
+            " --device shows what a GPU would hold"
         )
 
 
@@ -149,20 +149,20 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     at = placement(spec, ProgramKey("steps", owners, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
     pool = ensemble.num_workers - len(owners)
-    length, steps = f"{settings.num_rounds:,} rounds", f"{inner.steps_per_round}"
+    length, steps = counted(settings.num_rounds, "round"), counted(inner.steps_per_round, "update")
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
     if settings.num_tokens is not None:
-        length = f"until {settings.num_tokens:,} tokens"
+        length = f"until {settings.num_tokens:,} tokens, rounds"
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
         f" {model.dtype}, attention by {attention(settings, spec.machine)};"
         f" {spec.machine.describe()}, {at.describe()}",
-        f"trainers: {ensemble.num_trainers} with {len(owners)} workers together"
+        f"trainers: {ensemble.num_trainers} with {counted(len(owners), 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")
-        + f"; {length} of {steps} updates ({inner.tx}) and a synchronisation ({outer.tx})",
-        f"batches: {batching.initial_batch_size} sequences per worker and update,"
+        + f"; {length} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
+        f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
         f" {_growth(settings)}; {sizes} at once, more by accumulation",
         *_fragments(settings, spec),
     ]
@@ -188,7 +188,12 @@ def _growth(settings: Settings) -> str:
             f" {given // least} workers"
         )
     test = ", ".join([f"{batching.test} test", *knobs])
-    return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
+    if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
+        return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
+    limits = {"workers": settings.ensemble.initial_workers}
+    limits |= {"rounds": settings.inner.max_steps_per_round}
+    others = " and ".join(name for name in batching.growth if limits.get(name))
+    return f"kept; gradient noise ({test}) {'decides about ' + others if others else 'is measured'}"
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
@@ -200,10 +205,10 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
     if not outer.own_params:
         return []
     delay = outer.delay_updates
-    arrival = f"arrives {delay} updates later" if delay else "is waited for"
+    arrival = f"arrives {counted(delay, 'update')} later" if delay else "is waited for"
     return [
-        f"fragments: {outer.fragments}, one every {spec.num_micro_batches} updates, which"
-        f" {arrival}; a worker keeps {outer.mixing:g} of its own numbers;"
+        f"fragments: {outer.fragments}, one every {counted(spec.num_micro_batches, 'update')},"
+        f" which {arrival}; a worker keeps {outer.mixing:g} of its own numbers;"
         f" {in_bytes(spec.sync_bytes)} each way"
     ]
 
@@ -242,8 +247,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         *run_header(settings, spec, batching.max_batch_size),
         f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"
         f" inner {in_bytes(inner_bytes)} per worker",
-        f"state between rounds: {in_bytes(num_bytes(state))} for {num_trainers} trainers,"
-        f" {num_workers} workers",
+        f"state between rounds: {in_bytes(num_bytes(state))} for"
+        f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
         "placement in the first round:",
         *drawn,
         f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
@@ -302,8 +307,9 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
         "memory per device while a program runs, by the compiler's analysis:",
         *(f"  {key!s:32} {in_bytes(need)}" for key, need in peaks.items()),
         f"peak: {max(peaks.values())} bytes ({in_bytes(max(peaks.values()))})",
-        f"programs: {len(keys)} for {len(control.trainers)} trainers and {len(control.owners)}"
-        " workers; later, at most as many for each other division of the workers",
+        f"programs: {len(keys)} for {counted(len(control.trainers), 'trainer')} and"
+        f" {counted(len(control.owners), 'worker')}; later, at most as many for each other"
+        " division of the workers",
     ]
 
 
@@ -333,8 +339,8 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:
         lines.append(
-            f"the pool grows from {ensemble.initial_workers} workers, in a communication each time:"
-            f" {in_bytes(joining)} per worker that joins"
+            f"the pool grows from {counted(ensemble.initial_workers, 'worker')}, in a communication"
+            f" each time: {in_bytes(joining)} per worker that joins"
         )
     if settings.merge.policy == "none" or ensemble.num_trainers == 1:
         return lines

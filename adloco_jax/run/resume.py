@@ -10,8 +10,10 @@ import dataclasses
 import errno
 import hashlib
 import json
+import os
 import platform
 import shlex
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -97,18 +99,10 @@ def exclusive(workdir: Path) -> Iterator[None]:
     lock = FileLock(workdir / ".lock", timeout=0)
 
     def acquire() -> None:
-        try:
+        with _lock_errors(workdir):
             if processes.is_first():
                 workdir.mkdir(parents=True, exist_ok=True)
                 lock.acquire()
-        except Timeout:
-            raise ConfigError(
-                f"--workdir {workdir}: another process runs there; wait for it, or name another"
-                " folder"
-            ) from None
-        except OSError as error:
-            kind = ResourceError if error.errno in _DISK_FULL else ConfigError
-            raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
 
     try:
         processes.run_on_all(acquire)
@@ -116,6 +110,36 @@ def exclusive(workdir: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def require_usable(workdir: Path) -> None:
+    """Check that a run can write to a folder, before its data are loaded; leave nothing there.
+
+    Raises:
+      ConfigError: If another run uses the folder, or it cannot be written.
+      ResourceError: If the disk is full.
+    """
+    if not processes.is_first():
+        return
+    with _lock_errors(workdir):
+        if workdir.exists():
+            with FileLock(workdir / ".lock", timeout=0):
+                return
+        parent = next(path for path in workdir.absolute().parents if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".adloco-", dir=parent))
+
+
+@contextlib.contextmanager
+def _lock_errors(workdir: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout:
+        raise ConfigError(
+            f"--workdir {workdir}: another process runs there; wait for it, or name another folder"
+        ) from None
+    except OSError as error:
+        kind = ResourceError if error.errno in _DISK_FULL else ConfigError
+        raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
 
 
 def finished(

@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import TqdmWarning
 
 from adloco_jax.engine.spec import Compiled, Compiling
+from adloco_jax.errors import counted
 from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import Settings
 
@@ -170,12 +171,12 @@ def describe_round(
     sizes = ["x".join(str(line[name]) for name in names) for line in lines]
     if len(sizes) > _MOST_LISTED:
         counts = collections.Counter(sizes).most_common()
-        sizes = [f"{size} in {count} trainers" for size, count in counts]
+        sizes = [f"{size} in {counted(count, 'trainer')}" for size, count in counts]
     tokens, workers = (sum(line[name] for line in lines) for name in ("tokens", "workers"))
     return (
         f"loss {loss:.4g}{'' if np.isnan(heldout) else f', held-out {heldout:.4g}'},"
         f" batch x accumulation x workers {' '.join(sizes)},"
-        f" {len(lines)} trainer{'s' * (len(lines) != 1)}, {workers} of {pool} workers,"
+        f" {counted(len(lines), 'trainer')}, {workers} of {pool} workers,"
         f" {tokens / seconds:,.0f} tokens/s"
     )
 
@@ -214,7 +215,7 @@ def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[
         grown = ["batch per worker stays"]
     found = [f"{', '.join(grown)} ({why})"] if grown else []
     if skipped := line["skipped_updates"]:
-        found.append(f"skipped {skipped} updates whose loss or gradient was not finite")
+        found.append(f"skipped {counted(skipped, 'update')}: loss or gradient was not finite")
     return [f"round {line['round']}: trainer {line['trainer']}: {words}" for words in found]
 
 

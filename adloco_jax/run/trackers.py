@@ -151,7 +151,7 @@ def check_installed(log: Log) -> None:
     """
     missing = [
         f"log.{name} = True: the package {package} is not installed;"
-        f" pip install 'adloco-jax[{name}]', or leave it off"
+        f" pip install {package}, or leave it off"
         for name, (package, _) in _TRACKERS.items()
         if getattr(log, name) and importlib.util.find_spec(package) is None
     ]

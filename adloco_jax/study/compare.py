@@ -19,7 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from adloco_jax.config import unknown_key_fault, validate
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import KNOBS
 from adloco_jax.study import chart, results
@@ -236,7 +236,7 @@ def markdown(table: dict) -> str:
       and the tables: the loss at equal cost, the cost to reach the baseline's final loss, and the
       cost to reach each target loss.
     """
-    rows, shown = table["rows"], f"median of {len(table['seeds'])} seeds (range)"
+    rows, shown = table["rows"], f"median of {counted(len(table['seeds']), 'seed')} (range)"
     equal = [f"{MEASURES[m]} ({short(table['budgets'][m])})" for m in MEASURES]
     losses = [
         [name, *(_described(row["at_equal"][m], _loss) for m in MEASURES)]
@@ -293,7 +293,7 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
     days = sorted(start["time"][:10] for start in starts if start.get("time"))
     when = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "-"
     return (
-        f"{len(starts)} runs: {len(comparison.variants)} variants with seeds"
+        f"{counted(len(starts), 'run')}: {counted(len(comparison.variants), 'variant')} with seeds"
         f" {', '.join(map(str, comparison.seeds))}. Trained: {when}, on {recorded('devices')}, jax"
         f" {recorded('jax')}. Model: {base.model.arch} of {recorded('num_params')} parameters."
         f" Data: {base.data.path or base.data.source}, rows of {base.data.sequence_length} tokens."
@@ -443,9 +443,9 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
         return f"No variant reached {losses} nats/token in half of its seeds."
     shown = (
         f"What each variant had spent when its consensus first reached {loss:g} nats/token on"
-        f" held-out text: median of {len(table['seeds'])} seeds, bars from the lowest to the"
-        " highest; down and left is better. Grey: the front, the variants that no other beats in"
-        f" both. {table['charged']} Seconds are simulated {table['simulated']}."
+        f" held-out text: median of {counted(len(table['seeds']), 'seed')}, bars from the lowest"
+        " to the highest; down and left is better. Grey: the front, the variants that no other"
+        f" beats in both. {table['charged']} Seconds are simulated {table['simulated']}."
     )
     missing = [name for name in table["rows"] if name not in costs]
     return shown + (f" Not reached by half of the seeds: {'; '.join(missing)}." if missing else "")

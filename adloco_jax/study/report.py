@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from adloco_jax.errors import DataError
+from adloco_jax.errors import DataError, counted
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.study import benchmarks, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
@@ -135,6 +135,17 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
         print(f"the report was not written: {error}", file=sys.stderr)
 
 
+def describe_run(run: str | os.PathLike[str]) -> str:
+    """Describe a run on one line: folder, rounds, whether it has ended, and held-out loss."""
+    try:
+        read = curves.read_run(run)
+    except DataError as error:
+        return str(error)
+    found = summary.totals(read.events)
+    loss = "" if found["loss"] is None else f", held-out loss {summary.number(found['loss'])}"
+    return f"{run}: {counted(found['rounds'], 'round')}, {_state(read)}{loss}"
+
+
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
     read = [curves.read_run(run) for run in runs]
     for run in read:
@@ -156,7 +167,7 @@ def _page(
         title, parts = f"Run {runs[0].start['run']}", _parts_of(runs[0])
         screen += run_figures.life(runs[0])
     else:
-        title = f"{len(variants)} variants, {len(runs)} runs"
+        title = f"{counted(len(variants), 'variant')}, {counted(len(runs), 'run')}"
         lives = [
             page.folded(
                 f"{variant.label}, seed {variant.runs[0].seed}",
@@ -189,7 +200,7 @@ def _lead(variants: Sequence[Variant]) -> str:
     if len(runs) == 1:
         found = summary.totals(runs[0].events)
         result = dict(summary.described(found))["held-out loss"]
-        return f"{found['rounds']:,} rounds, {_state(runs[0])}. Held-out loss: {result}."
+        return f"{counted(found['rounds'], 'round')}, {_state(runs[0])}. Held-out loss: {result}."
     ends = []
     for variant in variants:
         found = [_measures(run) for run in variant.runs]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from adloco_jax.errors import DataError
+from adloco_jax.errors import DataError, counted
 from adloco_jax.study import chart, curves, loss, summary, theory
 from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import RunRecord
@@ -121,8 +121,9 @@ def _lane(
         left, right = x.at(e["round"] - 1), x.at(end)
         size = (0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)) / num_lanes
         title = (
-            f"trainer {lines[0]['trainer']}, rounds {e['round']} to {end}: {e['workers']} workers ×"
-            f" {e['micro_batch_size']} sequences × {e['num_accum_steps']} accumulated"
+            f"trainer {lines[0]['trainer']}, rounds {e['round']} to {end}:"
+            f" {counted(e['workers'], 'worker')} × {counted(e['micro_batch_size'], 'sequence')}"
+            f" × {e['num_accum_steps']} accumulated"
         )
         parts.append(
             f'<rect x="{left:.2%}" y="{middle - size / 2:.2%}" width="{right - left:.2%}"'
