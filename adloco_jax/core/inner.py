@@ -191,7 +191,7 @@ def _update(
     params, state = before
     is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
 
-    def apply():
+    def apply(params, state):
         values = trainable(params)
         updates, new_state = transform(grads, state, values)
         if learning_rate is not None:
@@ -199,9 +199,15 @@ def _update(
         after = with_trainable(params, optax.apply_updates(values, updates))
         return after, with_dtypes(new_state, state)
 
-    # For one worker `cond` is a branch; under `vmap` it becomes a select. On a CPU a select costs
-    # a copy of the optimizer's state in every update.
-    params, state = lax.cond(is_finite, apply, lambda: (params, state))
+    def branch(params, state):
+        return lax.cond(is_finite, apply, lambda *before: before, params, state)
+
+    def select(*before):
+        return jax.tree.map(functools.partial(jnp.where, is_finite), apply(*before), before)
+
+    # On a CPU a select costs a copy of the optimizer's state in every update. On a GPU a branch
+    # costs two copies, and a select is a part of the kernels that update the state.
+    params, state = lax.platform_dependent(params, state, cpu=branch, default=select)
     return params, state, ~is_finite
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import compute_on
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 # docs/LOG.md, 2026-11-21: the backward pass keeps activations that are chosen by name. A training
 # step took 3519 ms. It took 3694 ms when every product with a weight was kept, and 1.2 times as
@@ -164,6 +164,22 @@ def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> t
     change = jnp.einsum(subscripts, dx, y) + jnp.einsum(subscripts, x, dy)
     product = jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
     return product, change.astype(jnp.float32)
+
+
+# docs/LOG.md, 2026-11-26: JAX's derivative is a scatter into the gradient of the logits. XLA for GPUs
+# fuses this derivative with what follows, which saves 4.2 GB of 85 in an update of MicroLlama.
+@jax.custom_jvp
+def pick(logits_BLV: Float[Array, "B L V"], targets_BL: Int[Array, "B L"]) -> Float[Array, "B L"]:
+    """Return the logit of each position's target; NaN for a target past the vocabulary."""
+    picked_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1, mode="fill")
+    return picked_BL1[:, :, 0]
+
+
+@pick.defjvp
+def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (logits_BLV, targets_BL), (dlogits_BLV, _) = primals, tangents
+    is_target_BLV = jnp.arange(logits_BLV.shape[-1]) == targets_BL[:, :, None]
+    return pick(logits_BLV, targets_BL), jnp.sum(jnp.where(is_target_BLV, dlogits_BLV, 0), axis=-1)
 
 
 # docs/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's derivative writes

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from adloco_jax.models.kernels import ATTENTION, KEEP_NAMED, kept, run_layers, stacked, swiglu
+from adloco_jax.models.kernels import ATTENTION, KEEP_NAMED, kept, pick, run_layers, stacked, swiglu
 from adloco_jax.models.layers import (
     HEADS_DIVIDE_WIDTH,
     Embed,
@@ -323,8 +323,8 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         params: PyTree, targets_BL: Array, hidden_BLD: Array, tap: Tap | TiedTap
     ) -> Array:
         logits_BLV = logits({"params": params}, hidden_BLD, tap)
-        picked_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1, mode="fill")
-        return jnp.mean(jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL1[:, :, 0], axis=1)
+        losses_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
+        return jnp.mean(losses_BL, axis=1)
 
     def losses_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
