@@ -145,3 +145,17 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Return a function; after its call, code that differs by platform takes the form of a GPU."""
+
+    def switch() -> None:
+        def other(*arguments, cpu, default):
+            return default(*arguments)
+
+        monkeypatch.setattr(jax.lax, "platform_dependent", other)
+        jax.clear_caches()
+
+    return switch

@@ -227,6 +227,17 @@ def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, v
         assert not same(states_of(broken, 1), states_of(clean, 1))
 
 
+def test_a_skipped_update_is_the_same_on_an_accelerator(as_on_a_gpu):
+    batch = batch_of(2, 2, 4)
+    batch["y"][0, 1, 0] = np.nan
+    start = start_round(different_trainers([0, 1]))
+    on_a_cpu = inner_steps(start, batch, loss_fn, inner_tx=ADAMW)
+    as_on_a_gpu()
+    on_a_gpu = inner_steps(start, batch, loss_fn, inner_tx=ADAMW)
+    assert on_a_gpu[2].tolist() == [[False, True], [False, False]]
+    assert_close(on_a_gpu, on_a_cpu, rtol=1e-6)
+
+
 def root_loss(params, batch_B):
     return jnp.mean(jnp.sqrt(jnp.square(batch_B * params)))
 

@@ -104,6 +104,15 @@ def test_defect_01_loss_is_that_of_the_next_token_shifted_once_and_nan_past_the_
     np.testing.assert_allclose(losses_B[2:], expected_B[2:], rtol=1e-5)
 
 
+def test_loss_and_gradients_are_the_same_on_an_accelerator(as_on_a_gpu):
+    params, rows = make_params(MODEL), make_rows(MODEL)
+    rows[1, -1] = MODEL.vocab_size
+    on_a_cpu = jax.jit(jax.jacrev(sequence_losses(MODEL)))(params, rows)
+    as_on_a_gpu()
+    on_a_gpu = jax.jit(jax.jacrev(sequence_losses(MODEL)))(params, rows)
+    assert_close(on_a_gpu, on_a_cpu, rtol=1e-4, atol=1e-6)
+
+
 # the length leaves a remainder
 def test_chunked_losses_gradients_and_slopes_equal_the_whole(chunk=2):
     params, direction = make_params(MODEL), make_params(MODEL, 1)
