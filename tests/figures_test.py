@@ -59,7 +59,7 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     for ((up, _), lines), x in zip(drawn.items(), spent, strict=True):
         assert up == "held-out loss (nats/token)"
         assert points(lines["consensus"]) == near(x, CONSENSUS)
-        absorbed = points(lines["1", "c1 thin"])  # absorbed in round 3
+        absorbed = points(lines["trainer 1", "c1 thin"])  # absorbed in round 3
         assert absorbed == near(x[:2], [5.32, 4.52])
     assert str(loss.CLUSTER) in loss.reading()
 
@@ -73,7 +73,7 @@ def test_costs_that_stay_zero_have_no_chart(tmp_path):
 def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path, drawn):
     loss.charts([variant(read(tmp_path / "a", evals=False))])  # a run without an evaluation
     lines = drawn["training loss (nats/token)", "tokens, all trainers"]
-    assert points(lines["1", "c1 thin"]) == near(TOKENS[:3], [5.52, 4.72, 4.12])
+    assert points(lines["trainer 1", "c1 thin"]) == near(TOKENS[:3], [5.52, 4.72, 4.12])
     run = read(tmp_path / "c", accuracy=0.75, no_loss=(2,))
     loss.charts([variant(run)])
     lines = drawn["held-out loss (nats/example)", "tokens, all trainers"]
@@ -227,7 +227,7 @@ def test_batches_are_constant_within_a_round(tmp_path, drawn):
     lines = drawn["batch per worker (sequences)", "round"]
     x = [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
     assert points(lines["trainer 0"]) == near(x, [2, 2, 4, 4, 12, 12, *[20] * 6])
-    assert points(lines["0", "c0 d4"]) == near(x, [2, 2, 4, 4, 8, 8, *[24] * 6])
+    assert points(lines["trainer 0", "c0 d4"]) == near(x, [2, 2, 4, 4, 8, 8, *[24] * 6])
     accumulated = drawn["accumulated micro-batches", "round"]["trainer 0"]
     assert points(accumulated) == near(x, [*[1] * 6, *[3] * 6])
     assert chart.steps([1, 3], [5, 6])[0] == [0, 1, 2, 2, 3]  # the trainer is missing in one round
@@ -299,7 +299,7 @@ def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     run = read(tmp_path)
     found, constants = theory.measured(run.events), theory.fit_constants(run.events)
     html = run_figures.theory_beside(run)
-    signal, batch, _ = drawn.values()
+    signal, batch = drawn.values()
     assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)
     bound = theory.bounds(found, constants, 8)["total_batch_bound"]
     assert points(batch["at least (Theorem 1)"]) == near(found["num_steps"], bound)

@@ -17,7 +17,7 @@ from ledgers import ROUNDS, round_line, write_run
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import report, summary
+from adloco_jax.study import curves, report, run_figures, summary
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
@@ -188,9 +188,13 @@ def test_one_run_leaves_a_page_and_the_totals(single):
     assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 4
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
-    assert len(page.charts) == 4 + 1 + 2 + 2 + 1 + 3  # costs, trainers, batches, test, time, theory
+    num_charts = {"costs": 4, "trainers": 1, "training": 1, "batches": 2, "test": 2, "time": 1}
+    assert len(page.charts) == sum(num_charts.values()) + 2  # of theory
     command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     assert page.text.count(command) == 1
+    assert "C(N)" not in page.text  # the table's communications are of another definition
+    ends = [t["text"] for drawn in page.charts for t in drawn["texts"] if t["class"] == "end"]
+    assert not [text for text in ends if text.split()[0].isdecimal()]
 
     summary = json.loads((path.parent / "summary.json").read_text())
     assert summary["tokens_total"] == 17_920
@@ -206,10 +210,21 @@ def test_the_first_screen_says_how_it_went(single):
     assert "6 rounds, done. Held-out loss: 2.0000 nats/token (chance 5.55)" in screen
     assert screen.count("<table>") == 1 and screen.count("<tr>") == 1 + 1
     for text in ("2.0000", "17.9 k", "8", "7.51 MiB", "0:01:15"):
-        assert f"<td>{text}<" in screen
+        assert re.search(rf'<td data-head="[a-z]+[^"]*">{text}<', screen)
     assert re.findall(r"<label[^>]*>([^<]*)", source) == [
         *("Tokens", "Communications", "Bytes", "Simulated time")
     ]
+
+
+def test_the_training_loss_is_drawn_within_rounds_where_the_ledger_has_it(tmp_path):
+    run = write_run(tmp_path / "run")
+    found = curves.read_run(run)
+    line = next(e for e in found.events if e["event"] == "round")
+    whole = Page(run_figures.training(found)).source
+    line |= {"train_losses": [[1, 9.0], [line["updates"], None]], "learning_rate": 2e-3}
+    within = Page(run_figures.training(found)).source
+    assert ">8<" not in whole and ">8<" in within  # a tick of the loss
+    assert ">2<" in within and "learning rate × 1000" in within
 
 
 def test_nothing_on_the_page_is_fetched_or_run(single, many, forty):
@@ -286,7 +301,7 @@ def test_no_text_lies_over_another_on_a_phone_also_of_forty_variants(single, for
     charts = [(drawn, 6, 40) for drawn in Page(forty).charts[:4]]
     charts += [(drawn, 9, 1) for drawn in Page(single[1].read_text()).charts]
     del charts[8]  # the chart of trainers, which has no ticks to check
-    for drawn, most_ticks, curves in charts:
+    for drawn, most_ticks, num_curves in charts:
         ticks = [t for t in drawn["texts"] if t["class"] == "tick"]
         spans = [left_and_right(text, 280) for text in ticks]
         assert 2 <= len(spans) <= most_ticks
@@ -297,7 +312,7 @@ def test_no_text_lies_over_another_on_a_phone_also_of_forty_variants(single, for
                 for t in drawn["texts"]
                 if t["class"] == kind
             )
-            assert len(rows) >= (curves if kind == "end" else 2)
+            assert len(rows) >= (num_curves if kind == "end" else 2)
             assert all(b - a > 10.4 for a, b in itertools.pairwise(rows))
 
 

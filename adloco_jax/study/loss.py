@@ -77,7 +77,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
     whole = [curve for *_, seeds in drawn for curve in seeds]
     if len(runs) == 1:  # a thin curve for each trainer, with a label where it is alive
         drawn = [
-            (label, str(trainer), f"{classes} thin", [points(runs[0], trainer)])
+            (label, f"trainer {trainer}", f"{classes} thin", [points(runs[0], trainer)])
             for trainer, (classes, label) in trainer_looks(runs[0]).items()
         ]
         drawn += [("consensus", "", "c6 bold", whole)] if heldout else []

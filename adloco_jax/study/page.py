@@ -134,9 +134,14 @@ def table(
     for number, row in enumerate(rows):
         first, *rest = map(_cell, row.values())
         key = f' data-k="{number + 1}" tabindex="0"' if is_legend else ""
-        cells = [f"<td{kind}>{html}</td>" for kind, html in zip(classes[1:], rest, strict=True)]
+        # A narrow page shows the heading of a column beside each cell instead.
+        heads = [f' data-head="{escaped(name)}"' for name in row]
+        cells = [
+            f"<td{kind}{head}>{html}</td>"
+            for kind, head, html in zip(classes[1:], heads[1:], rest, strict=True)
+        ]
         named = _in_legend(number, first) if is_legend else first
-        heading = f'<th{classes[0]} scope="row">{named}</th>'
+        heading = f'<th{classes[0]}{heads[0]} scope="row">{named}</th>'
         body.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
     # The caption is outside the table, because otherwise it would scroll with the table.
     return (

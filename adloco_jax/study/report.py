@@ -304,7 +304,8 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
     """The parts of a single run's page that open on a click: their HTML, by their headings."""
-    parts = {"Batches and their test": run_figures.batches(run)}
+    parts = {"Training loss and learning rate": run_figures.training(run)}
+    parts["Batches and their test"] = run_figures.batches(run)
     merges = [
         {
             "round": str(e["round"]),

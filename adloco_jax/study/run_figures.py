@@ -193,7 +193,7 @@ def batches(run: RunRecord) -> str:
                 x, y = steps([e["round"] for e in found], values)
                 look, end = looks[trainer]
                 shown = "" if classes else end
-                lines.append(Curve(x, y, f"{look} {classes}", shown, str(trainer)))
+                lines.append(Curve(x, y, f"{look} {classes}", shown, f"trainer {trainer}"))
         up = chart.axis(label, [v for line in lines for v in line.y], base=base)
         if any(math.isfinite(v) for line in lines for v in line.y):
             across = _across(v for line in lines for v in line.x)
@@ -207,6 +207,37 @@ def batches(run: RunRecord) -> str:
         " is a value that was skipped, not finite, or not positive."
     )
     return figure(drawn, text)
+
+
+def training(run: RunRecord) -> str:
+    """Draw each trainer's training loss within and after its rounds, and its learning rate."""
+    looks, rounds = loss.trainer_looks(run), curves.lines(run.events, "round")
+    unit = curves.loss_unit(run)
+    panels: dict[str, list[Curve]] = {f"training loss ({unit})" if unit else "training loss": []}
+    panels["learning rate × 1000"] = []
+    for trainer, found in curves.by_trainer(rounds).items():
+        ends = list(itertools.accumulate(e["updates"] for e in found))
+        losses, rates = [], []
+        for end, e in zip(ends, found, strict=True):
+            losses += e.get("train_losses", [(end, e["train_loss"])])
+            rate = e.get("learning_rate")
+            rates.append((end, None if rate is None else 1000 * rate))
+        for drawn, values in zip(panels.values(), (losses, rates), strict=True):
+            x, y = zip(*values, strict=True)
+            y = [math.nan if value is None else value for value in y]
+            drawn.append(Curve(x, y, looks[trainer][0], looks[trainer][1], f"trainer {trainer}"))
+    html = ""
+    for label, drawn in panels.items():
+        values = [value for curve in drawn for value in curve.y]
+        across = chart.axis("updates of a worker", [0, *(n for curve in drawn for n in curve.x)])
+        up = chart.axis(label, values + [0.0] * ("rate" in label))
+        if any(map(math.isfinite, values)):
+            html += chart.chart(across, up, drawn, title=label).html()
+    text = (
+        "Each point of the loss is the mean over the updates since the last point, of all workers"
+        " of a trainer; a point of the learning rate is the last update of a round."
+    )
+    return figure(html, text)
 
 
 def times(run: RunRecord) -> str:
@@ -335,15 +366,11 @@ _THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
         "batch": ("per worker", "p.w.", "c5"),
         "batch_bound": ("at least (Lemma 1)", "L 1", "c5 d4"),
     },
-    "communications C(N)": {
-        "communications": ("measured", "run", "c0"),
-        "communications_bound": ("at most (direct)", "max", "c6 d2"),
-    },
 }
 
 
 def theory_beside(run: RunRecord) -> str:
-    """Draw the measured signal, batch growth and communications beside the paper's bounds.
+    """Draw the measured signal and batch growth beside the paper's bounds.
 
     Args:
       run: The run. If the constants of the bounds cannot be fitted to its ledger, only the measured
@@ -379,9 +406,8 @@ def theory_beside(run: RunRecord) -> str:
 
 _THEORY_CAPTION = (
     "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD: the squared norm"
-    " of the gradient, bounded from above by Lemma 2; the requested batch of all workers of a"
-    " trainer, bounded from below by Theorem 1, and of each worker, by Lemma 1; and the paper's"
-    " count of communications, C(N) = Σ max_batch/b, bounded from above. Measured values are means"
-    " over the trainers; vertical axes are logarithmic. Where a run departs from the theory (AdamW,"
-    " momentum, tests once a round, caps), a measured curve may cross its bound."
+    " of the gradient, bounded from above by Lemma 2; and the requested batch of all workers of a"
+    " trainer, bounded from below by Theorem 1, and of each worker, by Lemma 1. Measured values are"
+    " means over the trainers; vertical axes are logarithmic. Where a run departs from the theory"
+    " (AdamW, momentum, tests once a round, caps), a measured curve may cross its bound."
 )
