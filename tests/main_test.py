@@ -587,6 +587,14 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
     assert cli.main([*command, "--config=own.py"]) == 2  # the run has no checkpoint
     assert "no checkpoint, have none" in capsys.readouterr().err
     assert recorded_settings(elsewhere) == settings
+    (elsewhere / "ledger.jsonl").touch()
+    assert cli.main(["plan", str(elsewhere), "--config=own.py"]) == 0
+    command = f"adloco train {elsewhere} --config=own.py"
+    assert capsys.readouterr().out.endswith(f"to resume: {command}\n")
+    folder = Path("runs/o")  # a part of the command, which does not name it
+    for command in ("adloco train runs/own.py", "adloco train runs/own.py --workdir runs/o"):
+        how = resume.how_to_resume(folder, settings, command=command)
+        assert how == "adloco train runs/own.py --workdir runs/o"
     with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):
         validate(configured("--config.batching.test=mine"))
 

@@ -173,7 +173,8 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     assert line.startswith("data.path=no/where: whether the hub has it")
     config.model.init_from = "some/model"
     network = Llama(257, 16, 1, 4, 2, 16, 512)
-    monkeypatch.setattr(hf, "inspect", lambda name: hf.Description(network, True, False, {}))
+    content = {"model_type": "llama"}
+    monkeypatch.setattr(hf, "inspect", lambda name: hf.Description(network, True, False, content))
     line, _ = plan_module.check_inputs(validate(config))
     assert line.startswith("model.init_from = some/model: its weights")
 

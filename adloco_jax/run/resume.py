@@ -328,7 +328,8 @@ def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bo
     if command.startswith("adloco compare "):
         line = command
     elif adds_entries:  # only the config file has them
-        line = command if folder in command else f"{command} --workdir {folder}"
+        named = {folder, f"--workdir={folder}"} & set(command.split())
+        line = command if named else f"{command} --workdir {folder}"
     else:
         line = f"adloco train {folder}"
     if jax.process_count() > 1:
