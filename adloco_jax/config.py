@@ -1,77 +1,49 @@
-"""Read the config of a run from a file and the command line, check it, and report all faults.
+"""Read the config of a run from a file, check it, and report all faults.
 
 A config is a ConfigDict of knobs (settings), most of them in groups such as `inner`. The module
 `adloco_jax.settings` declares the knobs. A config file calls `default_config()`, which returns a
-locked ConfigDict, and changes some knobs. `validate` turns the ConfigDict into frozen dataclasses,
-which all other modules read.
+locked ConfigDict, and changes some knobs. `validate` turns the ConfigDict into `Settings`, which
+all other modules read.
 """
 
 import contextlib
 import copy
 import difflib
-import inspect
-import itertools
+import importlib
 import json
-import operator
 import os
 import re
 import runpy
 import sys
-import textwrap
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from absl import flags
 from ml_collections import ConfigDict, FieldReference
-from ml_collections.config_flags.tuple_parser import TupleParser
+from pydantic import ValidationError
 
 from adloco_jax.errors import ConfigError
-from adloco_jax.knobs import Knob
-from adloco_jax.rules import RULES
-from adloco_jax.settings import GROUPS, KNOBS, Settings
+from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Model, Settings, default_of, shown
 
 # The folder of the configs that come with the package. In the repository it is a link to the folder
 # `configs` at the top level.
 SHIPPED = (Path(__file__).parent / "configs").resolve()
 
-# Keys of version 0.2, and values of keys, that were removed. The text says what holds instead, or
-# what to do.
-REMOVED = {
-    "data.on_bad_shard": "a damaged file is refused; leave it out by a glob",
-    "data.max_bad_rows": "a damaged line is refused; repair it",
-    "checkpoint.on_save_error": "a failed save stops the run; the same command continues it",
-    "model.attention": "the fastest kernel that the model and the device allow is chosen",
-    "model.reinit_head": "a head that the checkpoint lacks is random",
-    "batching.test=branch": "set batching.test=norm",
-    "batching.branch_every_rounds": "set batching.test=norm",
-    "batching.branch_epsilon": "set batching.test=norm",
-    "batching.test=replay": "declare the batches by batching.test=ramp",
-    "batching.replay": "declare the batches by batching.test=ramp",
-    "ensemble.init": "all trainers start from the same parameters",
-    "inner.lr_on_growth": "the learning rate does not change with the batch",
-    "inner.max_lr_growth": "the learning rate does not change with the batch",
-    "batching.estimator": "taps are used where the model has them, else per-example gradients",
-    "batching.monotone": "a batch never falls",
-    "inner.qsr_alpha": "it is 0.0175, as in its paper; for another, add an entry to ROUND_LENGTHS",
-    "outer.precision=int8": "set outer.precision=int4, or bfloat16",
-    "outer.weight_decay": "only the inner optimizer decays weights: inner.weight_decay",
-    "inner.unit": "steps_per_round counts updates",
-    "inner.schedule=linear_after_merge": "set inner.schedule=linear",
-    "ensemble.worker_parallelism": "one worker at a time on a CPU, elsewhere all",
-    "ensemble.allocation": "workers are divided by demand after a merge",
-    "merge.representative_batch": "the merged trainer has its largest member's batch",
-    "merge.max_harm": "set merge.max_barrier",
-    "switch.mode=lengthen": (
-        "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
-    ),
+# What a value needs, by the type of pydantic's error. Other errors have pydantic's own words.
+_NEEDS = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be True or False",
+    "string_type": "must be text",
+    "tuple_type": "must be a tuple",
+    "string_too_short": "must not be empty",
+    "greater_than_equal": "must be at least {ge:.12g}",
+    "less_than_equal": "must be at most {le:.12g}",
+    "model_type": "must be a group of keys; see default_config()",
 }
 
 T = TypeVar("T")
-
-
-# -- Values ----------------------------------------------------------------------------------
 
 
 def default_config() -> ConfigDict:
@@ -80,18 +52,25 @@ def default_config() -> ConfigDict:
     A config file starts from this config, and changes some of the knobs.
     """
     config: dict[str, Any] = {group: {} for group in GROUPS}
-    for key, knob in KNOBS.items():
+    for key in KNOBS:
         group, _, name = key.rpartition(".")
-        value = knob.default
-        if knob.is_optional:
-            # If the default is "auto", the field must accept an int too. So it may have any type.
-            value = FieldReference(value, field_type=_base(knob.kind) if value is None else object)
+        value = default_of(key)
+        if value is None or value == "auto":
+            # A field whose default is "auto" must accept an int too. So it may have any type.
+            value = FieldReference(value, field_type=object if value else plain_type(key))
         (config[group] if group else config)[name] = value
     return ConfigDict(config).lock()
 
 
+def plain_type(key: str) -> Any:
+    """Return the type of a knob that is set, without its limits."""
+    group, _, name = key.rpartition(".")
+    kind = get_type_hints(GROUPS.get(group, Settings))[name]
+    return get_args(kind)[0] if type(None) in get_args(kind) else kind
+
+
 def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
-    """Check a whole config, and return its values as frozen dataclasses.
+    """Check a whole config, and return its values.
 
     Args:
       config: A ConfigDict with the groups and knobs of `default_config()`, locked or not, or nested
@@ -109,102 +88,88 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
       ResourceError: If sizes of the model must be read from the hub, and the hub cannot be reached.
       DataError: If the checkpoint of `model.init_from` cannot be used.
     """
-    given, faults = _flatten(config)
-    values = {}
-    for key, value in given.items():
-        try:
-            values[key] = _read(KNOBS[key], value)
-        except ValueError:
-            faults.append(value_fault(key, value))
-    unset = [key for key in values if values[key] is None and KNOBS[key].size is not None]
-    read = _sizes_of_checkpoint(values).intersection(unset)
-    values |= {key: KNOBS[key].size for key in unset if key not in read}
-    faults += _contradictions({key: values[key] for key in values if key not in read})
-    if read and not faults:
-        from adloco_jax import hf  # imported only here, because it imports JAX
-
-        found = hf.inspect(values["model.init_from"]).network
-        # A checkpoint of another architecture may lack some sizes. The default is used for these,
-        # and the run later refuses such a checkpoint.
-        for key in read:
-            values[key] = getattr(found, key.removeprefix("model."), KNOBS[key].size)
-        faults = _contradictions(values)
+    if not isinstance(config, ConfigDict | Mapping):
+        raise ConfigError(
+            f"config = {shown(config)}: must be a config; start from default_config()"
+        )
+    values: dict[str, Any] = {group: {} for group in GROUPS} | {
+        str(name): dict(value.items())
+        if name in GROUPS and isinstance(value, ConfigDict | Mapping)
+        else value
+        for name, value in config.items()
+    }
+    faults = [
+        f"{key}: missing; start from default_config(), which has every key"
+        for key in KNOBS
+        for group, _, name in (key.rpartition("."),)
+        if isinstance(holder := values[group] if group else values, dict) and name not in holder
+    ]
+    wrong, known = [], tables()
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:  # of types and limits, which need no tables
+        faults += worded(error)
+        for part, *rest in (map(str, fault["loc"]) for fault in error.errors()):
+            holder, name = (values[part], rest[0]) if rest else (values, part)
+            holder.pop(name, None)
+            wrong.append(f"{part}.{name} = " if rest else f"{part} = ")
+    else:
+        values["model"] |= _unset_sizes(settings.model, known["ARCHITECTURES"])
+    try:
+        settings = Settings.model_validate(values, context=known)
+    except ValidationError as error:
+        faults += [line for line in worded(error) if not any(key in line for key in wrong)]
+        raise ConfigError("\n".join(faults)) from error
     if faults:
         raise ConfigError("\n".join(faults))
-    values["batching.buckets"] = _resolve_buckets(
-        values["batching.buckets"],
-        largest=values["batching.max_batch_size"] or values["batching.batch_cap"],
+    batching = settings.batching
+    largest = batching.max_batch_size or batching.batch_cap
+    buckets = _resolve_buckets(batching.buckets, largest=largest)
+    return settings.model_copy(
+        update={"batching": batching.model_copy(update={"buckets": buckets})}
     )
-    parts: dict[str, dict[str, Any]] = {group: {} for group in ("", *GROUPS)}
-    for key, value in values.items():
-        group, _, name = key.rpartition(".")
-        parts[group][name] = value
-    return Settings(**parts.pop(""), **{name: GROUPS[name](**part) for name, part in parts.items()})
 
 
-def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
-    """Return the keys of the model's sizes that can be read from the checkpoint `model.init_from`.
-
-    The set is empty if the config names no checkpoint, or if its architecture has no weight map
-    (the names under which a checkpoint stores sizes and weights).
-    """
-    if not values.get("model.init_from") or "model.arch" not in values:
-        return set()
-    names = KNOBS["model.arch"].entries()[values["model.arch"]].weight_map
-    return set() if names is None else {f"model.{ours}" for ours, _ in names.sizes.values()}
+def tables() -> dict[str, Mapping[str, Any]]:
+    """Return the public tables that knobs name, with the entries that config files have added."""
+    package = importlib.import_module("adloco_jax")
+    return {entry.table: getattr(package, entry.table) for entry in ENTRIES.values()}
 
 
-def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Describe the contradictions between the values of knobs, one line for each broken rule.
+def _unset_sizes(model: Model, architectures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that a config leaves unset: from the checkpoint, or else the defaults."""
+    sizes = {name: getattr(model, name) for name in SIZES if name not in model.model_fields_set}
+    names = architectures[model.arch].weight_map if model.arch in architectures else None
+    read = set() if names is None else sizes.keys() & {ours for ours, _ in names.sizes.values()}
+    if model.init_from and read:
+        from adloco_jax import hf  # imported only here, because it imports JAX
 
-    The rules are those in `RULES`, those of the configured architecture, and those of the
-    configured source of data.
-    """
-    rules = [(keys.split(), holds, need) for need, (keys, holds) in RULES.items()]
-    if arch := values.get("model.arch"):
-        for names, holds, need in KNOBS["model.arch"].entries()[arch].rules:
-            rules.append(([f"model.{name}" for name in names], holds, need))
-    if source := values.get("data.source"):
-        for name, need in KNOBS["data.source"].entries()[source].refuses.items():
-            default = KNOBS[f"data.{name}"].default
-            rules.append((["data.source", f"data.{name}"], lambda _, v, d=default: v == d, need))
-    return [
-        f"{', '.join(f'{key} = {_shown(values[key])}' for key in keys)}: {need}"
-        for keys, holds, need in rules
-        if values.keys() >= set(keys) and not holds(*(values[key] for key in keys))
-    ]
+        found = hf.inspect(model.init_from).network
+        # A checkpoint of another architecture may lack some sizes. The default is used for these,
+        # and the run later refuses such a checkpoint.
+        sizes |= {name: getattr(found, name, sizes[name]) for name in read}
+    return sizes
 
 
-def allowed(key: str, names: tuple[str, ...] = ()) -> str:
-    """Describe in words the values that a key of the config may have, and its default.
-
-    Args:
-      key: The key.
-      names: The names to list, if the value of the key is the name of an entry in a table. Empty:
-        the names of the entries that come with the library.
-    """
-    knob = KNOBS[key]
-    names = names or knob.table[1:]
-    words = " or ".join(map(repr, names)) if names else _in_words(knob.kind)
-    default = "unset" if knob.default is None else repr(knob.default)
-    return f"{words} (default: {default})"
-
-
-def value_fault(key: str, value: object) -> str:
-    """Say on one line that a value is not allowed for a key of the config, and which values are."""
-    if instead := REMOVED.get(f"{key}={value}"):
-        return f"{key} = {_shown(value)}: removed in 0.3: {instead}"
-    names = tuple(KNOBS[key].entries()) if KNOBS[key].table else ()
-    return f"{key} = {_shown(value)}: must be {allowed(key, names)}"
+def worded(error: ValidationError) -> list[str]:
+    """Describe the faults that pydantic has found in settings, each on one line."""
+    lines = []
+    for fault in error.errors(include_url=False):
+        loc = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]]
+        key = "".join(loc).removeprefix(".")
+        if fault["type"] == "extra_forbidden":
+            lines.append(unknown_key_fault(key))
+        elif fault["type"] == "value_error":
+            lines.append(str(fault["ctx"]["error"]))  # broken rules
+        else:
+            need = _NEEDS.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
+            need = need.replace("Input should be", "must be")
+            lines.append(f"{key} = {shown(fault['input'])}: {need}")
+    return lines
 
 
 def unknown_key_fault(key: str) -> str:
-    """Say on one line that a key of the config is unknown, and which known keys have a near name.
-
-    If the key was removed in version 0.3, the line says so, and what to do instead.
-    """
-    if key in REMOVED:
-        return f"{key}: removed in 0.3: {REMOVED[key]}"
+    """Say on one line that a key is unknown, and which known keys have a near name."""
     nearest = namesakes(key) or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
     return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
 
@@ -223,101 +188,6 @@ def namesakes(key: str) -> list[str]:
     return [known for known in found if known.rpartition(".")[0] == group] or found
 
 
-def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of all known keys of a config, and one line of text for each fault.
-
-    A fault is an unknown key, a missing key, or a single value in place of a group of keys.
-    """
-    if not isinstance(config, ConfigDict | Mapping):
-        return {}, [f"config = {_shown(config)}: must be a config; start from default_config()"]
-    given: dict[str, Any] = {}
-    for name, value in config.items():
-        if name in GROUPS and isinstance(value, ConfigDict | Mapping):
-            given |= {f"{name}.{key}": member for key, member in value.items()}
-        else:
-            given[str(name)] = value
-    faults = [
-        f"{key} = {_shown(value)}: must be a group of keys; see default_config()"
-        if key in GROUPS
-        else unknown_key_fault(key)
-        for key, value in given.items()
-        if key not in KNOBS
-    ]
-    faults += [
-        f"{key}: missing; start from default_config(), which has every key"
-        for key in KNOBS
-        if key not in given and key.partition(".")[0] not in given
-    ]
-    return {key: given[key] for key in KNOBS if key in given}, faults
-
-
-def _read(knob: Knob, value: Any) -> Any:
-    """Convert the value of a knob in a config to the value that `Settings` has for it.
-
-    If the knob is unset, this is None. A whole number becomes a float if the knob is a float.
-
-    Raises:
-      ValueError: If the value is not allowed for the knob.
-    """
-    if knob.is_optional and type(value) is type(knob.default) and value == knob.default:
-        return None
-    if not _fits(value, knob.kind) or knob.table and value not in knob.entries():
-        raise ValueError
-    return float(value) if _base(knob.kind) is float else value
-
-
-def _base(annotation: Any) -> Any:
-    """Return the plain type, such as float or tuple, in the annotation of a knob.
-
-    The annotation may also have the range of a number, or the types of a tuple's items.
-    """
-    origin = get_origin(annotation)
-    return get_args(annotation)[0] if origin is Annotated else origin or annotation
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value has the type and is in the range that an annotation states.
-
-    A bool is not accepted as an int, and a list is not accepted as a tuple. But an int is accepted
-    as a float.
-    """
-    members = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return type(value) is str and value in members
-    if get_origin(annotation) is tuple:
-        sized = type(value) is tuple and (members[-1] is ... or len(value) == len(members))
-        return sized and all(_fits(member, members[0]) for member in value)
-    if get_origin(annotation) is not Annotated:
-        return type(value) is annotation
-    kind, within = members
-    if kind is str:
-        return type(value) is str and value != ""
-    low, high = map(float, within[1:-1].split(","))
-    above = operator.gt if within[0] == "(" else operator.ge
-    below = operator.lt if within[-1] == ")" else operator.le
-    return type(value) in (int, kind) and above(value, low) and below(value, high)
-
-
-def _in_words(annotation: Any) -> str:
-    members = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return " or ".join(map(repr, members))
-    if get_origin(annotation) is tuple:
-        kind = "a tuple" if members[-1] is ... else "a pair"
-        return f"{kind}, each item {_in_words(members[0])}"
-    if get_origin(annotation) is Annotated:
-        separator = ", " if members[0] is str else " in "
-        return separator.join([_in_words(members[0]), members[1]])
-    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
-    return names[annotation]
-
-
-def _shown(value: object) -> str:
-    """Represent a value as text on one line, cut after 200 characters."""
-    text = repr(value).replace("\n", " ")
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
 def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
     """List the allowed micro-batch sizes, ascending.
 
@@ -327,80 +197,6 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
     powers = [2**n for n in range(largest.bit_length())]
     sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
     return tuple(sorted({size for size in sizes if size <= largest}))
-
-
-# -- Options ---------------------------------------------------------------------------------
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define an option `--config.KEY` of the command line for every knob of the config.
-
-    The value of such an option is kept as text. The function `override` parses it later.
-    """
-    for key, knob in KNOBS.items():
-        parser, is_bool = flags.ArgumentParser(), knob.kind is bool
-        flag = flags.Flag(parser, None, f"config.{key}", None, knob.doc, boolean=is_bool)
-        flags.DEFINE_flag(flag, options)
-
-
-def override(config: ConfigDict, key: str, text: str) -> None:
-    """Parse the text of a value from the command line, and set a key of a config to the value.
-
-    If the config lacks the key, nothing is set; `validate` then reports the missing key.
-
-    Raises:
-      ConfigError: If the text cannot be parsed as the key's type.
-    """
-    group, _, name = key.rpartition(".")
-    holder = config.get(group) if group else config
-    if not isinstance(holder, ConfigDict) or name not in holder:
-        return  # `validate` reports the missing key
-    knob = KNOBS[key]
-    try:
-        if knob.is_optional and text == ("none" if knob.default is None else knob.default):
-            value = knob.default
-        else:
-            parser = _PARSERS.get(_base(knob.kind), flags.ArgumentParser)
-            value = parser().parse(text)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise ConfigError(value_fault(key, text)) from error
-    with holder.ignore_type():
-        holder[name] = value
-
-
-_PARSERS: dict[Any, type[flags.ArgumentParser]] = {
-    **{int: flags.IntegerParser, float: flags.FloatParser, bool: flags.BooleanParser},
-    tuple: TupleParser,
-}
-
-
-def config_help() -> str:
-    """Return the help on all knobs of the config as text.
-
-    The text says for each knob what it means, its unit, its allowed values, its default, and how to
-    unset it.
-    """
-    lines = []
-    for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
-        card = inspect.getdoc(GROUPS[group]) if group else "The whole run."
-        lines += ["", f"config.{group}".removesuffix("."), f"  {card}"]
-        for key in keys:
-            values = f"{allowed(key)}{_unset(KNOBS[key])}"
-            lines.append(f"  --config.{key}")
-            lines += [
-                textwrap.fill(text, 98, initial_indent=" " * 6, subsequent_indent=" " * 6)
-                for text in (KNOBS[key].doc, values)
-            ]
-    return "\n".join(lines[1:])
-
-
-def _unset(knob: Knob) -> str:
-    if knob.is_optional:
-        return f"; unset with ={'none' if knob.default is None else knob.default}"
-    return f"; unset with ={knob.default!r}" if knob.default in ("", ()) else ""
-
-
-# -- Files -----------------------------------------------------------------------------------
 
 
 def find_config(name: str | None) -> Path:

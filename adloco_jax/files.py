@@ -15,6 +15,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from pydantic import BaseModel, ValidationError
+
 from adloco_jax.errors import ResourceError
 
 # Largest JSON file that is read. It has room for the records of a million source files, and limits
@@ -77,14 +79,23 @@ def fault(value: Any, kind: Any, name: str) -> str:
 
     Args:
       value: A value from JSON.
-      kind: The expected type: an annotation, a dataclass, or a mapping from fields to types. Fields
-        of the value that a mapping does not contain are not checked.
+      kind: The expected type: an annotation, a dataclass, a pydantic model, or a mapping from
+        fields to types. Fields that a mapping or a model does not contain are not checked.
       name: Name of the value, for the message.
 
     Returns:
       One line about the fault; empty if there is none.
     """
     origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        try:
+            kind.model_validate_json(json.dumps(value), extra="ignore")
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, (name, *first["loc"])))
+            need = first["msg"].replace("Input should be", "expected")
+            return f"{where}: have {repr(first['input'])[:60]}, {need}"
+        return ""
     if origin in (typing.Union, UnionType):
         faults = [fault(value, m, name) for m in members if m is not NoneType]
         return "" if "" in faults or (value is None and NoneType in members) else faults[0]

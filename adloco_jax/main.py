@@ -24,7 +24,15 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from adloco_jax import __version__, config
-from adloco_jax.cli.parser import is_run, parse, with_separator
+from adloco_jax.cli.parser import (
+    allowed,
+    define_flags,
+    is_run,
+    knobs_help,
+    override,
+    parse,
+    with_separator,
+)
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
 from adloco_jax.settings import KNOBS
 
@@ -278,7 +286,7 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
     options, words = _parse(argv)
     if options.help:
         own = [f"  --{name.replace('_', '-'):22} {text}" for _, name, _, text, *_ in _FLAGS]
-        print("\n".join([_TRAIN, *own, "", config.config_help()]))
+        print("\n".join([_TRAIN, *own, "", knobs_help()]))
         return 0
     path, made = _configure(options, words)
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
@@ -299,7 +307,7 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     options.set_gnu_getopt(True)  # options may stand before, between and after other words
     for define, name, default, text, *limits in _FLAGS:
         define(name, default, text, flag_values=options, **dict(*limits))
-    config.define_flags(options)
+    define_flags(options)
     try:
         spelled = [with_separator(word, "_") for word in argv]
         words = options(["adloco", *spelled], known_only=True)[1:]
@@ -341,7 +349,6 @@ def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Confi
     """
     run = _named_run(options, words)
     faults = [_unknown(word, options) for word in words]
-    # If the file cannot be loaded, the command line is checked with the default config.
     path, made, is_loaded = Path(), config.default_config(), False
     try:
         if run is not None:
@@ -359,8 +366,7 @@ def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Confi
     if values["data.path"] is not None or values["data.source"] is not None:
         # The command line names another text. So the settings with which the config file selects
         # its own data set do not apply.
-        defaults = {key: KNOBS[key].default for key in _OF_A_DATA_SET}
-        values |= {key: defaults[key] for key in defaults if values[key] is None}
+        values |= {key: KNOBS[key].default for key in _OF_A_DATA_SET if values[key] is None}
     guessed = None
     if (at := values["data.path"]) and not values["data.source"] and made.data.source == "stdlib":
         from adloco_jax.cli.prepare import guess_source
@@ -377,10 +383,7 @@ def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Confi
             values["data.source"] = source
     for key, text in values.items():
         if text is not None:
-            try:
-                config.override(made, key, text)
-            except ConfigError as error:
-                faults.append(str(error))
+            override(made, key, text)
     if is_loaded:
         made = config.with_recorded_sizes(made, options.workdir)
         try:
@@ -398,7 +401,7 @@ def _unknown(word: str, options: flags.FlagValues) -> str:
     """Describe on one line what is wrong with a word of the command line that is not known."""
     if key := re.match(r"--?(?:no)?config\.([^=]*)", word):
         if key[1] in KNOBS:
-            return f"{key[1]}: no value given; must be {config.allowed(key[1])}"
+            return f"{key[1]}: no value given; must be {allowed(key[1])}"
         return config.unknown_key_fault(key[1])
     if not word.startswith("-"):
         return f"{word}: unexpected; write adloco train CONFIG --config.GROUP.KEY=VALUE"

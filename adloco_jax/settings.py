@@ -1,208 +1,326 @@
-"""The knobs of a run, by group: each with its type, range, default, meaning and resume rule.
+"""The settings of a run: every knob, by group, with its type, limits, default, meaning and rules.
+
+A knob is a field of its group. The text below the field is its meaning, with unit and source. The
+annotation of a field or a group may have one of these words, which says whether the knob may change
+when a run is resumed: "harmless" (yes), "accepted" (with the flag --accept-config-change) or
+"refused". The word of a field has precedence over that of its group.
 
 A config file returns a ConfigDict of these knobs. `config.validate` turns it into `Settings`, from
-which the training loop and its engine read every setting. A new knob is one declaration in its
-group.
+which the training loop and its engine read every setting. This module does not import JAX.
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal
+import operator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
-from adloco_jax.knobs import (
-    Amount,
-    Count,
-    Decay,
-    Name,
-    Number,
-    Part,
-    PartOrAll,
-    Positive,
-    Rate,
-    Several,
-    Weight,
-    accepted,
-    declared,
-    group,
-    harmless,
-    knob,
-    refused,
-    size,
-)
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, core_schema
+
+Change = Literal["harmless", "accepted", "refused"]
+Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The public tables, such as `BATCH_TESTS`, by name."""
+Rule: TypeAlias = tuple[str, str]
+"""The knobs that a broken rule is about, separated by spaces, and what to do."""
+
+INT32 = 2**31 - 1  # counts have to fit into int32, because devices store them so
+Count: TypeAlias = Annotated[int, Field(ge=1, le=INT32)]
+Number: TypeAlias = Annotated[int, Field(ge=0, le=INT32)]
+Several: TypeAlias = Annotated[int, Field(ge=2, le=INT32)]
+Rate: TypeAlias = Annotated[float, Field(gt=0, le=100)]
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Part: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
+PartOrAll: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+Weight: TypeAlias = Annotated[float, Field(ge=0, le=100)]
+Amount: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
+Name: TypeAlias = Annotated[str, Field(min_length=1)]
+
+# A knob that a config unsets with "auto". In `Settings` it is then None.
+AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
+# A size of the model. If a config leaves it unset, it is read from the checkpoint
+# `model.init_from`, or else has the default of the field.
+SIZE = "size"
+# A field that is no knob: it is recorded with the settings, and no config has it.
+RECORDED = "recorded"
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Entry:
+    """Annotates a knob whose value is the name of an entry in a public table.
+
+    Attributes:
+      table: The name of the table.
+      names: The entries that come with the package, separated by spaces. A config file may add
+        others.
+    """
+
+    table: str
+    names: str
+
+    def _check(self, name: str, info: ValidationInfo) -> str:
+        if info.context and name not in (table := info.context[self.table]):
+            need = f"must be {' or '.join(map(repr, table))}"
+            raise PydanticCustomError("entry", "{need}", {"need": need})
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return handler(schema) | {"examples": self.names.split()}
+
+
+class Group(
+    BaseModel,
+    strict=True,
+    frozen=True,
+    extra="forbid",
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+):
+    """A group of knobs. Tables and rules are checked only if the tables are the context."""
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the rules about combinations of knobs that are broken."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _obeys_rules(self, info: ValidationInfo) -> Self:
+        if info.context and (broken := [*self.broken_rules(info.context)]):
+            raise ValueError("\n".join(f"{self._values(keys)}: {need}" for keys, need in broken))
+        return self
+
+    def _values(self, keys: str) -> str:
+        group = "" if isinstance(self, Settings) else f"{type(self).__name__.lower()}."
+        values = {key: operator.attrgetter(key)(self) for key in keys.split()}
+        return ", ".join(f"{group}{key} = {shown(value)}" for key, value in values.items())
+
+
+def shown(value: object) -> str:
+    """Represent a value as text on one line, cut after 200 characters."""
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class Model(Group):
     """The model; the defaults are a Llama for bytes that a CPU trains in a minute."""
 
-    arch: str = knob("llama", "bert classifies texts.", table=("ARCHITECTURES", "llama", "bert"))
-    vocab_size: Several = size(257, "V, token ids; bytes need 257, of which one ends a text.")
-    width: Count = size(64, "D, numbers per token between layers.")
-    num_layers: Count = size(2, "N, transformer layers.")
-    num_heads: Count = size(4, "H, query heads.")
-    num_kv_heads: Count = size(2, "G, key/value heads, a divisor of num_heads; llama only.")
-    mlp_width: Count = size(176, "F, numbers per token inside a layer's MLP.")
-    max_length: Count = size(512, "Longest context of the model, in tokens.")
-    norm_eps: Part = size(1e-5, "Added to the variance in each normalisation.")
-    rope_theta: Annotated[float, "[1, 1e9]"] = size(1e4, "Base of rotary wavelengths; llama only.")
-    num_classes: Several = size(2, "C, classes of texts; bert only.")
-    dtype: Literal["float32", "bfloat16"] = accepted(
-        "float32", "Type of the model's computations; parameters stay float32."
-    )
-    remat: bool | None = accepted(
-        "auto",
-        "Recompute layers in the backward pass: less memory, more time. auto: only if memory"
-        " requires it.",
-    )
-    loss_chunk: Number = accepted(0, "Sequences per chunk of the cross-entropy; 0: all at once.")
-    init_from: str = knob(
-        "",
-        "Weights to start from: a folder in Hugging Face layout, or a hub name. Sizes that the"
-        " config sets must equal the checkpoint's. A head that the checkpoint lacks is random."
-        " Empty: random weights.",
-    )
+    arch: Annotated[str, Entry("ARCHITECTURES", "llama bert")] = "llama"
+    """bert classifies texts."""
+    vocab_size: Annotated[Several, SIZE] = 257
+    """V, token ids; bytes need 257, of which one ends a text."""
+    width: Annotated[Count, SIZE] = 64
+    """D, numbers per token between layers."""
+    num_layers: Annotated[Count, SIZE] = 2
+    """N, transformer layers."""
+    num_heads: Annotated[Count, SIZE] = 4
+    """H, query heads."""
+    num_kv_heads: Annotated[Count, SIZE] = 2
+    """G, key/value heads, a divisor of num_heads; llama only."""
+    mlp_width: Annotated[Count, SIZE] = 176
+    """F, numbers per token inside a layer's MLP."""
+    max_length: Annotated[Count, SIZE] = 512
+    """Longest context of the model, in tokens."""
+    norm_eps: Annotated[Part, SIZE] = 1e-5
+    """Added to the variance in each normalisation."""
+    rope_theta: Annotated[float, Field(ge=1, le=1e9), SIZE] = 1e4
+    """Base of rotary wavelengths; llama only."""
+    num_classes: Annotated[Several, SIZE] = 2
+    """C, classes of texts; bert only."""
+    dtype: Annotated[Literal["float32", "bfloat16"], "accepted"] = "float32"
+    """Type of the model's computations; parameters stay float32."""
+    remat: Annotated[bool | None, AUTO, "accepted"] = None
+    """Recompute layers in the backward pass: less memory, more time. auto: only if memory requires
+    it."""
+    loss_chunk: Annotated[Number, "accepted"] = 0
+    """Sequences per chunk of the cross-entropy; 0: all at once."""
+    init_from: str = ""
+    """Weights to start from: a folder in Hugging Face layout, or a hub name. Sizes that the config
+    sets must equal the checkpoint's. A head that the checkpoint lacks is random. Empty: random
+    weights."""
     # Not a knob: config.json of the checkpoint, as text (`run.resume.with_checkpoint`).
-    checkpoint: str = ""
+    checkpoint: Annotated[str, RECORDED] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leaves_unset_sizes_out(cls, given: Any) -> Any:
+        sizes = {name for name, field in cls.model_fields.items() if SIZE in field.metadata}
+        if isinstance(given, dict):
+            given = {k: value for k, value in given.items() if value is not None or k not in sizes}
+        return given
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about the architecture."""
+        if self.init_from and not self.model_fields_set.issuperset(SIZES):
+            return  # the sizes of the checkpoint are not read yet
+        for names, holds, need in tables["ARCHITECTURES"][self.arch].rules:
+            if not holds(*(getattr(self, name) for name in names)):
+                yield " ".join(names), need
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
+class Data(Group):
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
-    source: str = knob(
-        "stdlib",
-        "Kind of text. stdlib: the standard library of the running Python. hf: a data set on the"
-        " Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made.",
-        table=("DATA_SOURCES", "stdlib", "text", "jsonl", "parquet", "hf", "tokens"),
-    )
-    # A path may change on resume, because the fingerprint of the data is compared.
-    path: str = harmless("", "File, folder or glob; for hf also a hub name.")
-    name: str = knob("", "Configuration of a data set; hf only.")
-    split: Name = knob("train", "Split of a data set to train on; hf only.")
-    revision: str = knob("main", "Branch, tag or commit of a data set on the hub; hf only.")
-    heldout_split: str = knob(
-        "", "Split to evaluate on; hf only. Empty: a fraction of the documents."
-    )
-    heldout_path: str = harmless(
-        "", "File, folder or glob to evaluate on. Empty: a fraction of the documents."
-    )
-    text_column: Name = knob("text", "Field or column that holds a row's text.")
-    label_column: Name = knob("label", "Field of a row's class, an integer from 0; bert only.")
-    tokenizer: Name = knob("bytes", "bytes, a tokenizer.json, a *.model, a folder, or a hub name.")
-    sequence_length: Count = knob(128, "L, predicted tokens per row.")
-    num_sequences: Count | None = knob(None, "Upper limit of the training rows; unset: all.")
-    heldout_frac: Part = knob(
-        0.05, "Fraction of documents to hold out if no held-out text is configured."
-    )
-    subset_frac: PartOrAll = knob(1.0, "Fraction of the training rows that each trainer draws.")
+    source: Annotated[str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf tokens")] = "stdlib"
+    """Kind of text. stdlib: the standard library of the running Python. hf: a data set on the
+    Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made."""
+    path: Annotated[str, "harmless"] = ""
+    """File, folder or glob; for hf also a hub name."""
+    name: str = ""
+    """Configuration of a data set; hf only."""
+    split: Name = "train"
+    """Split of a data set to train on; hf only."""
+    revision: str = "main"
+    """Branch, tag or commit of a data set on the hub; hf only."""
+    heldout_split: str = ""
+    """Split to evaluate on; hf only. Empty: a fraction of the documents."""
+    heldout_path: Annotated[str, "harmless"] = ""
+    """File, folder or glob to evaluate on. Empty: a fraction of the documents."""
+    text_column: Name = "text"
+    """Field or column that holds a row's text."""
+    label_column: Name = "label"
+    """Field of a row's class, an integer from 0; bert only."""
+    tokenizer: Name = "bytes"
+    """bytes, a tokenizer.json, a *.model, a folder, or a hub name."""
+    sequence_length: Count = 128
+    """L, predicted tokens per row."""
+    num_sequences: Count | None = None
+    """Upper limit of the training rows; unset: all."""
+    heldout_frac: Part = 0.05
+    """Fraction of documents to hold out if no held-out text is configured."""
+    subset_frac: PartOrAll = 1.0
+    """Fraction of the training rows that each trainer draws."""
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about the source."""
+        source = tables["DATA_SOURCES"][self.source]
+        if "path" in source.needs and not self.path:
+            need = "this source needs a file, folder or glob (hf: or a hub name); set data.path"
+            yield "source path", need
+        if "path" not in source.needs and (self.path or self.heldout_path):
+            need = (
+                "this source reads no files; set data.source=text, jsonl, parquet or hf, or no path"
+            )
+            yield "source path heldout_path", need
+        for name, need in source.refuses.items():
+            if getattr(self, name) != KNOBS[f"data.{name}"].default:
+                yield f"source {name}", need
 
 
-@dataclasses.dataclass(frozen=True)
-class Ensemble:
+class Ensemble(Group):
     """The trainers, and the workers that are divided among them."""
 
-    num_trainers: Count = knob(4, "M, trainers at the start, before merges (AdLoCo table A.2).")
-    num_workers: Count = knob(4, "R, workers of the whole pool, not per trainer.")
-    initial_workers: Count | None = knob(
-        None,
-        "Workers at the start; the others join as gradient noise grows (see batching.growth)."
-        " Unset: the whole pool.",
-    )
-    spawn_frac: Part | None = knob(None, "Fraction of the run after which all workers join.")
-    model_shards: Count | None = harmless(
-        "auto",
-        "Devices over which one worker's parameters and states are sharded. auto: as few as memory"
-        " allows.",
-    )
+    num_trainers: Count = 4
+    """M, trainers at the start, before merges (AdLoCo table A.2)."""
+    num_workers: Count = 4
+    """R, workers of the whole pool, not per trainer."""
+    initial_workers: Count | None = None
+    """Workers at the start; the others join as gradient noise grows (see batching.growth). Unset:
+    the whole pool."""
+    spawn_frac: Part | None = None
+    """Fraction of the run after which all workers join."""
+    model_shards: Annotated[Count | None, AUTO, "harmless"] = None
+    """Devices over which one worker's parameters and states are sharded. auto: as few as memory
+    allows."""
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about numbers of workers."""
+        first = self.initial_workers
+        if self.num_workers < self.num_trainers:
+            need = (
+                "each trainer needs a worker; raise the first (the whole pool) or lower the second"
+            )
+            yield "num_workers num_trainers", need
+        if first is not None and not self.num_trainers <= first <= self.num_workers:
+            need = (
+                "the first is part of the pool, and each trainer needs a worker; change the first"
+            )
+            yield "initial_workers num_trainers num_workers", need
+        if self.spawn_frac is not None and first is None:
+            need = "spawn_frac needs initial_workers; set ensemble.initial_workers"
+            yield "spawn_frac initial_workers", need
 
 
-@dataclasses.dataclass(frozen=True)
-class Inner:
+class Inner(Group):
     """What a worker does between two synchronisations: optimizer, learning rate, round length."""
 
-    steps_per_round: Count = knob(200, "S, updates between synchronisations (AdLoCo table A.2).")
-    max_steps_per_round: Count | None = knob(
-        None,
-        "Upper limit of a round in updates, a multiple of steps_per_round. Unset: the batch-size"
-        " test does not lengthen rounds, and a round_length rule has no limit.",
-    )
-    round_length: str = knob(
-        "fixed",
-        "Rule for a round's updates, in multiples of steps_per_round (docs/algorithm.md, 1)."
-        " linear: up to max_steps_per_round over the run. qsr: (0.0175 / learning rate)^2.",
-        table=("ROUND_LENGTHS", "fixed", "qsr", "linear"),
-    )
-    tx: str = refused(
-        "adamw",
-        "The workers' optimizer. muon: muon for the matrices of hidden layers and adamw for the"
-        " rest, at the same rate; MuLoCo uses 0.02, with weight_decay from 5e-4 to 5e-3"
-        " (arXiv 2505.23725).",
-        table=("INNER_OPTIMIZERS", "adamw", "muon", "sgd"),
-    )
-    learning_rate: Rate = knob(4e-4, "Peak rate; AdLoCo continues a trained model at 2e-5.")
-    warmup_updates: Number = knob(0, "Updates of a trainer in which the rate rises from zero.")
-    schedule: Literal["constant", "cosine", "linear"] = knob(
-        "constant", "Rate after the warm-up; cosine and linear fall over the run's planned updates."
-    )
-    final_lr_frac: Decay = knob(
-        0.0, "Fraction of the peak rate at the end of a schedule; nanoGPT: 0.1."
-    )
-    weight_decay: Weight = knob(0.1, "Weight decay, times the rate (AdLoCo 6.1); not for sgd.")
-    decay: Literal["all", "matrices"] = refused(
-        "all",
-        "Parameters that weight_decay shrinks. all: norms and biases too, as in AdLoCo's code."
-        " matrices: matrices and embedding tables only.",
-    )
-    beta1: Decay = knob(0.9, "Decay of the first moment (Kingma & Ba 2015); muon's momentum.")
-    beta2: Decay = knob(0.999, "Decay of the second moment (Kingma & Ba 2015).")
-    clip_norm: Positive | None = knob(
-        None, "Limit of the gradient norm of an update. Unset: no clipping."
-    )
-    state: Literal["keep", "reset"] = knob(
-        "keep",
-        "Whether a new round keeps or resets the moments of the workers' optimizer; AdLoCo's code"
-        " resets them.",
-    )
+    steps_per_round: Count = 200
+    """S, updates between synchronisations (AdLoCo table A.2)."""
+    max_steps_per_round: Count | None = None
+    """Upper limit of a round in updates, a multiple of steps_per_round. Unset: the batch-size test
+    does not lengthen rounds, and a round_length rule has no limit."""
+    round_length: Annotated[str, Entry("ROUND_LENGTHS", "fixed qsr linear")] = "fixed"
+    """Rule for a round's updates, in multiples of steps_per_round (docs/algorithm.md, 1). linear:
+    up to max_steps_per_round over the run. qsr: (0.0175 / learning rate)^2."""
+    tx: Annotated[str, Entry("INNER_OPTIMIZERS", "adamw muon sgd"), "refused"] = "adamw"
+    """The workers' optimizer. muon: muon for the matrices of hidden layers and adamw for the rest,
+    at the same rate; MuLoCo uses 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv 2505.23725)."""
+    learning_rate: Rate = 4e-4
+    """Peak rate; AdLoCo continues a trained model at 2e-5."""
+    warmup_updates: Number = 0
+    """Updates of a trainer in which the rate rises from zero."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Rate after the warm-up; cosine and linear fall over the run's planned updates."""
+    final_lr_frac: Decay = 0.0
+    """Fraction of the peak rate at the end of a schedule; nanoGPT: 0.1."""
+    weight_decay: Weight = 0.1
+    """Weight decay, times the rate (AdLoCo 6.1); not for sgd."""
+    decay: Annotated[Literal["all", "matrices"], "refused"] = "all"
+    """Parameters that weight_decay shrinks. all: norms and biases too, as in AdLoCo's code.
+    matrices: matrices and embedding tables only."""
+    beta1: Decay = 0.9
+    """Decay of the first moment (Kingma & Ba 2015); muon's momentum."""
+    beta2: Decay = 0.999
+    """Decay of the second moment (Kingma & Ba 2015)."""
+    clip_norm: Positive | None = None
+    """Limit of the gradient norm of an update. Unset: no clipping."""
+    state: Literal["keep", "reset"] = "keep"
+    """Whether a new round keeps or resets the moments of the workers' optimizer; AdLoCo's code
+    resets them."""
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about rounds, rate and optimizer."""
+        if self.max_steps_per_round and self.max_steps_per_round % self.steps_per_round:
+            need = "rounds grow in whole multiples of steps_per_round; change the first"
+            yield "max_steps_per_round steps_per_round", need
+        if self.schedule == "constant" and self.final_lr_frac > 0:
+            need = "a constant rate does not fall; choose a schedule or set inner.final_lr_frac=0.0"
+            yield "schedule final_lr_frac", need
+        if self.round_length == "linear" and self.max_steps_per_round is None:
+            need = "linear rounds need an upper limit; set inner.max_steps_per_round"
+            yield "round_length max_steps_per_round", need
+        if self.tx == "sgd" and self.weight_decay > 0:
+            yield "tx weight_decay", "sgd decays no weights; set inner.weight_decay=0.0"
 
 
-@dataclasses.dataclass(frozen=True)
-class Outer:
+class Outer(Group):
     """How a trainer is updated with the differences of its workers, and how these are sent."""
 
-    tx: str = refused(
-        "nesterov",
-        "The trainers' optimizer; AdLoCo uses sgd at 0.5.",
-        table=("OUTER_OPTIMIZERS", "nesterov", "nesterov_by_interval", "sgd", "adamw"),
-    )
-    learning_rate: Rate = knob(0.7, "Rate of the pseudo-gradient (DiLoCo: 0.7).")
-    momentum: Decay = knob(0.9, "Decay of earlier pseudo-gradients; nesterov only.")
-    skip_single: bool = knob(
-        False,
-        "Whether a trainer with one worker takes the worker's parameters without outer.tx.",
-    )
-    aggregator: str = knob(
-        "mean",
-        "How workers' differences become a pseudo-gradient (docs/algorithm.md, 1).",
-        table=("AGGREGATORS", "mean", "rda"),
-    )
-    precision: Literal["float32", "bfloat16", "int4"] = knob(
-        "float32",
-        "Format in which outer gradients are sent; they are added in float32 (arXiv 2501.18512).",
-    )
-    # Streaming DiLoCo, arXiv 2501.18512, sections 2.2 and 2.3. These knobs decide whether the state
-    # contains workers' own parameters, so they cannot change on resume.
-    fragments: Count = refused(
-        1,
-        "Number of parts of the parameters, which are synchronised one after another within a"
-        " round. 1: all parameters are synchronised at the end of a round.",
-    )
-    delay_updates: Number = refused(
-        0, "Micro-batches from the sending of a fragment to its arrival; Streaming DiLoCo: 1."
-    )
-    mixing: Decay = knob(
-        0.0,
-        "Share of a worker's own parameters in the mixture with a synchronised fragment;"
-        " Streaming DiLoCo: 0.5.",
-    )
+    tx: Annotated[
+        str, Entry("OUTER_OPTIMIZERS", "nesterov nesterov_by_interval sgd adamw"), "refused"
+    ] = "nesterov"
+    """The trainers' optimizer; AdLoCo uses sgd at 0.5."""
+    learning_rate: Rate = 0.7
+    """Rate of the pseudo-gradient (DiLoCo: 0.7)."""
+    momentum: Decay = 0.9
+    """Decay of earlier pseudo-gradients; nesterov only."""
+    skip_single: bool = False
+    """Whether a trainer with one worker takes the worker's parameters without outer.tx."""
+    aggregator: Annotated[str, Entry("AGGREGATORS", "mean rda")] = "mean"
+    """How workers' differences become a pseudo-gradient (docs/algorithm.md, 1)."""
+    precision: Literal["float32", "bfloat16", "int4"] = "float32"
+    """Format in which outer gradients are sent; they are added in float32 (arXiv 2501.18512)."""
+    fragments: Annotated[Count, "refused"] = 1
+    """Number of parts of the parameters, which are synchronised one after another within a round.
+    1: all parameters are synchronised at the end of a round."""
+    delay_updates: Annotated[Number, "refused"] = 0
+    """Micro-batches from the sending of a fragment to its arrival; Streaming DiLoCo: 1."""
+    mixing: Decay = 0.0
+    """Share of a worker's own parameters in the mixture with a synchronised fragment; Streaming
+    DiLoCo: 0.5."""
 
     @property
     def own_params(self) -> bool:
@@ -214,197 +332,284 @@ class Outer:
         """Whether some worker updates have not been synchronised when a round ends."""
         return self.fragments > 1 or self.mixing > 0
 
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about fragments."""
+        if self.fragments > 1 and (self.tx == "adamw" or self.aggregator != "mean"):
+            need = "adamw and rules for whole tensors need whole parameters; set outer.fragments=1"
+            yield "fragments tx aggregator", need
+        if self.mixing > 0 and not self.own_params:
+            need = "mixing needs fragments or a delay; set outer.mixing=0.0"
+            yield "mixing fragments delay_updates", need
 
-@dataclasses.dataclass(frozen=True)
-class Batching:
+
+class Batching(Group):
     """How a worker's requested batch, counted in sequences, grows (docs/algorithm.md, 2 and 3)."""
 
-    test: str = knob(
-        "norm",
-        "Batch-size test, which requests the next batch. constant and ramp do not measure"
-        " gradients.",
-        table=("BATCH_TESTS", "norm", "inner_product", "augmented", "constant", "ramp"),
+    test: Annotated[str, Entry("BATCH_TESTS", "norm inner_product augmented constant ramp")] = (
+        "norm"
     )
-    mode: Literal["unbiased", "paper"] = knob(
-        "unbiased", "Estimator of the tests. unbiased: without bias. paper: as in AdLoCo."
-    )
-    scope: Literal["trainer", "worker"] = knob(
-        "trainer",
-        "Gradient that is tested. trainer: the mean of the trainer's workers. worker: of one"
-        " worker.",
-    )
-    eta: Rate = knob(0.8, "Largest ratio of noise to signal in the norm test (AdLoCo table A.2).")
-    vartheta: Rate = knob(
-        0.9, "Largest noise along the gradient that inner-product tests allow; AdLoCo: 0.01."
-    )
-    nu: Rate = knob(1.0, "Largest noise orthogonal to the gradient that the augmented test allows.")
-    initial_batch_size: Count = refused(1, "Sequences per worker at the start (AdLoCo table A.2).")
-    max_batch_size: Count | None = knob(
-        "auto", "Largest micro-batch per worker. auto: the largest that fits in memory."
-    )
-    # memory_frac may change on resume, because max_batch_size is found once, and saved.
-    memory_frac: PartOrAll | None = harmless(
-        None,
-        "Fraction of a device's memory that a run uses. Unset: 0.92; on a CPU, 0.8 of the RAM.",
-    )
-    batch_cap: Count = knob(1024, "Upper limit of a request, in sequences per worker.")
-    max_growth: Count = knob(4, "Largest factor by which one test may raise a request.")
-    growth: tuple[Literal["workers", "rounds", "batch"], ...] = knob(
-        ("workers", "rounds", "batch"),
-        "Quantities that grow with the request, in this order: workers (at most twofold at a time),"
-        " the length of rounds (up to inner.max_steps_per_round), the batch.",
-    )
-    max_blind_growth: Count | None = knob(
-        None,
-        "Largest growth while the estimated signal is not positive, as a factor over the last batch"
-        " with a positive signal. Unset: no limit.",
-    )
-    smoothing: Decay = knob(0.9, "Decay of the moving averages of each test's gradient statistics.")
-    test_batch_size: Annotated[int, "[8, 2147483647]"] | None = knob(
-        "auto",
-        "Sequences of a trainer's batch-size test. auto: 4 % of the round's sequences, 8 to 256.",
-    )
-    buckets: tuple[Count, ...] = knob((), "Micro-batch sizes; empty: 1, 2, 3, 4, 6, 8, 12, ...")
-    ramp: tuple[tuple[Number, Number], ...] = knob(
-        (), "Schedule of test=ramp: pairs (first round, batch), such as ((0, 4), (10, 8))."
-    )
+    """Batch-size test, which requests the next batch. constant and ramp do not measure
+    gradients."""
+    mode: Literal["unbiased", "paper"] = "unbiased"
+    """Estimator of the tests. unbiased: without bias. paper: as in AdLoCo."""
+    scope: Literal["trainer", "worker"] = "trainer"
+    """Gradient that is tested. trainer: the mean of the trainer's workers. worker: of one
+    worker."""
+    eta: Rate = 0.8
+    """Largest ratio of noise to signal in the norm test (AdLoCo table A.2)."""
+    vartheta: Rate = 0.9
+    """Largest noise along the gradient that inner-product tests allow; AdLoCo: 0.01."""
+    nu: Rate = 1.0
+    """Largest noise orthogonal to the gradient that the augmented test allows."""
+    initial_batch_size: Annotated[Count, "refused"] = 1
+    """Sequences per worker at the start (AdLoCo table A.2)."""
+    max_batch_size: Annotated[Count | None, AUTO] = None
+    """Largest micro-batch per worker. auto: the largest that fits in memory."""
+    memory_frac: Annotated[PartOrAll | None, "harmless"] = None
+    """Fraction of a device's memory that a run uses. Unset: 0.92; on a CPU, 0.8 of the RAM."""
+    batch_cap: Count = 1024
+    """Upper limit of a request, in sequences per worker."""
+    max_growth: Count = 4
+    """Largest factor by which one test may raise a request."""
+    growth: tuple[Literal["workers", "rounds", "batch"], ...] = ("workers", "rounds", "batch")
+    """Quantities that grow with the request, in this order: workers (at most twofold at a time),
+    the length of rounds (up to inner.max_steps_per_round), the batch."""
+    max_blind_growth: Count | None = None
+    """Largest growth while the estimated signal is not positive, as a factor over the last batch
+    with a positive signal. Unset: no limit."""
+    smoothing: Decay = 0.9
+    """Decay of the moving averages of each test's gradient statistics."""
+    test_batch_size: Annotated[int | None, Field(ge=8, le=INT32), AUTO] = None
+    """Sequences of a trainer's batch-size test. auto: 4 % of the round's sequences, 8 to 256."""
+    buckets: tuple[Count, ...] = ()
+    """Micro-batch sizes; empty: 1, 2, 3, 4, 6, 8, 12, ..."""
+    ramp: tuple[tuple[Number, Number], ...] = ()
+    """Schedule of test=ramp: pairs (first round, batch), such as ((0, 4), (10, 8))."""
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about growth, micro-batches and the schedule of batches."""
+        first, largest, cap = self.initial_batch_size, self.max_batch_size, self.batch_cap
+        if not 0 < len(self.growth) == len(set(self.growth)):
+            yield "growth", "each at most once, and one at least; correct the order"
+        if first > min(largest or cap, cap):
+            need = "a run starts without accumulation and below the cap; lower the first or raise"
+            yield "initial_batch_size max_batch_size batch_cap", f"{need} the others"
+        if self.buckets and largest not in (None, max(self.buckets)):
+            need = "the largest bucket must be max_batch_size; add it, or remove what is above it"
+            yield "buckets max_batch_size", need
+        if self.buckets and not largest and not any(first <= n <= cap for n in self.buckets):
+            need = "no bucket is from the first batch to the cap; add one"
+            yield "buckets max_batch_size initial_batch_size batch_cap", need
+        if (self.test == "ramp") != (self.ramp != ()):
+            need = "the two belong together; set test='ramp' and (round, batch) pairs, or neither"
+            yield "test ramp", need
+        if not (
+            self.ramp[:1] in ((), ((0, first),))
+            and all(size <= cap for _, size in self.ramp)
+            and all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.ramp))
+        ):
+            need = "a ramp starts at (0, first batch); its rounds increase, its batches never fall,"
+            yield "ramp initial_batch_size batch_cap", f"{need} to the cap"
 
 
-@dataclasses.dataclass(frozen=True)
-class Switch:
+class Switch(Group):
     """When a batch that is too large for a device is accumulated (docs/algorithm.md, 3)."""
 
-    mode: Literal["threshold", "accumulate", "clip"] = knob(
-        "threshold",
-        "What to do with a batch above max_batch_size. threshold: clip it up to the multiplier,"
-        " accumulate above. accumulate: always accumulate. clip: always clip.",
-    )
-    multiplier: Count = knob(2, "Multiple of max_batch_size above which threshold accumulates.")
+    mode: Literal["threshold", "accumulate", "clip"] = "threshold"
+    """What to do with a batch above max_batch_size. threshold: clip it up to the multiplier,
+    accumulate above. accumulate: always accumulate. clip: always clip."""
+    multiplier: Count = 2
+    """Multiple of max_batch_size above which threshold accumulates."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Merge:
+class Merge(Group):
     """Which trainers are merged into one, and when (docs/algorithm.md, 4)."""
 
-    policy: str = knob(
-        "worst_with_worst",
-        "Rule that selects the trainers to merge by their requested batches.",
-        table=("MERGE_POLICIES", "worst_with_worst", "best_with_worst", "none"),
+    policy: Annotated[str, Entry("MERGE_POLICIES", "worst_with_worst best_with_worst none")] = (
+        "worst_with_worst"
     )
-    every_rounds: Count = knob(3, "Rounds from one merge to the next (AdLoCo table A.2).")
-    width: Several = knob(2, "Number of trainers that are merged into one.")
-    max_barrier: Amount | None = knob(
-        None,
-        "Largest rise of the held-out loss, in nats/token, that a merge may cause; a merge that"
-        " costs more is refused. Unset: no limit.",
-    )
-    on_refusal: Literal["keep", "retire"] = knob(
-        "keep",
-        "After a refused merge. keep: all its trainers continue. retire: only the one with the"
-        " largest request continues.",
-    )
+    """Rule that selects the trainers to merge by their requested batches."""
+    every_rounds: Count = 3
+    """Rounds from one merge to the next (AdLoCo table A.2)."""
+    width: Several = 2
+    """Number of trainers that are merged into one."""
+    max_barrier: Amount | None = None
+    """Largest rise of the held-out loss, in nats/token, that a merge may cause; a merge that costs
+    more is refused. Unset: no limit."""
+    on_refusal: Literal["keep", "retire"] = "keep"
+    """After a refused merge. keep: all its trainers continue. retire: only the one with the largest
+    request continues."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Eval:
+class Eval(Group):
     """When the loss on held-out text is measured; the seed of the run does not change the rows."""
 
-    every_rounds: Count = knob(1, "Rounds from one evaluation to the next.")
-    num_sequences: Count = knob(64, "Upper limit of the held-out rows of a reported loss.")
+    every_rounds: Count = 1
+    """Rounds from one evaluation to the next."""
+    num_sequences: Count = 64
+    """Upper limit of the held-out rows of a reported loss."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Group):
     """When the whole state is saved; it is also saved at the end and at a signal."""
 
-    every_rounds: Count | None = knob(
-        None, "Rounds from one save to the next. Unset: only every_s decides."
-    )
-    every_s: Amount = knob(
-        300.0, "Seconds from one save to the next; each waits for a round's end."
-    )
-    keep: Count = knob(2, "Newest checkpoints to keep, beside the one with the lowest loss.")
-    watchdog_s: Positive | None = knob(
-        None,
-        "Seconds without a new round after which the process prints its stacks and ends. Choose"
-        " more than a round takes with compilation, evaluation and save. Unset: never.",
-    )
+    every_rounds: Count | None = None
+    """Rounds from one save to the next. Unset: only every_s decides."""
+    every_s: Amount = 300.0
+    """Seconds from one save to the next; each waits for a round's end."""
+    keep: Count = 2
+    """Newest checkpoints to keep, beside the one with the lowest loss."""
+    watchdog_s: Positive | None = None
+    """Seconds without a new round after which the process prints its stacks and ends. Choose more
+    than a round takes with compilation, evaluation and save. Unset: never."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Engine:
+class Engine(Group):
     """Where workers run: in this process, or in learner processes that may come and go."""
 
-    kind: Literal["local", "ray"] = knob(
-        "local",
-        "local: in this process. ray: in learners, which are processes of a Ray cluster; needs the"
-        " extra ray.",
-    )
-    address: str = knob("", "HOST:PORT of a Ray cluster to join. Empty: start one on this machine.")
-    max_learners: Count | None = knob(
-        None, "Number of learners to start. Unset: one for each worker at the start of the run."
-    )
-    quorum: Count | None = knob(
-        None, "Number of a trainer's learners whose results suffice to end its round. Unset: all."
-    )
-    grace_s: Amount = knob(5.0, "Seconds to wait for other learners after the quorum is reached.")
-    heartbeat_s: Positive = knob(20.0, "Seconds without a heartbeat after which a learner is lost.")
-    restart_s: Positive = knob(
-        120.0, "Seconds to wait for a learner to start; then others take over its workers."
-    )
-    steps: Literal["equal", "by_speed"] = accepted(
-        "equal", "by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."
-    )
-    max_norm_ratio: Positive | None = accepted(
-        None,
-        "A worker's update is rejected if its norm is larger by this factor than the median of the"
-        " trainer's other workers. Two workers are compared with the trainer's last accepted"
-        " updates, a single one with nothing. Unset: no limit.",
-    )
+    kind: Literal["local", "ray"] = "local"
+    """local: in this process. ray: in learners, which are processes of a Ray cluster; needs the
+    extra ray."""
+    address: str = ""
+    """HOST:PORT of a Ray cluster to join. Empty: start one on this machine."""
+    max_learners: Count | None = None
+    """Number of learners to start. Unset: one for each worker at the start of the run."""
+    quorum: Count | None = None
+    """Number of a trainer's learners whose results suffice to end its round. Unset: all."""
+    grace_s: Amount = 5.0
+    """Seconds to wait for other learners after the quorum is reached."""
+    heartbeat_s: Positive = 20.0
+    """Seconds without a heartbeat after which a learner is lost."""
+    restart_s: Positive = 120.0
+    """Seconds to wait for a learner to start; then others take over its workers."""
+    steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "equal"
+    """by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."""
+    max_norm_ratio: Annotated[Positive | None, "accepted"] = None
+    """A worker's update is rejected if its norm is larger by this factor than the median of the
+    trainer's other workers. Two workers are compared with the trainer's last accepted updates, a
+    single one with nothing. Unset: no limit."""
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about learners."""
+        if self.quorum and self.max_learners and self.quorum > self.max_learners:
+            need = "a quorum is of learners that there are; lower the first or raise the second"
+            yield "quorum max_learners", need
 
 
-@dataclasses.dataclass(frozen=True)
-class Log:
+class Log(Group):
     """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
-    every_rounds: Count = knob(1, "Rounds from one line on the terminal to the next.")
-    every_updates: Count | None = knob(
-        None, "Updates from one training loss in the ledger to the next. Unset: ten a round."
-    )
-    tensorboard: bool = knob(
-        False, "Write tensorboard/ in the run's folder; needs the extra tensorboard."
-    )
-    wandb: bool = knob(False, "Send metrics to Weights & Biases; needs the extra wandb.")
+    every_rounds: Count = 1
+    """Rounds from one line on the terminal to the next."""
+    every_updates: Count | None = None
+    """Updates from one training loss in the ledger to the next. Unset: ten a round."""
+    tensorboard: bool = False
+    """Write tensorboard/ in the run's folder; needs the extra tensorboard."""
+    wandb: bool = False
+    """Send metrics to Weights & Biases; needs the extra wandb."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Group):
     """All checked settings of a run as plain Python values; a knob that is unset is None."""
 
-    model: Model = group("refused")
-    data: Data = group("refused")
-    ensemble: Ensemble = group("refused")
-    inner: Inner = group("accepted")
-    outer: Outer = group("accepted")
-    batching: Batching = group("accepted")
-    switch: Switch = group("accepted")
-    merge: Merge = group("accepted")
-    eval: Eval = group("harmless")
-    checkpoint: Checkpoint = group("harmless")
-    log: Log = group("harmless")
-    engine: Engine = group("harmless")
-    seed: Annotated[int, "[0, 4294967295]"] = refused(
-        0, "Random seed of the parameters, the data order, and the keys of a loss."
-    )
-    num_rounds: Count = harmless(20, "Outer steps (AdLoCo table A.2).")
-    num_tokens: Annotated[int, "[1, 4e18]"] | None = harmless(
-        None,
-        "Number of tokens, of all trainers together, after which the run ends; schedules then"
-        " depend on tokens. Unset: num_rounds ends the run.",
-    )
+    model: Annotated[Model, "refused"]
+    data: Annotated[Data, "refused"]
+    ensemble: Annotated[Ensemble, "refused"]
+    inner: Annotated[Inner, "accepted"]
+    outer: Annotated[Outer, "accepted"]
+    batching: Annotated[Batching, "accepted"]
+    switch: Annotated[Switch, "accepted"]
+    merge: Annotated[Merge, "accepted"]
+    eval: Annotated[Eval, "harmless"]
+    checkpoint: Annotated[Checkpoint, "harmless"]
+    log: Annotated[Log, "harmless"]
+    engine: Annotated[Engine, "harmless"]
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1), "refused"] = 0
+    """Random seed of the parameters, the data order, and the keys of a loss."""
+    num_rounds: Annotated[Count, "harmless"] = 20
+    """Outer steps (AdLoCo table A.2)."""
+    num_tokens: Annotated[int | None, Field(ge=1, le=4 * 10**18), "harmless"] = None
+    """Number of tokens, of all trainers together, after which the run ends; schedules then depend
+    on tokens. Unset: num_rounds ends the run."""
+
+    def broken_rules(self, tables: Tables) -> Iterator[Rule]:
+        """Find the broken rules about knobs of several groups."""
+        inner, outer, workers = self.inner, self.outer, self.ensemble
+        source = tables["DATA_SOURCES"][self.data.source]
+        is_labelled = tables["ARCHITECTURES"][self.model.arch].data == "labelled"
+        is_measured = tables["BATCH_TESTS"][self.batching.test].needs != "nothing"
+        is_fixed = (inner.max_steps_per_round, inner.round_length) == (None, "fixed")
+        if self.data.sequence_length > self.model.max_length:
+            need = "rows must not be longer than the model's context; lower the first or raise the"
+            yield "data.sequence_length model.max_length", f"{need} second"
+        if is_labelled and "text_column" not in source.needs:
+            need = "the model classifies rows of a text and a label; set data.source=jsonl, parquet"
+            yield "model.arch data.source", f"{need} or hf"
+        if is_labelled and self.data.sequence_length < 3:
+            need = "a labelled row has a first and a last token of its own; set at least 3"
+            yield "model.arch data.sequence_length", need
+        if (
+            workers.initial_workers
+            and workers.spawn_frac is None
+            and not (is_measured and "workers" in self.batching.growth)
+        ):
+            keys = "ensemble.initial_workers ensemble.spawn_frac batching.test batching.growth"
+            need = "the others never join; set ensemble.spawn_frac, or a measuring test and growth"
+            yield keys, f"{need} of workers"
+        if inner.warmup_updates >= self.num_rounds * inner.steps_per_round:
+            need = "the warm-up would outlast the run's updates; shorten it"
+            yield "inner.warmup_updates num_rounds inner.steps_per_round", need
+        if inner.schedule != "constant" and not (self.num_tokens or is_fixed):
+            keys = "inner.schedule num_tokens inner.max_steps_per_round inner.round_length"
+            need = "rounds that grow have no planned number of updates; set num_tokens or"
+            yield keys, f"{need} schedule='constant'"
+        if outer.own_params and (
+            outer.tx == "nesterov_by_interval" or outer.skip_single or self.engine.kind != "local"
+        ):
+            keys = "outer.fragments outer.delay_updates outer.tx outer.skip_single engine.kind"
+            need = (
+                "skip_single, learners, nesterov_by_interval need whole rounds; set one fragment,"
+            )
+            yield keys, f"{need} no delay"
+        if inner.steps_per_round % outer.fragments:
+            need = "a round is cut into as many equal parts; choose a divisor of the second"
+            yield "outer.fragments inner.steps_per_round", need
+        if outer.delay_updates * outer.fragments >= inner.steps_per_round:
+            need = "a fragment must arrive before the next leaves; keep delay * fragments below"
+            yield "outer.delay_updates outer.fragments inner.steps_per_round", f"{need} the steps"
 
 
-KNOBS = dict(sorted(declared(Settings).items(), key=lambda item: "." in item[0]))
-GROUPS: dict[str, Any] = {
-    field.name: field.type for field in dataclasses.fields(Settings) if field.name not in KNOBS
+GROUPS: dict[str, type[Group]] = {
+    name: field.annotation
+    for name, field in Settings.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Group)
 }
+KNOBS: dict[str, FieldInfo] = {
+    name: field for name, field in Settings.model_fields.items() if name not in GROUPS
+} | {
+    f"{group}.{name}": field
+    for group, model in GROUPS.items()
+    for name, field in model.model_fields.items()
+    if RECORDED not in field.metadata
+}
+ENTRIES: dict[str, Entry] = {
+    key: mark for key in KNOBS for mark in KNOBS[key].metadata if isinstance(mark, Entry)
+}
+SIZES = [key.removeprefix("model.") for key, field in KNOBS.items() if SIZE in field.metadata]
+
+
+def change(key: str) -> Change:
+    """Return whether a knob may change when a run is resumed."""
+    words = [*KNOBS[key].metadata, *Settings.model_fields[key.partition(".")[0]].metadata]
+    return next(word for word in words if word in get_args(Change))
+
+
+def default_of(key: str) -> Any:
+    """Return the value of a knob in `default_config()`: "auto" or None if it is unset there."""
+    field = KNOBS[key]
+    return "auto" if AUTO in field.metadata else None if SIZE in field.metadata else field.default
+
+
+def meaning(key: str) -> str:
+    """Return the text about a knob, on one line."""
+    return " ".join((KNOBS[key].description or "").split())

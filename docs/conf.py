@@ -6,8 +6,8 @@ from docutils import nodes
 from latex2mathml.converter import convert
 
 import adloco_jax
-from adloco_jax.config import allowed
-from adloco_jax.settings import KNOBS
+from adloco_jax.cli.parser import allowed
+from adloco_jax.settings import KNOBS, meaning
 
 project = "adloco_jax"
 author = "the authors of adloco_jax"
@@ -75,7 +75,7 @@ def tables(app, docname, source):
                 "| key | meaning | values |",
                 "|---|---|---|",
             ]
-        cells = [f"`{key}`", KNOBS[key].doc, allowed(key)]
+        cells = [f"`{key}`", meaning(key), allowed(key)]
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     source[0] = source[0].replace("<!-- KNOBS -->", "\n".join(rows))
 

@@ -268,7 +268,7 @@ def preparation(options: argparse.Namespace) -> dict:
             Path(f"{folder}/shards/{number}.json.gz").write_bytes(gzip.compress(lines.encode(), 6))
         encoder = load_tokenizer(tokenizer)
         changes = {"source": "jsonl", "path": f"{folder}/shards", "sequence_length": 512}
-        job = make_job(dataclasses.replace(settings.data, **changes), encoder)
+        job = make_job(settings.data.model_copy(update=changes), encoder)
 
         def encode():
             for start in range(0, len(texts), 100):

@@ -56,11 +56,9 @@ def spec_of(settings, device_bytes=None, platform=None):
 )
 def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, expected):
     settings = tiny()
-    settings = dataclasses.replace(
-        settings,
-        batching=dataclasses.replace(settings.batching, buckets=SIZES, initial_batch_size=1),
-        ensemble=dataclasses.replace(settings.ensemble, num_workers=8),
-    )
+    batching = settings.batching.model_copy(update={"buckets": SIZES, "initial_batch_size": 1})
+    ensemble = settings.ensemble.model_copy(update={"num_workers": 8})
+    settings = settings.model_copy(update={"batching": batching, "ensemble": ensemble})
     spec = dataclasses.replace(spec_of(settings, platform="gpu"), sequence_length=512)
     monkeypatch.setattr(
         choose_module, "tokens_of_a_row", lambda spec, owners: 512 * (1 if spec.in_turn else 8)

@@ -1,6 +1,5 @@
 """The setting of every test: eight emulated CPU devices, strict shapes, checked annotations."""
 
-import dataclasses
 import gc
 import os
 import sys
@@ -77,7 +76,7 @@ def shared_programs(programs_given_back):
         return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
 
     def one_model(settings, devices=None, mode=None):
-        sizes = dataclasses.replace(settings.model, init_from="")
+        sizes = settings.model.model_copy(update={"init_from": ""})
         key = (sizes, settings.batching.test, machine(), devices is None, mode)
         if key not in models:
             models[key] = build_model(settings, devices, mode)

@@ -153,7 +153,7 @@ def test_a_rule_is_given_the_knobs_that_it_names(monkeypatch):
         configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
     )
     assert spec.aggregate(None, None) == 0.3
-    plain = dataclasses.replace(configured, outer=settings_of().outer)
+    plain = configured.model_copy(update={"outer": settings_of().outer})
     spec = program_spec(
         plain, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
     )

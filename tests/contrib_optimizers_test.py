@@ -1,7 +1,5 @@
 """Muon against NumPy and AdamW; Nesterov momentum scaled by the length of rounds."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +10,8 @@ from ensembles import draw
 from adloco_jax.config import default_config, validate
 from adloco_jax.contrib import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 
-INNER = dataclasses.replace(
-    validate(default_config()).inner, beta1=0.8, beta2=0.95, weight_decay=0.3
+INNER = validate(default_config()).inner.model_copy(
+    update={"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.3}
 )
 LABELS = {
     "embed": {"embedding": "embedding"},
@@ -114,7 +112,7 @@ def test_decay_of_matrices_leaves_out_what_is_labelled_other(name):
     """Without gradients an update is the decay alone."""
     factory = INNER_OPTIMIZERS[name]
     for decay in ("all", "matrices"):
-        inner = dataclasses.replace(INNER, decay=decay)
+        inner = INNER.model_copy(update={"decay": decay})
         tx = factory(inner, label_params=lambda params: LABELS)
         (updates,) = moved(tx, normal(0), [jax.tree.map(np.zeros_like, normal(0))])
         for update, leaf, label in zip(
@@ -145,7 +143,7 @@ def sums(tx, grads, extras):
 
 
 def by_interval(momentum, grads, intervals):
-    outer = dataclasses.replace(validate(default_config()).outer, momentum=momentum)
+    outer = validate(default_config()).outer.model_copy(update={"momentum": momentum})
     tx = OUTER_OPTIMIZERS["nesterov_by_interval"](outer)
     return sums(tx, grads, [{"interval": interval} for interval in intervals])
 

@@ -21,12 +21,10 @@ from adloco_jax.run.build import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.run.machines import here
-from adloco_jax.settings import KNOBS
+from adloco_jax.settings import KNOBS, SIZES
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-SIZES = [key.removeprefix("model.") for key, knob in KNOBS.items() if knob.size is not None]
 
 
 def tiny(**model):
@@ -122,7 +120,7 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(tra
     far = jax.tree.map(lambda x: 10 * np.asarray(x), trained.params)
     hf.save(far, tmp_path / "far", network=hf.load(trained.workdir / "export").network)
     config = tiny(init_from=str(tmp_path / "far"))
-    found = vars(validate(config).model)
+    found = dict(validate(config).model)
     config.model.update({name: found[name] for name in SIZES})
     params_M = train(config, tmp_path / "r").ensemble.params_M
     for position in (0, 1):  # the weights move by two steps of at most 0.01 and an outer update
@@ -196,7 +194,7 @@ def test_sizes_that_are_unset_are_the_checkpoints(trained):
     alone = validate(config).model
     network = hf.load(trained.workdir / "export").network
     for name in SIZES:
-        size = KNOBS[f"model.{name}"].size
+        size = KNOBS[f"model.{name}"].default
         assert getattr(found, name) == getattr(network, name, size)
         assert getattr(alone, name) == size
     assert found.width != alone.width

@@ -15,20 +15,18 @@ BELOW = {
     "core": set(),
     "contrib": {"core"},
     "models": {"core"},
-    "knobs": set(),
-    "settings": {"knobs"},
+    "settings": set(),
     "errors": set(),
     "__version__": set(),
 }
-BELOW["rules"] = {"settings"}
 BELOW["crashpoints"] = BELOW["files"] = {"errors"}
 BELOW["loop"] = {"core", "contrib", "models", "settings"}
 BELOW["hub"] = {"errors"}
 BELOW["data"] = {"core", "models", "settings", "errors", "files", "hub"}
 BELOW["hf"] = BELOW["data"] | {"data"}
-BELOW["config"] = BELOW["hf"] | {"hf", "rules", "knobs"}
+BELOW["config"] = BELOW["hf"] | {"hf"}
 BELOW["engine"] = BELOW["hf"] | BELOW["loop"] | {"hf", "loop", "crashpoints"}
-BELOW["run"] = BELOW["engine"] | {"config", "engine", "knobs", "__version__"}
+BELOW["run"] = BELOW["engine"] | {"config", "engine", "__version__"}
 BELOW["study"] = BELOW["run"] | {"run"}
 BELOW["elastic"] = BELOW["run"] | {"run"}
 BELOW["training"] = BELOW["study"] | {"study", "elastic"}
@@ -42,6 +40,7 @@ CORE["types"], CORE["merge"] = {"meshes"}, {"types", "meshes"}
 CORE["gradstats"] = CORE["inner"] = {"types", "meshes", "arguments"}
 CORE["outer"] = {"types", "meshes", "arguments", "compress", "inner"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
+PURE_LIBRARIES |= {"pydantic", "pydantic_core"}  # of the settings
 PURE_LIBRARIES |= {
     "dataclasses",
     "functools",
@@ -61,7 +60,7 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__in
 ASK_JAX = {"run/machines.py", "main.py"}
 ASK_HERE = {"training.py", "elastic/learner.py", "cli/commands.py", "run/plan.py"}
 # The pure packages.
-PURE = ("core", "contrib", "models", "knobs", "settings", "loop")
+PURE = ("core", "contrib", "models", "settings", "loop")
 
 
 def room_of(path):

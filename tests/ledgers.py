@@ -1,6 +1,5 @@
 """Ledger lines, and the ledger of a small run whose sums are easy to compute by hand."""
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -52,7 +51,7 @@ MERGE |= {"bytes": 250_000}
 
 def start_line(*, num_params=250, seed=0, learning_rate=1e-3, **changes):
     """The start of a run in float32, without momentum or moments; `config` adds to its config."""
-    config = dataclasses.asdict(validate(default_config())) | {"seed": seed}
+    config = validate(default_config()).model_dump() | {"seed": seed}
     changed = {
         "data": {"sequence_length": LENGTH},
         "model": {"vocab_size": 257},

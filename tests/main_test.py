@@ -23,7 +23,7 @@ from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import resume
 from adloco_jax.run.resume import recorded_settings, write_config
-from adloco_jax.settings import KNOBS
+from adloco_jax.settings import KNOBS, default_of, meaning
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -78,7 +78,7 @@ def test_every_key_can_be_overridden_by_its_own_value():
     assert {key: attrgetter(key)(after) for key in KNOBS} == values
 
 
-OPTIONAL = {key: knob.size or 60 for key, knob in KNOBS.items() if knob.default is None}
+OPTIONAL = {key: KNOBS[key].default or 60 for key in KNOBS if default_of(key) is None}
 OPTIONAL |= {"ensemble.initial_workers": 3, "ensemble.spawn_frac": 0.5, "batching.memory_frac": 0.5}
 
 
@@ -129,10 +129,10 @@ def test_help_says_what_every_key_means_allows_and_how_to_unset_it(capsys):
     by_key = {entry.partition("\n")[0]: " ".join(entry.split()) for entry in entries}
     assert "Devices over which one worker's parameters" in by_key["ensemble.model_shards"]
     assert "Largest micro-batch per worker" in by_key["batching.max_batch_size"]
-    assert by_key["batching.eta"].endswith("a number in (0, 100] (default: 0.8)")
+    assert by_key["batching.eta"].endswith("a number, greater than 0, at most 100 (default: 0.8)")
     assert by_key["inner.clip_norm"].endswith("(default: unset); unset with =none")
     assert by_key["data.heldout_path"].endswith("text (default: ''); unset with =''")
-    assert all(len(knob.doc.split()) > 1 for knob in KNOBS.values())
+    assert all(len(meaning(key).split()) > 1 for key in KNOBS)
 
 
 def test_every_command_has_help_that_does_not_wait_for_jax(elsewhere):
@@ -243,7 +243,7 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
         "--confg=3: no such option; did you mean --config?",
         "stray: unexpected",
         "batching.ramp = '{[1]}': must be a tuple",
-        "inner.learning_rate = -1.0: must be a number in (0, 100]",
+        "inner.learning_rate = -1.0: must be greater than 0",
         "inner.clip_norm = nan",
         "outer.tx = 'adam': must be 'nesterov' or",
         "model.num_heads = 4, model.width = 66: ",

@@ -19,8 +19,8 @@ from adloco_jax import main as cli
 from adloco_jax.engine import local as engine
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.run import checkpoint
-from adloco_jax.run.resume import check_config, exclusive, write_config
-from adloco_jax.settings import KNOBS
+from adloco_jax.run.resume import check_config, exclusive, recorded_settings, write_config
+from adloco_jax.settings import KNOBS, change
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -184,9 +184,9 @@ def test_a_damaged_ledger_is_refused_and_left_as_it_is(stopped, kind):
 
 
 def test_every_key_has_a_class():
-    assert {KNOBS[key].resume for key in KNOBS} == {"harmless", "accepted", "refused"}
+    assert {change(key) for key in KNOBS} == {"harmless", "accepted", "refused"}
     another_run = ["seed", "model.width", "data.source", "inner.tx", "ensemble.num_trainers"]
-    assert {KNOBS[key].resume for key in another_run} == {"refused"}
+    assert {change(key) for key in another_run} == {"refused"}
 
 
 def test_changes_that_alter_the_run_need_the_flag(stopped):
@@ -239,6 +239,20 @@ def test_a_damaged_record_of_the_config_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=f"config.json: {fault}"):
             check_config(tmp_path, settings_of(**GROWING), accept=True)
+
+
+def test_a_record_without_a_new_key_is_read_with_its_default(tmp_path):
+    settings = settings_of(**GROWING)
+    write_config(tmp_path, settings)
+    record = json.loads((tmp_path / "config.json").read_text())
+    del record["config"]["inner"]["decay"], record["config"]["log"]
+    record["config"]["inner"]["of_another_version"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert recorded_settings(tmp_path) == settings
+    check_config(tmp_path, settings, accept=False)
+    other = settings_of(**GROWING | {"inner": {"decay": "matrices"}})
+    with pytest.raises(ConfigError, match="inner.decay: was 'all', is 'matrices'"):
+        check_config(tmp_path, other, accept=True)
 
 
 def test_other_data_are_refused_unless_accepted(stopped):

@@ -1,6 +1,5 @@
 """Whole runs against the oracle, round by round."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -163,10 +162,8 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
     owners, sizes = [ids.index(owner) for owner in owners], sizes[: len(ids)]
     demands = [batch_size * length for batch_size, length in sizes]
     base = CASES["defaults"]
-    settings = dataclasses.replace(
-        base,
-        merge=dataclasses.replace(base.merge, policy=policy, width=width, every_rounds=1),
-    )
+    merge = {"policy": policy, "width": width, "every_rounds": 1}
+    settings = base.model_copy(update={"merge": base.merge.model_copy(update=merge)})
     # The trainer with the smallest request has not been tested, so it has no sums to average.
     sums = [
         {"noise_sum": float(b), "noise_weight": 1.0} if b > min(demands) else {} for b in demands

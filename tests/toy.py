@@ -47,13 +47,14 @@ def corpus() -> Table:
 def data_settings(*, num_streams=1, seed=0, vocab_size=257, num_classes=2, **data) -> Settings:
     """Settings with changes to the keys that determine the rows of text; not validated."""
     base = validate(default_config())
-    return dataclasses.replace(
-        base,
-        seed=seed,
-        data=dataclasses.replace(base.data, **data),
-        model=dataclasses.replace(base.model, vocab_size=vocab_size, num_classes=num_classes),
-        ensemble=dataclasses.replace(base.ensemble, num_workers=num_streams),
-    )
+    sizes = {"vocab_size": vocab_size, "num_classes": num_classes}
+    changes = {
+        "seed": seed,
+        "data": base.data.model_copy(update=data),
+        "model": base.model.model_copy(update=sizes),
+        "ensemble": base.ensemble.model_copy(update={"num_workers": num_streams}),
+    }
+    return base.model_copy(update=changes)
 
 
 def init_fn(key):

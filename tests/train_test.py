@@ -396,11 +396,11 @@ def test_out_of_memory_goes_back_to_the_newest_checkpoint_with_half_the_micro_ba
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 2]
     assert plans_of(tmp_path / "r") == [(1, 4, 1), (2, 4, 1), (3, 2, 1), (4, 2, 1), (5, 2, 1)]
     assert halved.controller.max_batch_size == 2  # as in the checkpoint
-    run(tmp_path / "resumed", dataclasses.replace(settings, num_rounds=2))
-    smaller = dataclasses.replace(settings.batching, max_batch_size=2)
+    run(tmp_path / "resumed", settings.model_copy(update={"num_rounds": 2}))
+    smaller = settings.batching.model_copy(update={"max_batch_size": 2})
     resumed = run(
         tmp_path / "resumed",
-        dataclasses.replace(settings, batching=smaller),
+        settings.model_copy(update={"batching": smaller}),
         accept_config_change=True,
     )
     assert_same_end(halved, resumed)

@@ -1,20 +1,31 @@
-"""Parse the options of all commands except `train` and `plan` (see `adloco_jax.main`).
+"""Parse the command line: options of all commands, and values of knobs (`--config.KEY=VALUE`).
 
 A command line is parsed before the command's module is imported, so that help does not wait for
 JAX.
 """
 
 import argparse
+import ast
+import contextlib
 import difflib
+import functools
+import inspect
+import itertools
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_origin
 
+from absl import flags
+from ml_collections import ConfigDict
+from pydantic import TypeAdapter, ValidationError
+
+from adloco_jax.config import plain_type
 from adloco_jax.errors import ConfigError
-from adloco_jax.settings import KNOBS
+from adloco_jax.settings import GROUPS, INT32, KNOBS, SIZES, Settings, default_of, meaning
 
 
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
@@ -178,9 +189,9 @@ def _prepare(parser: Parser) -> None:
     parser.add_argument("--source", dest="kind", help=text)
     names = ("heldout_path", "name", "split", "revision", "heldout_split", "text_column")
     for name in (*names, "tokenizer", "sequence_length", "heldout_frac"):
-        knob = KNOBS[f"data.{name}"]
-        parser.option(f"--{name.replace('_', '-')}", knob.default, knob.doc.rstrip("."))
-    text = KNOBS["data.num_sequences"].doc.rstrip(".")
+        key = f"data.{name}"
+        parser.option(f"--{name.replace('_', '-')}", default_of(key), meaning(key).rstrip("."))
+    text = meaning("data.num_sequences").rstrip(".")
     parser.add_argument("--num-sequences", type=int, help=text)
 
 
@@ -269,6 +280,106 @@ def _eval(parser: Parser) -> None:
     parser.add_argument("--tasks", required=True, help=text)
     parser.add_argument("--limit", type=int, help="examples of each task; default: all")
     parser.option("--batch-size", 8, "examples that the model reads at once")
+
+
+# -- Knobs -----------------------------------------------------------------------------------
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Define an option `--config.KEY` for every knob; its value is kept as text."""
+    for key in KNOBS:
+        parser, is_bool = flags.ArgumentParser(), plain_type(key) is bool
+        flag = flags.Flag(parser, None, f"config.{key}", None, "", boolean=is_bool)
+        flags.DEFINE_flag(flag, options)
+
+
+def override(config: ConfigDict, key: str, text: str) -> None:
+    """Convert the text of a value on the command line, and set a key of a config to the value.
+
+    Text that is not of the key's type is set as it is; `validate` then reports it. If the config
+    lacks the key, nothing is set; `validate` then reports the missing key.
+    """
+    group, _, name = key.rpartition(".")
+    holder = config.get(group) if group else config
+    if not isinstance(holder, ConfigDict) or name not in holder:
+        return
+    kind, default, value = plain_type(key), default_of(key), text
+    if default in (None, "auto") and text == (default or "none"):
+        value = default
+    elif get_origin(kind) is tuple:
+        with contextlib.suppress(SyntaxError, TypeError, ValueError):
+            literal = ast.literal_eval(text)
+            value = literal if isinstance(literal, tuple) else (literal,)
+    else:
+        with contextlib.suppress(ValidationError):
+            value = TypeAdapter(kind).validate_strings(text)
+    with holder.ignore_type():
+        holder[name] = value
+
+
+def knobs_help() -> str:
+    """Describe every knob: its meaning, unit, allowed values and default, and how to unset it."""
+    lines = []
+    for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
+        card = inspect.getdoc(GROUPS[group]) if group else "The whole run."
+        lines += ["", f"config.{group}".removesuffix("."), f"  {card}"]
+        for key in keys:
+            lines.append(f"  --config.{key}")
+            lines += [
+                textwrap.fill(text, 98, initial_indent=" " * 6, subsequent_indent=" " * 6)
+                for text in (meaning(key), f"{allowed(key)}{_unset(key)}")
+            ]
+    return "\n".join(lines[1:])
+
+
+def allowed(key: str) -> str:
+    """Describe in words the values that a key of the config may have, and its default."""
+    group, _, name = key.rpartition(".")
+    schema = _schema()["$defs"][GROUPS[group].__name__] if group else _schema()
+    default = default_of(key)
+    words = "unset" if default is None else repr(default)
+    if name in SIZES and group == "model":
+        words = f"that of the checkpoint, else {KNOBS[key].default}"
+    return f"{_in_words(schema['properties'][name])} (default: {words})"
+
+
+def _unset(key: str) -> str:
+    default = default_of(key)
+    if default in (None, "auto"):
+        return f"; unset with ={default or 'none'}"
+    return f"; unset with ={default!r}" if default in ("", ()) else ""
+
+
+_schema = functools.cache(Settings.model_json_schema)
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "True or False",
+    "string": "text",
+}
+_LIMITS = {
+    "exclusiveMinimum": "greater than",
+    "minimum": "at least",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
+}
+
+
+def _in_words(schema: dict[str, Any]) -> str:
+    """Describe in words the values that a part of a JSON schema allows."""
+    schema = schema.get("anyOf", [schema])[0]  # the other is null
+    if names := schema.get("enum") or schema.get("examples"):
+        return " or ".join(map(repr, names))
+    if "items" in schema:
+        return f"a tuple, each item {_in_words(schema['items'])}"
+    if "prefixItems" in schema:
+        return f"a pair, each item {_in_words(schema['prefixItems'][0])}"
+    limits = [
+        f"{words} {schema[name]:.12g}"
+        for name, words in _LIMITS.items()
+        if schema.get(name, INT32) != INT32
+    ]
+    return ", ".join([_TYPES[schema["type"]], *["not empty"] * ("minLength" in schema), *limits])
 
 
 _GRAMMAR: dict[str, Callable[[Parser], Any]] = {

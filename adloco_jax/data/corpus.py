@@ -375,7 +375,7 @@ def make_job(
     """
     source, where = DATA_SOURCES[data.source], (where_of(data), where_of(data, heldout=True))
     if num_classes is None:
-        data = dataclasses.replace(data, label_column="")
+        data = data.model_copy(update={"label_column": ""})
     on_hub = source.is_hub and is_on_hub(data)
     files, heldout_files = ({}, {}) if on_hub else find_sides(data)
     if on_hub and not commit:

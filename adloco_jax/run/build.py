@@ -129,7 +129,7 @@ def build_network(
     if machine is not None:
         how = {"attention": attention(settings, machine)}
         how["layer_form"] = "call" if machine.platform == "cpu" else "inline"
-    model = dataclasses.replace(settings.model, remat=mode.remat)
+    model = settings.model.model_copy(update={"remat": mode.remat})
     return with_knobs(ARCHITECTURES[model.arch].build, how)(model)
 
 

@@ -5,7 +5,6 @@ the plan does not give times.
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -127,8 +126,8 @@ def _changes(
     ensemble, count = settings.ensemble, len(machine.devices)
 
     def changed(group: str, **values: object) -> Settings:
-        part = dataclasses.replace(getattr(settings, group), **values)
-        return dataclasses.replace(settings, **{group: part})
+        part = getattr(settings, group).model_copy(update=values)
+        return settings.model_copy(update={group: part})
 
     if settings.model.remat is False:
         yield "model.remat=auto", changed("model", remat=None), machine

@@ -4,7 +4,6 @@ The module `training` makes the observers, and says in which order they are call
 receives the state of the run after the round, and must not change this state.
 """
 
-import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Sequence
@@ -313,7 +312,7 @@ def write_start(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         run=run.workdir.resolve().name,
         command=run.command,
-        config=dataclasses.asdict(settings),
+        config=settings.model_dump(),
         num_params=spec.num_params,
         state_bytes=spec.state_bytes._asdict(),
         attention=attention(settings, spec.machine),

@@ -16,24 +16,24 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from filelock import FileLock, Timeout
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from adloco_jax import __version__, files, hf
-from adloco_jax.config import default_config, validate, with_recorded_sizes
+from adloco_jax.config import default_config, tables, validate, with_recorded_sizes
 from adloco_jax.data.files import shard_changes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.files import replaced_file, write_errors
 from adloco_jax.hub import COMMIT
-from adloco_jax.knobs import Change
 from adloco_jax.loop.adloco import Control, State, Trainer, start
 from adloco_jax.loop.plans import share_done
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -42,7 +42,7 @@ from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.choose import Choice, Mode, choose
 from adloco_jax.run.ledger import finish, read
-from adloco_jax.settings import KNOBS, Settings
+from adloco_jax.settings import ENTRIES, KNOBS, Change, Settings, change
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -227,14 +227,14 @@ def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
     """Describe the settings that differ from those recorded in the folder of a run.
 
     The result has one list of lines for each kind of change: "harmless", "accepted" only if the
-    user says so, and "refused". The kind of a change is declared with the setting (`Knob.resume`).
+    user says so, and "refused". The kind of a change is declared with the setting.
     """
-    before, now = _read(workdir / "config.json"), flat_settings(settings)
+    before, now = flat_settings(_read(workdir / "config.json")), flat_settings(settings)
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
-        if key in before and before[key] != now[key]:
-            change = f"{key}: was {before[key]!r}, is {now[key]!r}"
-            changed[_class(key, settings)].append(change)
+        if before[key] != now[key]:
+            line = f"{key}: was {before[key]!r}, is {now[key]!r}"
+            changed[_class(key, settings)].append(line)
     return changed
 
 
@@ -255,10 +255,11 @@ def with_checkpoint(settings: Settings, workdir: Path | None = None) -> Settings
     if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
         return settings
     content = ""
-    if workdir is not None and path.is_file() and _read(path):
-        content = _record(path)["config"]["model"]["checkpoint"]
+    if workdir is not None and path.is_file():
+        content = _read(path).model.checkpoint
     content = content or json.dumps(hf.inspect(model.init_from).config)
-    return dataclasses.replace(settings, model=dataclasses.replace(model, checkpoint=content))
+    model = model.model_copy(update={"checkpoint": content})
+    return settings.model_copy(update={"model": model})
 
 
 def recorded_settings(workdir: Path) -> Settings:
@@ -273,11 +274,11 @@ def recorded_settings(workdir: Path) -> Settings:
         instance an optimizer, and that is not defined now.
     """
     path = workdir / "config.json"
-    config = _flat(default_config().to_dict()) | _recorded(path)
+    config = _recorded(path).model_dump()
     if commit := recorded_commit(workdir):
-        config["data.revision"] = commit
+        config["data"]["revision"] = commit
     try:
-        return with_checkpoint(validate(unflatten_dict(config, sep=".")), workdir)
+        return with_checkpoint(validate(config), workdir)
     except ConfigError as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
@@ -291,8 +292,10 @@ def recorded_config(workdir: Path) -> ConfigDict:
         now.
     """
     refuse_fit(workdir)
+    recorded = flatten_dict(_recorded(workdir / "config.json").model_dump(), sep=".")
     config = default_config()
-    config.update_from_flattened_dict(_recorded(workdir / "config.json"))
+    # A setting that is unset is None in the record, and may be "auto" in a config.
+    config.update_from_flattened_dict({k: v for k, v in recorded.items() if v is not None})
     return config
 
 
@@ -321,7 +324,7 @@ def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bo
       by_fit: Whether the run was made by `fit`.
     """
     now = flat_settings(settings)
-    adds_entries = any(knob.table and now[key] not in knob.table for key, knob in KNOBS.items())
+    adds_entries = any(now[key] not in entry.names.split() for key, entry in ENTRIES.items())
     if by_fit or (adds_entries and not command):
         return f"{'fit' if by_fit else 'train'} called again with the same arguments"
     folder = shlex.quote(str(workdir))
@@ -353,23 +356,18 @@ def unfinished(command: str) -> Path | None:
     return found[max(found)] if found else None
 
 
-def _recorded(path: Path) -> dict[str, object]:
+def _recorded(path: Path) -> Settings:
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; name the folder of a run")
-    known = {
-        key: _as_tuples(value)
-        for key, value in _read(path).items()
-        if key in KNOBS and value is not None  # null is recorded for a setting that is unset
-    }
+    recorded, known = _read(path), tables()
     faults = [
-        f"{path}: {key} = {known[key]!r}: no entry of this library; give --config the file that"
-        " adds it"
-        for key in known
-        if KNOBS[key].table and known[key] not in [*KNOBS[key].entries()]
+        f"{path}: {key} = {name!r}: no entry of this library; give --config the file that adds it"
+        for key, entry in ENTRIES.items()
+        if (name := attrgetter(key)(recorded)) not in known[entry.table]
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-    return known
+    return recorded
 
 
 def recorded_commit(workdir: Path) -> str:
@@ -396,10 +394,6 @@ def _record(path: Path) -> dict:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
 
-def _as_tuples(value: object) -> object:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
 def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     """Record all settings of a run, and the fields in `more`, in `config.json` in its folder.
 
@@ -409,7 +403,7 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
       ResourceError: If the file cannot be written.
     """
     path = workdir / "config.json"
-    record = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(settings), **more}
+    record = {"format": checkpoint.FORMAT, "config": settings.model_dump(), **more}
     with write_errors(path):
         with replaced_file(path) as file:
             file.write(json.dumps(record, indent=1).encode())
@@ -425,7 +419,7 @@ def _class(key: str, settings: Settings) -> Change:
     lasting = lasting and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
-    return cast(Change, KNOBS[key].resume)
+    return change(key)
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:
@@ -433,14 +427,10 @@ def flat_settings(settings: Settings) -> dict[str, object]:
 
     Tuples become lists, as in JSON.
     """
-    return _flat(json.loads(json.dumps(dataclasses.asdict(settings))))
+    return dict(flatten_dict(settings.model_dump(mode="json"), sep="."))
 
 
-def _flat(config: dict) -> dict[str, object]:
-    return dict(flatten_dict(config, sep="."))
-
-
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> Settings:
     """Read the recorded config of a run, the file `config.json` in its folder.
 
     Raises:
@@ -451,7 +441,7 @@ def _read(path: Path) -> dict[str, object]:
         raise CheckpointError(f"{path}: a run of another version of adloco_jax; use that version")
     if fault := files.fault(record.get("config"), Settings, "config"):
         raise CheckpointError(f"{path}: {fault}; restore the file from a copy")
-    return _flat(record["config"])
+    return Settings.model_validate_json(json.dumps(record["config"]), extra="ignore")
 
 
 # The fields of a checkpoint's `host.json` that are read, and their types.
@@ -611,7 +601,7 @@ def host(run: Run, recorded: dict, state: State) -> dict:
             "fingerprint": run.corpus.fingerprint,
             "shards": list(run.corpus.shards),
         },
-        "config": dataclasses.asdict(run.settings),
+        "config": run.settings.model_dump(),
         "versions": versions(),
         "devices": run.spec.machine.describe(),
     }

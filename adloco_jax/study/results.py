@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.errors import DataError
 from adloco_jax.files import Maybe, fault
-from adloco_jax.settings import KNOBS
+from adloco_jax.settings import KNOBS, default_of
 from adloco_jax.study.curves import lines, training_points
 
 _PATHS = ("data.path", "data.heldout_path")
@@ -62,7 +62,7 @@ def digest(config: ConfigDict) -> str:
     hash stays the same when the package gets new knobs, as long as the config has their defaults.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
-    changed = {key: v for key, v in values.items() if v != KNOBS[key].default}
+    changed = {key: v for key, v in values.items() if v != default_of(key)}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 
