@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from adloco_jax import files
+from adloco_jax.config import plain_type
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, Trainer
 from adloco_jax.run.ledger import EVENTS, Ledger, cut, deterministic_lines, read
+from adloco_jax.settings import KNOBS, Settings
 
 
 @pytest.fixture
@@ -111,6 +113,13 @@ def sample(kind):
         return sample(kind.kind)
     if members:  # a union type
         return sample(members[0])
+    if kind is Settings:
+        settings = json.loads(Settings().model_dump_json())
+        for group, _, name in (key.rpartition(".") for key in KNOBS):
+            holder, allowed = settings[group] if group else settings, {int: 8, float: 0.5}
+            if holder[name] is None:
+                holder[name] = allowed.get(plain_type(f"{group}.{name}".strip(".")), True)
+        return settings
     fields = kind if isinstance(kind, dict) else typing.get_type_hints(kind)
     return {name: sample(part) for name, part in fields.items()}
 
