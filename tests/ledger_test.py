@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from adloco_jax import files
-from adloco_jax.config import plain_type
+from adloco_jax.config import default_config, plain_type, validate
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, Trainer
 from adloco_jax.run.ledger import EVENTS, Ledger, cut, deterministic_lines, read
@@ -114,7 +114,7 @@ def sample(kind):
     if members:  # a union type
         return sample(members[0])
     if kind is Settings:
-        settings = json.loads(Settings().model_dump_json())
+        settings = json.loads(validate(default_config()).model_dump_json())
         for group, _, name in (key.rpartition(".") for key in KNOBS):
             holder, allowed = settings[group] if group else settings, {int: 8, float: 0.5}
             if holder[name] is None:

@@ -292,10 +292,10 @@ def recorded_config(workdir: Path) -> ConfigDict:
         now.
     """
     refuse_fit(workdir)
-    recorded = flatten_dict(_recorded(workdir / "config.json").model_dump(), sep=".")
-    config = default_config()
+    recorded = _recorded(workdir / "config.json")
+    config, values = default_config(), {key: attrgetter(key)(recorded) for key in KNOBS}
     # A setting that is unset is None in the record, and may be "auto" in a config.
-    config.update_from_flattened_dict({k: v for k, v in recorded.items() if v is not None})
+    config.update_from_flattened_dict({k: v for k, v in values.items() if v is not None})
     return config
 
 
