@@ -92,9 +92,9 @@ def fault(value: Any, kind: Any, name: str) -> str:
             kind.model_validate_json(json.dumps(value), extra="ignore")
         except ValidationError as error:
             first = error.errors()[0]
-            parts = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+            where = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
             need = first["msg"].replace("Input should be", "expected")
-            return f"{name}{''.join(parts)}: have {repr(first['input'])[:60]}, {need}"
+            return f"{name}{''.join(where)}: have {repr(first['input'])[:60]}, {need}"
         return ""
     if origin in (typing.Union, UnionType):
         faults = [fault(value, m, name) for m in members if m is not NoneType]
