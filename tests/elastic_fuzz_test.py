@@ -156,9 +156,9 @@ def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path
     here = fates.here = Here(monkeypatch, fates)
     lose = fleet.Fleet._lose
 
-    def noted(self, lost, cause):
+    def noted(self, lost, cause, **how):
         fates.record.append(("lost", (lost.number, lost.life)))
-        return lose(self, lost, cause)
+        return lose(self, lost, cause, **how)
 
     monkeypatch.setattr(fleet.Fleet, "_lose", noted)
     ended = None

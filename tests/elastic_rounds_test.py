@@ -12,7 +12,7 @@ from learners import Here, num_updates
 from toy import settings_of
 from toy_runs import events, run
 
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -313,11 +313,44 @@ def test_a_later_learner_that_differs_is_lost_and_the_run_goes_on(monkeypatch, t
             return lambda found: found | {"versions": {"jax": "0"}}
         return at(1, [2], "its process has ended")(n, life, method, arguments)
 
-    Here(monkeypatch, fate)
-    run(tmp_path, settings_with(restart_s=0.3))
-    lost = {e["why"] for e in events(tmp_path, "learner", what="lost")}
-    assert lost == {"its process has ended", "has other versions of packages than the driver"}
+    here = Here(monkeypatch, fate)
+    run(tmp_path, settings_with())
+    lost = [e["why"] for e in events(tmp_path, "learner", what="lost")]
+    others = "has other versions of packages than the driver; not started again"
+    assert lost == ["its process has ended", others]
+    assert [life for number, life, _ in here.starts if number == 1] == [0, 1]
+    assert counted(tmp_path)[-1] == 3  # its worker runs in another learner
     assert chaos.audit(tmp_path) == []
+
+
+def test_a_learner_that_cannot_start_is_tried_after_growing_pauses_and_its_time_counts(
+    monkeypatch, tmp_path
+):
+    def fate(n, life, method, arguments):
+        if n == 1 and life:
+            return "OSError: no disk"
+        if method == "play" and n == 0 and arguments[0].round == 5:
+            return "answer" if here.now_s > 1050 else "wait"
+        return at(1, [2], "its process has ended")(n, life, method, arguments)
+
+    here = Here(monkeypatch, fate)
+    run(tmp_path, settings_with())
+    starts = [start_s for number, life, start_s in here.starts if number == 1 and life]
+    pauses = np.diff(starts)
+    assert len(starts) >= 6 and (pauses[1:] > 1.8 * pauses[:-1] - 0.5).all()
+    lost = events(tmp_path, "learner", what="lost", why="OSError: no disk")
+    assert len(lost) >= len(starts) - 1
+
+
+def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path):
+    def fate(n, life, method, arguments):
+        if method == "hello" and life:
+            return lambda found: found | {"fingerprint": "others"}
+        return at(0, [2], "its process has ended")(n, life, method, arguments)
+
+    Here(monkeypatch, fate)
+    with pytest.raises(ResourceError, match="no learner is left; learner 0: has other data"):
+        run(tmp_path, settings_with(num_workers=1))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ class Here:
         self.fate, self.number, self.now_s = fate, itertools.count(), 1000.0
         self.calls, self.handles, self.alive = {}, {}, set()
         self.orders = []  # learner, life, order
+        self.starts = []  # learner, life, seconds
         monkeypatch.setitem(fleet.TRANSPORTS, "ray", self)
         for module in (engine, fleet, rounds):
             monkeypatch.setattr(module, "time", self)
@@ -53,6 +54,7 @@ class Here:
         handle = number, life
         self.handles[handle] = functools.partial(kind, number, life, given)
         self.alive.add(handle)
+        self.starts.append((*handle, self.now_s))
         return handle
 
     def submit(self, handle, method, *arguments, aside=False):

@@ -457,7 +457,8 @@ class ElasticEngine:
         movable -= {s for n in busy for s in self.fleet.learners[n].streams}
         there = [each for each in self.fleet.learners.values() if each.joined]
         away = [each for each in self.fleet.learners.values() if not each.joined and each.streams]
-        away = [each for each in away if each.lost_s and now_s - each.lost_s < patience_s]
+        away = [e for e in away if e.lost_s and now_s - e.lost_s < patience_s]
+        away = [e for e in away if e.started_s < math.inf]
         returning = {stream for each in away for stream in each.streams}
         hosts = members.assign(there, trainers, movable, returning=returning)
         moving = {s: self.fleet.learners[hosts[s]] for s in movable & hosts.keys()}

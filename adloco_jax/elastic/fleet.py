@@ -6,6 +6,7 @@ the driver (the process with the training loop) writes. Processes are reached th
 
 import contextlib
 import dataclasses
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -100,7 +101,8 @@ class Fleet:
         )
         self._given = self.put(given)
         for number in range(count):
-            self._start(number, 0)
+            self.learners[number] = members.Learner(number, 0, time.monotonic())
+            self._launch(self.learners[number])
         deadline_s = time.monotonic() + rule.restart_s
         while time.monotonic() < deadline_s and self._absent():
             self.poll()
@@ -133,7 +135,7 @@ class Fleet:
                 continue  # a call to a process that has ended
             learner = self.learners[asked.learner]
             if outcome.error:
-                events.append(self._lose(learner, outcome.error))
+                events.append(self._lose(learner, outcome.error, has_run=True))
             elif asked.what == "hello":
                 events += self._greet(learner, outcome.value)
             elif asked.what == "ping":
@@ -142,6 +144,8 @@ class Fleet:
                 events.append(Event(asked.what, learner, asked.about, outcome.value))
         now_s = time.monotonic()
         for number, learner in [*self.learners.items()]:
+            if number not in self._handles and now_s >= learner.started_s:
+                self._launch(learner)
             how = {"heartbeat_s": rule.heartbeat_s, "restart_s": rule.restart_s}
             if cause := learner.fault(now_s, **how):
                 events.append(self._lose(learner, cause))
@@ -154,7 +158,8 @@ class Fleet:
         """Return the total seconds that all learner processes of the run have been up.
 
         The time of a process begins when its start is requested. A process that has not joined yet
-        does not count, because it may still be waiting for a free node.
+        does not count, because it may still be waiting for a free node. It counts at its end if it
+        has run.
         """
         now_s = time.monotonic()
         there = (each for each in self.learners.values() if each.joined)
@@ -163,20 +168,12 @@ class Fleet:
     def _absent(self) -> list[int]:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
-    def _start(self, number: int, life: int) -> None:
-        """Start a process for the learner `number`, the first or the next one.
-
-        The learner keeps its workers from process to process. `life` says how many processes the
-        learner has had before.
-        """
-        before, now_s = self.learners.get(number), time.monotonic()
-        learner = self.learners[number] = members.Learner(number, life, now_s)
-        if before is not None:
-            learner.streams, learner.lost_s = before.streams, before.lost_s or now_s
-        self._handles[number] = self._transport.start(
-            Learner, self._count, number, life, self._given
+    def _launch(self, learner: members.Learner) -> None:
+        """Start the process of a learner."""
+        self._handles[learner.number] = self._transport.start(
+            Learner, self._count, learner.number, learner.life, self._given
         )
-        self.ask(number, "hello", about=None)
+        self.ask(learner.number, "hello", about=None)
 
     def put(self, value: Any) -> Any:
         """Store a value for the learners; return a reference to pass as an argument of calls."""
@@ -238,7 +235,8 @@ class Fleet:
         if differing := [names[name] for name in here if found[name] != here[name]]:
             fault = f"has {' and '.join(differing)} than the driver"
             if self._has_started:
-                return [self._lose(learner, fault)]
+                learner.failures = math.inf
+                return [self._lose(learner, f"{fault}; not started again", has_run=True)]
             raise ConfigError(
                 f"learner {number} ({found['devices']}): {fault}; install the same, and give it the"
                 " same files"
@@ -258,22 +256,38 @@ class Fleet:
         if found["compiling"] and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
 
-    def _lose(self, learner: members.Learner, cause: str) -> Event:
-        """Record the loss of a learner for the ledger, end its process, and start the next one."""
-        number = learner.number
-        if learner.joined or self._causes.get(number) != cause:
+    def _lose(self, learner: members.Learner, cause: str, *, has_run: bool = False) -> Event:
+        """Record the loss of a learner for the ledger, end its process, and plan the next one.
+
+        `has_run` says that the process has run, although it may not have joined. Otherwise it may
+        have waited for a free node.
+
+        Raises:
+          ResourceError: If no learner is left that could be started again.
+        """
+        number, has_run = learner.number, has_run or learner.joined
+        if has_run or self._causes.get(number) != cause:
             self.note(number, "lost", cause)
         self._causes[number] = cause
-        self.start_again(number)
+        self.start_again(number, has_run=has_run)
+        if all(math.isinf(each.started_s) for each in self.learners.values()):
+            raise ResourceError(f"no learner is left; learner {number}: {cause}")
         return Event("lost", learner, None, cause)
 
-    def start_again(self, number: int) -> None:
-        """End the present process of a learner, and start the learner's next process."""
-        learner = self.learners[number]
-        if learner.joined:
-            self._ended_up_s += time.monotonic() - learner.started_s
+    def start_again(self, number: int, *, has_run: bool = True) -> None:
+        """End the present process of a learner, and plan the learner's next process.
+
+        The learner keeps its workers from process to process. If processes end before they have
+        joined, the pauses between them grow.
+        """
+        before, now_s = self.learners[number], time.monotonic()
+        self._ended_up_s += has_run * (now_s - before.started_s)
         self._kill(number)
-        self._start(number, learner.life + 1)
+        failures = 0 if before.joined else before.failures + has_run
+        start_s = now_s + members.pause_s(failures)
+        learner = self.learners[number] = members.Learner(number, before.life + 1, start_s)
+        learner.failures, learner.streams = failures, before.streams
+        learner.lost_s = before.lost_s or now_s
 
     def close(self) -> None:
         """End all learners, and what was started to reach them."""

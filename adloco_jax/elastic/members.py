@@ -6,6 +6,7 @@ clock. A worker is identified by the number of its data stream, which never chan
 identified by its number, which stays the same when its process is restarted.
 """
 
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ class Learner:
 
     number: int  # the learner's number, which its next processes keep
     life: int  # how many times the learner has been restarted
-    started_s: float  # when the process was started
+    started_s: float  # when the process was started, or will be
     joined: bool = False  # whether the process has answered its first call
     leaving: bool = False  # whether the process has been asked to end
     asked_s: float | None = None  # time of a heartbeat request without an answer yet
     next_s: float = 0.0  # time of the next heartbeat request
     sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
+    failures: float = 0  # number of processes before it, in a row, that ran but did not join
     lost_s: float | None = None  # when its last process ended; None if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
     streams: list[int] = field(default_factory=list)  # streams of the workers that it runs
@@ -49,6 +51,15 @@ class Learner:
         if self.due_s is not None and now_s > self.due_s:
             return "at work for longer than its measured speed explains"
         return ""
+
+
+def pause_s(failures: float) -> float:
+    """Return how long to wait before a learner is started again.
+
+    `failures` is the number of its last processes that have ended before they joined; infinity if
+    the next ones would fail too.
+    """
+    return failures if failures in (0, math.inf) else min(2.0 ** (failures - 1), 60.0)
 
 
 def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:

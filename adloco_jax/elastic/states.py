@@ -63,15 +63,16 @@ class InnerStates:
         The method waits for the processes that have the states. `targets` has the process that will
         run each worker, by stream; None if this is not decided yet.
         """
-        workers = [
-            worker
-            for worker, stream in enumerate(control.streams)
-            if stream in targets.keys() - self._here.keys()
-            and self._holders.get(stream) is not targets[stream]
-        ]
-        states = self.of(control, workers)
-        if not self._spec.reset_inner_state:
-            self._here |= zip((control.streams[w] for w in workers), states, strict=True)
+        if self._spec.reset_inner_state:
+            return
+        self._fetch(
+            [
+                control.reads(worker)
+                for worker, stream in enumerate(control.streams)
+                if stream in targets and self._holders.get(stream) is not targets[stream]
+            ]
+        )
+        self._here |= {key[1]: state for key, state in self._found.items() if state is not None}
 
     def to_send(self, stream: int, learner: Learner) -> PyTree | None:
         """Return the inner state that a learner needs for a worker's round; None if it has it."""
