@@ -228,6 +228,28 @@ def test_a_trainer_without_a_finite_update_makes_no_outer_step_and_is_quarantine
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ended.ensemble))
 
 
+def test_the_line_of_a_round_has_all_trainers_though_each_has_its_own_clock(
+    monkeypatch, tmp_path, capsys
+):
+    def fate(n, life, method, arguments):
+        is_slow = method == "play" and n >= 2
+        waits = is_slow and len(events(tmp_path, "round", trainer=0)) <= arguments[0].round
+        return "wait" if waits and arguments[0].round < 3 else "answer"
+
+    Here(monkeypatch, fate)
+    settings = settings_of(
+        num_rounds=3,
+        ensemble={"num_trainers": 2, "num_workers": 4},
+        merge={"policy": "none"},
+        batching={"test": "constant"},
+        engine=ENGINE,
+    )
+    run(tmp_path, settings)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "/3: " in line]
+    assert [line.split(":")[0] for line in shown] == ["round 1/3", "round 2/3", "round 3/3"]
+    assert all("2x1x2 2x1x2, 2 trainers, 4 of 4 workers" in line for line in shown)
+
+
 def test_of_two_workers_the_one_far_beyond_the_last_accepted_updates_is_rejected(
     monkeypatch, tmp_path
 ):

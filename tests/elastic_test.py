@@ -180,6 +180,56 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_refuses_a_client_without_t
     assert chaos.left_running(tmp_path) == 0
 
 
+@slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_can_do_nothing_in_the_folder_of_a_cluster_of_our_own():
+    with cluster.connected("", 1):
+        folder = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+        assert {path.name for path in folder.iterdir()} == {"ray", "token"}
+        tries = "ls {0}", "ls {0}/ray", "cat {0}/token", "touch {0}/ray/x", "mv {0}/token {0}/other"
+        for words in tries:
+            command = words.format(folder).split()
+            assert subprocess.run(command, user="nobody", capture_output=True).returncode != 0
+    assert not folder.exists()
+
+
+@slow
+def test_after_a_run_with_a_cluster_of_its_own_the_users_ray_works_as_before(tmp_path):
+    environ = dict(os.environ)
+    with cluster.connected("", 1):
+        import ray
+    assert {n: v for n, v in os.environ.items() if n.startswith("RAY_AUTH")} == {
+        n: v for n, v in environ.items() if n.startswith("RAY_AUTH")
+    }
+    short = tempfile.mkdtemp(dir="/tmp")  # a socket's path must be short
+    try:
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=short)
+        assert ray.get(ray.put(3)) == 3
+        with pytest.raises(ConfigError, match="connected to Ray already; call ray.shutdown"):
+            cluster.check_possible()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(short, ignore_errors=True)
+
+
+@slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server", "DashboardAgent"])
+def test_the_death_of_one_of_rays_own_processes_ends_the_run_in_one_line(tmp_path, name):
+    folder = tmp_path / "run"
+    with chaos.driver(folder, ["num_rounds=100000", "inner.steps_per_round=2"]) as process:
+        assert chaos.wait_for(lambda: chaos.events(folder, "round"), process, 300)
+        pids = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal()]
+        (home,) = {chaos.cluster_folder(pid, folder) for pid in pids} - {None}
+        for pid in chaos.with_open_files(home):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            if re.search(f"(/|::){name}$", words):
+                os.kill(pid, signal.SIGKILL)
+        assert process.wait(60) == 5
+    last = (tmp_path / "run.log").read_text().splitlines()[-1]
+    assert "the Ray cluster is gone" in last and "newest checkpoint" in last
+    assert chaos.left_running(folder) == 0
+
+
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"engine.kind = ray: .*adloco_jax\[ray\]"):
@@ -193,7 +243,7 @@ def test_a_cluster_that_is_not_there_is_named_in_one_line(tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     settings = settings_of(**ELASTIC | {"engine": RAY | {"address": address}})
-    with pytest.raises(ConfigError, match=f"engine.address = {address}: no Ray cluster") as error:
+    with pytest.raises(ConfigError, match=f"engine.address = {address}: nothing answers") as error:
         run(tmp_path / "r", settings)
     assert "\n" not in str(error.value)
 

@@ -22,12 +22,11 @@ class Terminal(io.StringIO):
 
 
 def round_of(*sizes, heldout=math.nan, loss=2.41349, tokens=51234.5):
-    """The line of a round of one second, from each trainer's micro-batch, accumulation, workers."""
+    """The line of a round, from each trainer's micro-batch, accumulation and workers."""
     names = ("micro_batch_size", "num_accum_steps", "workers")
-    lines = [dict(zip(names, size, strict=True), tokens=0) for size in sizes]
-    lines[0]["tokens"] = tokens
+    lines = [dict(zip(names, size, strict=True)) for size in sizes]
     losses = [loss] + [math.nan] * (len(sizes) - 1)  # no update of the others was finite
-    return describe_round(lines, losses, heldout=heldout, pool=6, seconds=1.0)
+    return describe_round(lines, losses, heldout=heldout, pool=6, tokens_per_s=tokens)
 
 
 def show(file, *, num_rounds=4, every=1):

@@ -9,9 +9,11 @@ import contextlib
 import importlib.util
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -71,6 +73,10 @@ _DEATHS = {
     "temporarily unavailable": "its process or its node cannot be reached",
 }
 
+_PATIENCE_S = 20.0  # how long Ray's head may be out of reach, and an end of the run may take
+_lost: list[str] = []  # which of Ray's own processes has ended; empty while all of them work
+_raylet: list[int] = []  # a file that can be read once Ray's process on this machine has ended
+
 
 class Outcome(NamedTuple):
     """The result of a call to a learner's method, or the error that ended the call."""
@@ -92,6 +98,10 @@ def check_possible() -> None:
         )
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("engine.kind = ray: not installed; pip install 'adloco_jax[ray]'")
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        raise ConfigError(
+            "engine.kind = ray: this process is connected to Ray already; call ray.shutdown() first"
+        )
 
 
 @contextlib.contextmanager
@@ -117,19 +127,18 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
         if address:
             import ray
 
+            fault = "nothing answers there"
             try:
-                host, _, port = address.rpartition(":")
-                with socket.create_connection((host, int(port)), timeout=10):
-                    pass  # only a test of the address, because Ray would try it for minutes
+                _reach(address)  # Ray would try the address for minutes
+                fault = "the Ray cluster there does not accept this process"
                 ray.init(address=address, **quiet)
             except Exception as error:  # deliberately broad, because Ray raises many kinds
                 cause = reason(error, 200)
                 raise ConfigError(
-                    f"engine.address = {address}: no Ray cluster answers there ({cause}); see"
-                    " docs/guides/elastic.md for addresses and tokens"
+                    f"engine.address = {address}: {fault} ({cause}); see docs/guides/elastic.md for"
+                    " addresses and tokens"
                 ) from error
-            stack.callback(ray.shutdown)
-            _tame(ray, at_sigterm)
+            stack.enter_context(_tamed(ray, at_sigterm))
             yield
             return
         folder = tempfile.mkdtemp(prefix="adloco-", dir="/tmp")  # a socket's path must be short
@@ -147,19 +156,13 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
         # Learners import the user's functions from the same folders as the driver.
         changed["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_TOKEN")}
+        stack.callback(_read_environment)
         stack.callback(_restore, before)
         os.environ.update(changed)
         os.environ.pop("RAY_AUTH_TOKEN", None)
-        is_new = "ray" not in sys.modules
         import ray
 
-        if not is_new:  # Ray was imported before, so it has read the environment already
-            native: Any = ray._raylet
-            native.Config.initialize("")
-            native.AuthenticationTokenLoader.instance().reset_cache()
-            constants: Any = ray._private.ray_constants
-            stack.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
-            constants.ENABLE_RAY_CLUSTER = False
+        _read_environment()
         try:
             with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
                 warnings.simplefilter("ignore", RuntimeWarning)
@@ -168,23 +171,91 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
                     num_cpus=num_learners,
                     include_dashboard=False,
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=folder,
+                    _temp_dir=f"{folder}/ray",  # Ray lets everybody write here
                     **quiet,
                 )
         except Exception as error:  # deliberately broad, because Ray raises many kinds
             cause = reason(error, 200)
             raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
-        stack.callback(ray.shutdown)
-        _tame(ray, at_sigterm)
+        stack.enter_context(_tamed(ray, at_sigterm))
         yield
 
 
-def _tame(ray: Any, at_sigterm: Any) -> None:
-    """Restore the run's SIGTERM handler, and hide Ray's messages about ended processes."""
+@contextlib.contextmanager
+def _tamed(ray: Any, at_sigterm: Any) -> Iterator[None]:
+    """Keep the run's SIGTERM handler, hide messages about ended processes, and watch the cluster.
+
+    Without its own processes, Ray would end this process or keep it waiting. So a thread notices
+    their end, and ends this process if the run does not end by itself.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, at_sigterm)
+    worker, closed = ray._private.worker, threading.Event()
     # Ray prints these messages even if `log_to_driver` is False.
-    ray._private.worker.print_worker_logs = lambda *_: None
+    shown, worker.print_worker_logs = worker.print_worker_logs, lambda *_: None
+    _lost.clear()
+    head = ray.get_runtime_context().gcs_address
+
+    def watch():
+        answered_s = time.monotonic()
+        while not (closed.wait(2.0) or _is_gone()):
+            with contextlib.suppress(OSError):
+                _reach(head)
+                answered_s = time.monotonic()
+            if time.monotonic() - answered_s > _PATIENCE_S:
+                _lost.append(f"its head at {head} does not answer")
+        if not closed.wait(_PATIENCE_S) and _lost:
+            print(_gone(), file=sys.stderr, flush=True)
+            os._exit(ResourceError.exit_code)
+
+    watcher = threading.Thread(target=watch, name="ray", daemon=True)
+    try:
+        if hasattr(os, "pidfd_open"):  # on Linux
+            with socket.socket(socket.AF_UNIX) as own:
+                own.connect(worker._global_node.raylet_socket_name)
+                credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _raylet.append(os.pidfd_open(struct.unpack("3i", credentials)[0]))
+        watcher.start()
+        yield
+    finally:
+        ray.shutdown()
+        closed.set()
+        watcher.join()
+        while _raylet:
+            os.close(_raylet.pop())
+        worker.print_worker_logs = shown
+
+
+def _is_gone() -> bool:
+    if not _lost and select.select(_raylet, [], [], 0)[0]:
+        _lost.append("its process on this machine has ended")
+    return bool(_lost)
+
+
+def _gone() -> ResourceError:
+    return ResourceError(
+        f"the Ray cluster is gone ({_lost[0]}); the same command continues from the newest"
+        " checkpoint"
+    )
+
+
+def _reach(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10):
+        pass
+
+
+def _read_environment() -> None:
+    """Let Ray read the environment, which it otherwise does only when it is imported."""
+    import ray
+
+    native: Any = ray._raylet
+    native.Config.initialize("")
+    native.AuthenticationTokenLoader.instance().reset_cache()
+    constants: Any = ray._private.ray_constants
+    constants.ENABLE_RAY_CLUSTER = constants.env_bool(
+        constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not constants.IS_WINDOWS_OR_OSX
+    )
 
 
 def _end(reaper: subprocess.Popen, folder: str) -> None:
@@ -212,6 +283,7 @@ def put(value: Any) -> Any:
     """
     import ray
 
+    _check()
     try:
         return ray.put(value)
     except TypeError as error:  # the message of Ray would list the whole value
@@ -234,6 +306,7 @@ def start(kind: type, num_learners: int, *arguments: Any) -> Any:
     """
     import ray
 
+    _check()
     gpus = ray.cluster_resources().get("GPU", 0)
     options: dict[str, Any] = {
         "num_cpus": 1,
@@ -253,6 +326,7 @@ def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> An
     calls, but runs beside them in another thread. Returns a reference to the call, which `poll`
     accepts.
     """
+    _check()
     function = getattr(handle, method)
     if aside:
         function = function.options(concurrency_group="aside")
@@ -274,6 +348,7 @@ def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
     """
     import ray
 
+    _check()
     if not calls:
         time.sleep(timeout_s)
         return {}
@@ -282,11 +357,14 @@ def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
         if not ended:
             ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
     except ray.exceptions.RayError as error:
-        raise ResourceError(
-            f"the Ray cluster is gone ({reason(error, 200)}); the same command continues"
-            " from the newest checkpoint"
-        ) from error
+        _lost.append(reason(error, 200))
+        raise _gone() from error
     return {call: _outcome(call) for call in ended}
+
+
+def _check() -> None:
+    if _is_gone():
+        raise _gone()
 
 
 def _outcome(call: Any) -> Outcome:
@@ -310,8 +388,9 @@ def kill(handle: Any, process: tuple[str, int] | None) -> None:
     """
     import ray
 
-    with contextlib.suppress(ray.exceptions.RayError):
-        ray.kill(handle, no_restart=True)
+    if not _is_gone():
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(handle, no_restart=True)
     if process is not None and process[0] == machine_id():
         with contextlib.suppress(OSError):
             if b"ray::" in Path(f"/proc/{process[1]}/cmdline").read_bytes():

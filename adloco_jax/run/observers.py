@@ -65,6 +65,10 @@ class Recorder:
     evaluated_round: int = -1  # the round after which `loss` was measured and recorded
     tokens: int = 0  # tokens of the rounds that this process has run
     seconds: float = 0.0  # seconds of these rounds, without compilation
+    # By trainer, the ledger's fields and the loss of its newest round. Trainers with clocks of
+    # their own end their rounds at different boundaries.
+    _newest: dict[int, tuple[dict, float]] = field(default_factory=dict)
+    _unshown: np.ndarray = field(default_factory=lambda: np.zeros(2))  # tokens, seconds
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Write to the ledger a line for each trainer that ran in the round, and for each change.
@@ -75,6 +79,7 @@ class Recorder:
         metrics = boundary.metrics
         self.tokens += sum(line["tokens"] for line in metrics.lines)
         self.seconds += metrics.step_s - metrics.stall_s
+        self._unshown += sum(line["tokens"] for line in metrics.lines), metrics.step_s
         seconds = {"step_s": round(metrics.step_s, 6), "stall_s": round(metrics.stall_s, 6)}
         rows = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
         for line, decision, outcome in rows:
@@ -82,6 +87,7 @@ class Recorder:
             measured["pseudo_grad_norm"] = outcome.pseudo_grad_norm
             within = outcome.losses(self.settings.log.every_updates)
             measured["train_losses"] = [(line["updates_before"] + n, loss) for n, loss in within]
+            self._newest[line["trainer"]] = line, outcome.mean_loss
             whole = line | _decided(decision, self.settings)
             self.ledger.write("round", **whole, **measured, **seconds)
             if skipped := line["skipped_updates"]:
@@ -96,10 +102,15 @@ class Recorder:
 
     def show(self, state: State, boundary: Boundary) -> None:
         """Write a line about the round to the terminal, with the last measured held-out loss."""
-        metrics, control = boundary.metrics, state.control
-        losses = [outcome.mean_loss for outcome in metrics.outcomes]
+        control = state.control
+        lines, losses = zip(
+            *(self._newest[trainer] for trainer in sorted(self._newest)), strict=True
+        )
+        tokens, seconds = self._unshown
         how = {"heldout": self.loss, "pool": self.settings.ensemble.num_workers}
-        text = describe_round(metrics.lines, losses, **how, seconds=metrics.step_s)
+        text = describe_round(lines, losses, **how, tokens_per_s=tokens / seconds)
+        self._unshown = np.zeros(2)
+        self._newest = {t.id: self._newest[t.id] for t in control.trainers if t.id in self._newest}
         done = share_done(control.round, control.tokens_total, self.settings)
         self.progress.round(control.round, done, text)
 

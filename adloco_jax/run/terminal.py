@@ -154,7 +154,12 @@ class Progress:
 
 
 def describe_round(
-    lines: Sequence[dict], losses: Sequence[float], *, heldout: float, pool: int, seconds: float
+    lines: Sequence[dict],
+    losses: Sequence[float],
+    *,
+    heldout: float,
+    pool: int,
+    tokens_per_s: float,
 ) -> str:
     """Describe a finished round on one line: loss, batch sizes, trainers, workers and speed.
 
@@ -164,7 +169,7 @@ def describe_round(
       heldout: Newest held-out loss of the consensus model (the best trainer, or the average of all
         trainers); NaN if no loss has been measured yet.
       pool: Number of workers that the run has when all workers have started.
-      seconds: Duration of the round in seconds.
+      tokens_per_s: Speed of all trainers together since the last such line.
     """
     loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
     names = ("micro_batch_size", "num_accum_steps", "workers")
@@ -172,12 +177,12 @@ def describe_round(
     if len(sizes) > _MOST_LISTED:
         counts = collections.Counter(sizes).most_common()
         sizes = [f"{size} in {counted(count, 'trainer')}" for size, count in counts]
-    tokens, workers = (sum(line[name] for line in lines) for name in ("tokens", "workers"))
+    workers = sum(line["workers"] for line in lines)
     return (
         f"loss {loss:.4g}{'' if np.isnan(heldout) else f', held-out {heldout:.4g}'},"
         f" batch x accumulation x workers {' '.join(sizes)},"
         f" {counted(len(lines), 'trainer')}, {workers} of {pool} workers,"
-        f" {tokens / seconds:,.0f} tokens/s"
+        f" {tokens_per_s:,.0f} tokens/s"
     )
 
 
