@@ -247,13 +247,16 @@ def save(
         )
     own = {name: getattr(network, ours) for name, (ours, _) in names.sizes.items()}
     own |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
-    if tokenizer is not None and "eos_token_id" in own:
-        own["eos_token_id"] = tokenizer.eot_id
+    own |= {} if tokenizer is None else tokenizer.token_ids
     config = dict(config or own)
     if _differing(network, names, config):  # such as a longer context, or other classes
         config = own | {key: config[key] for key in config if key.endswith("token_id")}
     if differing := _differing(network, names, config):
         raise ConfigError(f"{folder}: no model of transformers has {', '.join(differing)}")
+    # The tokenizer is another one if the checkpoint had none.
+    ends = np.ravel(config.get("eos_token_id", [])).tolist()
+    if tokenizer is not None and ends and tokenizer.eot_id not in ends:
+        config |= tokenizer.token_ids
     config["architectures"] = [names.classes[config["model_type"]]]
     config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, dtype)
     leaves = _leaves(jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params))
@@ -266,7 +269,7 @@ def save(
         save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
-            tokenizer.save(partial)
+            tokenizer.save(partial, getattr(network, "max_length", None))
 
 
 def _differing(network: nn.Module, names: WeightMap, config: dict) -> list[str]:

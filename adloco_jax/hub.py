@@ -26,6 +26,10 @@ class Unreachable(ResourceError):
     """Error: the Hugging Face hub does not answer."""
 
 
+class NoSuchFile(ConfigError):
+    """Error: a repository has none of the wanted files."""
+
+
 def commit_of(name: str, revision: str, *, where: str) -> str:
     """Ask the hub for the commit to which a revision of a data set leads; wait for at most 10 s.
 
@@ -66,8 +70,8 @@ def download(
 
     Raises:
       Unreachable: If the hub does not answer.
-      ConfigError: If there is no such repository, no access to it, or no file that matches
-        `one_of`.
+      NoSuchFile: If no file of the repository matches `one_of`.
+      ConfigError: If there is no such repository, or no access to it.
       DataError: If the hash of a file differs from the hash that the hub states.
     """
     import huggingface_hub
@@ -93,7 +97,7 @@ def download(
             best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
             if best is None:
                 missing = f"the repository has no file {' or '.join(one_of)}"
-                raise ConfigError(f"{where}: {missing}{hint and '; '}{hint}")
+                raise NoSuchFile(f"{where}: {missing}{hint and '; '}{hint}")
             while folder is None:
                 try:
                     folder = get(best)

@@ -183,8 +183,9 @@ class Data(Group):
     """Field or column that holds a row's text."""
     label_column: Name = "label"
     """Field of a row's class, an integer from 0; bert only."""
-    tokenizer: Name = "bytes"
-    """bytes, a tokenizer.json, a *.model, a folder, or a hub name."""
+    tokenizer: Name | None = None
+    """bytes, a tokenizer.json, a *.model, a folder, or a hub name. Unset: the tokenizer of
+    model.init_from, else bytes."""
     sequence_length: Count = 128
     """L, predicted tokens per row."""
     num_sequences: Count | None = None

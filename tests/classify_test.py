@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from texts import write_documents
 from toy import data_settings
+from transformers import AutoTokenizer
 
 from adloco_jax import hf
 from adloco_jax.config import default_config, validate
@@ -207,8 +208,12 @@ def test_a_run_learns_to_tell_classes_apart(classified):
     assert "perplexity" not in table
 
 
-def test_its_export_is_a_bert(classified):
+def test_its_export_is_a_bert_that_reads_a_text_as_it_was_trained(classified):
     loaded = hf.load(classified.workdir / "export")
+    exported = AutoTokenizer.from_pretrained(classified.workdir / "export")
+    assert exported("good").input_ids == [256, *b"good", 256]
+    assert len(exported("x" * 99, truncation=True).input_ids) == exported.model_max_length == 48
+    assert exported(["a", "bc"], padding=True).attention_mask == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert type(loaded.network).__name__ == "Bert" and loaded.network.num_classes == 2
     trained = read_trained(classified.workdir, here())
     np.testing.assert_array_equal(

@@ -22,6 +22,7 @@ from adloco_jax.cli import prepare as command
 from adloco_jax.config import validate
 from adloco_jax.data import DATA_SOURCES, files, load_corpus, load_tokenizer, rows
 from adloco_jax.data import corpus as corpus_module
+from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
 LENGTH = 15
@@ -69,7 +70,7 @@ def load(path, *, note=lambda line: None, **changes):
 def prepare(path, folder, *, note=lambda line: None, **changes):
     """Prepares a named folder."""
     settings = settings_of(path, **changes)
-    job = corpus_module.make_job(settings.data, load_tokenizer(settings.data.tokenizer))
+    job = corpus_module.make_job(settings.data, tokenizer_of(settings))
     return rows.prepare(job, folder, note=note)
 
 
@@ -387,7 +388,7 @@ DAMAGE = {
     "one side": (edit(hashes=["a"]), "does not describe training and held-out rows"),
     "files": (edit(files=[5]), r"damaged, prepared.files\[0\]: have 5"),
     "no name": (edit(files=[{}]), r"prepared.files\[0\].name: missing"),
-    "format": (edit(format=1), "format 1, need 2; prepare the data again"),
+    "format": (edit(format=1), "format 1, need 3; prepare the data again"),
     "no object": (write("[]"), "a JSON list"),
     "deep": (write("[" * 10**6), "no readable JSON"),
     "an id": (strange_id, "token id 257"),

@@ -1,13 +1,16 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from texts import write_documents
-from toy import data_settings
+from toy import data_settings, tiny_config
 
+from adloco_jax.config import validate
 from adloco_jax.data import load_corpus, load_tokenizer
-from adloco_jax.data.tokenizers import check_round_trip
+from adloco_jax.data.tokenizers import check_round_trip, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
 TEXTS = [
@@ -51,10 +54,9 @@ def assert_round_trip(tokenizer, texts=TEXTS):
     assert [tokenizer.decode(i) for i in ids] == texts
     for array in ids:
         assert array.dtype == np.int32 and array.ndim == 1
-        assert tokenizer.eot_id not in array
         assert array.max(initial=0) < tokenizer.vocab_size
     assert 0 <= tokenizer.eot_id < tokenizer.vocab_size
-    assert tokenizer.decode([tokenizer.eot_id, *ids[0], tokenizer.vocab_size + 5]) == texts[0]
+    assert tokenizer.decode([*ids[0], tokenizer.vocab_size + 5]) == texts[0]
 
 
 def test_bytes_are_their_own_ids():
@@ -210,3 +212,138 @@ def test_a_tokenizer_that_drops_case_accents_and_spaces_is_not_refused(tmp_path)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.save(str(tmp_path / "tokenizer.json"))
     check_round_trip(["TRÈS DÉJÀ VU\n"], load_tokenizer(str(tmp_path / "tokenizer.json")))
+
+
+# --- What an export makes of a text -----------------------------------------------------------
+
+SPEAKERS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def with_template(*template):
+    backend = byte_level_tokenizer("<s>", "</s>")
+    named = [(name, backend.token_to_id(name)) for name in template if name != "$A"]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(template, None, named)
+    return backend
+
+
+def chat_folder(folder):
+    """A folder as those of Qwen's chat models."""
+    save_folder(
+        byte_level_tokenizer(*SPEAKERS),
+        folder,
+        tokenizer_class="Qwen2Tokenizer",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=131072,
+        chat_template="{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    )
+    ids = {"model_type": "qwen3", "bos_token_id": 0, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(ids))
+    generation = {"eos_token_id": [2, 0], "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def named_tokenizer(kind, folder, data_dir):
+    """The value of data.tokenizer for a kind of tokenizer."""
+    path = folder / "tokenizer.json"
+    templates = {"plain": ["$A"], "one end": ["<s>", "$A"], "both ends": ["<s>", "$A", "</s>"]}
+    if kind in templates:
+        with_template(*templates[kind]).save(str(path))
+    elif kind == "wordpiece":
+        backend = tokenizers.BertWordPieceTokenizer()
+        backend.train_from_iterator(["a good film"], vocab_size=99, show_progress=False)
+        path = folder / "bert"
+        named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "tokenizer_class": "BertTokenizer"}
+        save_folder(backend, path, **named)
+    elif kind == "chat":
+        path = chat_folder(folder / "chat")
+    elif kind == "folder of SentencePiece":
+        path = folder / "llama"
+        path.mkdir()
+        shutil.copy(data_dir / "tokenizers" / "torchtune_m_2000.model", path / "tokenizer.model")
+        named = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+        (path / "tokenizer_config.json").write_text(json.dumps(named))
+    else:
+        return kind if kind == "bytes" else str(data_dir / "tokenizers" / kind)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "around", "added"),  # ids around a text to be classified; of these, around any text
+    [
+        ("bytes", [256, 256], ""),
+        ("plain", [1, 1], ""),
+        ("one end", [0, 1], "first"),
+        ("both ends", [0, 1], "both"),
+        ("wordpiece", [2, 3], "both"),
+        ("chat", [2, 2], ""),
+        ("torchtune_m_2000.model", [2, 2], ""),
+        ("folder of SentencePiece", [1, 2], "first"),
+    ],
+)
+def test_an_export_makes_of_a_text_what_was_trained_on(tmp_path, data_dir, kind, around, added):
+    name = named_tokenizer(kind, tmp_path, data_dir)
+    texts = ["a good film", "", *TEXTS, *(f"a {token} b" for token in SPEAKERS), "long " * 40]
+    for length in (None, 16):
+        tokenizer = load_tokenizer(name, text_length=length)
+        out = tmp_path / f"out {length}"
+        out.mkdir()
+        tokenizer.save(out, 64)
+        exported = transformers.AutoTokenizer.from_pretrained(out)
+        prefix, suffix = [*tokenizer.prefix], [*tokenizer.suffix]
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            kept = ids[: length and length - len(prefix) - len(suffix)].tolist()
+            found = exported(text, truncation=length is not None).input_ids
+            assert found == [*prefix, *kept, *suffix]
+        assert exported.model_max_length == (length or 64)
+        if length is None:
+            assert prefix == around[:1] * (added != "") and suffix == around[1:] * (added == "both")
+        else:
+            assert [*prefix, *suffix] == around
+            assert exported.pad_token is not None and exported.padding_side == "right"
+
+
+def test_a_special_token_in_a_text_is_this_token(tmp_path):
+    folder = str(chat_folder(tmp_path / "chat"))
+    for name in (folder, f"{folder}/tokenizer.json"):
+        tokenizer = load_tokenizer(name)
+        (ids,) = tokenizer.encode_batch(["<|im_start|>a<|im_end|>"])
+        assert ids[[0, -1]].tolist() == [1, 2] and len(ids) == 3
+        assert tokenizer.decode(ids) == "<|im_start|>a<|im_end|>"
+    assert load_tokenizer("bytes").encode_batch(["a<|endoftext|>"])[0].tolist() == [97, 256]
+
+
+def test_the_tokenizer_of_a_run_is_its_checkpoints(tmp_path):
+    chat, bare = chat_folder(tmp_path / "chat"), tmp_path / "bare"
+    bare.mkdir()
+
+    def of(tokenizer, init_from=chat, **model):
+        settings = validate(tiny_config(model={"vocab_size": 300} | model))
+        groups = {"data": {"tokenizer": tokenizer}, "model": {"init_from": str(init_from)}}
+        for group, changes in groups.items():
+            changed = getattr(settings, group).model_copy(update=changes)
+            settings = settings.model_copy(update={group: changed})
+        return tokenizer_of(settings)
+
+    for name, init_from in ((None, ""), (None, bare), ("bytes", tmp_path / "gone")):
+        assert of(name, init_from).name == "bytes"
+    assert of(None).name == str(chat) and of(None).eot_id == 2
+    with pytest.raises(ConfigError, match=r"data.tokenizer=bytes: 257 ids, .*tokenizer unset"):
+        of("bytes")
+    with pytest.raises(ConfigError, match=r"chat has 273 ids.*set model.vocab_size"):
+        of(None, vocab_size=260)
+    # The same tokenizer by another name: what belongs to the weights is kept.
+    copy = shutil.copytree(chat, tmp_path / "copy")
+    (copy / "generation_config.json").unlink()
+    same = of(str(copy))
+    assert same.name == str(copy) and same.fingerprint == load_tokenizer(str(copy)).fingerprint
+    out = tmp_path / "out"
+    out.mkdir()
+    same.save(out, None)
+    kept, original = (transformers.AutoTokenizer.from_pretrained(path) for path in (out, chat))
+    assert kept.special_tokens_map == original.special_tokens_map
+    assert kept.chat_template == original.chat_template
+    assert kept.model_max_length == 131072
+    files = (path / "generation_config.json" for path in (out, chat))
+    assert len({file.read_text() for file in files}) == 1

@@ -80,6 +80,7 @@ def test_every_key_can_be_overridden_by_its_own_value():
 
 OPTIONAL = {key: KNOBS[key].default or 60 for key in KNOBS if default_of(key) is None}
 OPTIONAL |= {"ensemble.initial_workers": 3, "ensemble.spawn_frac": 0.5, "batching.memory_frac": 0.5}
+OPTIONAL |= {"data.tokenizer": "bytes"}
 
 
 def test_none_unsets_an_optional_key():

@@ -111,7 +111,9 @@ def generate(options: argparse.Namespace, command: str) -> None:
     # The bytes of a command line need not be UTF-8.
     text = os.fsencode(options.prompt).decode(errors="replace")
     (ids,) = tokenizer.encode_batch([text])
-    prompt = np.concatenate([[tokenizer.eot_id], ids]).astype(np.int32)
+    # As in `transformers`. An empty prompt is the beginning of a document.
+    prompt = [*tokenizer.prefix, *ids, *tokenizer.suffix] or [tokenizer.eot_id]
+    shown = len(prompt) - len(ids) - len(tokenizer.suffix)
     room = network.max_length - len(prompt)
     if min(options.tokens, options.samples) < 1 or options.temperature < 0:
         raise ConfigError("--tokens and --samples must be at least 1, --temperature 0 or more")
@@ -119,7 +121,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
         raise ConfigError(
             f"--prompt: {len(prompt)} tokens, the model reads {network.max_length}; shorten it"
         )
-    if max(prompt.max(), tokenizer.vocab_size - 1) >= network.vocab_size:
+    if max(*prompt, tokenizer.vocab_size - 1) >= network.vocab_size:
         raise ConfigError(
             f"{model}: the tokenizer has {tokenizer.vocab_size} ids, the model {network.vocab_size}"
         )
@@ -132,12 +134,12 @@ def generate(options: argparse.Namespace, command: str) -> None:
     tokens_BL = llama.generate(
         network,
         params,
-        np.tile(prompt, (options.samples, 1)),
+        np.tile(np.array(prompt, np.int32), (options.samples, 1)),
         num_tokens=min(options.tokens, room),
         temperature=options.temperature,
         key=jax.random.key(options.seed),
     )
     for tokens in np.asarray(tokens_BL):
-        ends = np.flatnonzero(tokens[1:] == tokenizer.eot_id) + 1
+        ends = np.flatnonzero(tokens[len(prompt) :] == tokenizer.eot_id) + len(prompt)
         print("-" * 72)
-        print(tokenizer.decode(tokens[1 : ends[0] if ends.size else None]))
+        print(tokenizer.decode(tokens[shown : ends[0] if ends.size else None]))

@@ -190,7 +190,8 @@ def _prepare(parser: Parser) -> None:
     names = ("heldout_path", "name", "split", "revision", "heldout_split", "text_column")
     for name in (*names, "tokenizer", "sequence_length", "heldout_frac"):
         key = f"data.{name}"
-        parser.option(f"--{name.replace('_', '-')}", default_of(key), meaning(key).rstrip("."))
+        default = "bytes" if name == "tokenizer" else default_of(key)
+        parser.option(f"--{name.replace('_', '-')}", default, meaning(key).rstrip("."))
     text = meaning("data.num_sequences").rstrip(".")
     parser.add_argument("--num-sequences", type=int, help=text)
 

@@ -25,7 +25,7 @@ from adloco_jax.data.prepared import Manifest
 from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
-from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.settings import Data, Settings
 
@@ -98,9 +98,16 @@ class Corpus:
             for i, side in enumerate((self.rows, self.heldout_rows)):
                 sides[i] += f" ({', '.join(map(str, np.bincount(side[:, 0])))} by class)"
             of_class, num_tokens = f" of class {row[0]}", len(row) - NUM_FIELDS
-            row = row[NUM_FIELDS + 1 : NUM_FIELDS + row[1] - 1]
+            row = row[NUM_FIELDS : NUM_FIELDS + row[1]]
         cut = f", {manifest.truncated} of the texts cut" if manifest.truncated else ""
         copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
+        around = {*self.tokenizer.prefix, *self.tokenizer.suffix} - {self.tokenizer.eot_id}
+        unseen = ""
+        if around and self.tokens_per_byte is not None:
+            unseen = (
+                f"\ntokenizer: rows have no {self.tokenizer.decode(sorted(around))}, which"
+                " transformers adds to a text unless add_special_tokens=False"
+            )
         files = counted(sum("bytes" in record for record in manifest.files), "file")
         return (
             f"data: {files if files[0] != '0' else manifest.files[-1]['name']};"
@@ -108,7 +115,7 @@ class Corpus:
             f" held out{copies}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
             f" model will see, for instance{of_class}:\n"
-            f"  | {readable(row, self.tokenizer, max_chars=240)}"
+            f"  | {readable(row, self.tokenizer, max_chars=240)}{unseen}"
         )
 
 
@@ -162,7 +169,7 @@ def load_corpus(
       ResourceError: If the hub does not answer.
     """
     data = settings.data
-    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    tokenizer = tokenizer_of(settings, num_classes)
     if DATA_SOURCES[data.source].is_folder:
         manifest, (train, heldout) = _open_prepared(data, tokenizer)
         for array in (train, heldout):  # ids are checked, because others may have made the folder
@@ -259,7 +266,7 @@ def check_corpus(settings: Settings) -> list[str]:
         text or of another kind.
     """
     data, source = settings.data, DATA_SOURCES[settings.data.source]
-    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    tokenizer = tokenizer_of(settings)
     if source.is_folder:
         _open_prepared(data, tokenizer)
         return []

@@ -22,7 +22,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import FileRecord, fault, read_json, replaced_file
 
 MANIFEST = "prepared.json"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,11 @@ class Job:
         """Number of tokens in a packed row."""
         return self.data.sequence_length + 1
 
+    def lengths(self, about: np.ndarray) -> np.ndarray:
+        """Number of tokens of each labelled text with the tokenizer's prefix and suffix, uncut."""
+        text = about["length"] - 1  # without the end-of-text token of packed text
+        return text + len(self.encoder.prefix) + len(self.encoder.suffix)
+
     @property
     def key(self) -> str:
         """Hash of all settings that determine the rows; the name of their folder in the cache."""
@@ -361,7 +366,7 @@ def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
         tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
         files=kept.files,
         copies=copies,
-        truncated=0 if is_packed else int((about["length"] >= job.data.sequence_length).sum()),
+        truncated=0 if is_packed else int((job.lengths(about) > job.data.sequence_length).sum()),
     )
     (whole / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest)) + "\n")
     for path in (whole / MANIFEST, whole):
@@ -402,24 +407,23 @@ def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks)
 def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
     """Write one row [class, n, tokens...] for each labelled text; return the shapes of both arrays.
 
-    The n tokens of a row are `[first] tokens [last]`, where a long text is cut. `first` is the
-    tokenizer's classification token, or else its end-of-text token. `last` is its end-of-text
-    token, or else its separator token. All rows have room for the longest text, rounded up to a
-    power of two or to the midpoint of two powers, but at most to `data.sequence_length` tokens. So
-    data of similar length use the same compiled programs.
+    The n tokens of a row are the tokenizer's prefix, the tokens of the text, which are cut if there
+    are too many, and the tokenizer's suffix. All rows have room for the longest text, rounded up to
+    a power of two or to the midpoint of two powers, but at most to `data.sequence_length` tokens.
+    So data of similar length use the same compiled programs.
     """
-    encoder, about, longest = job.encoder, kept.about, job.data.sequence_length
-    first = encoder.eot_id if encoder.first_id is None else encoder.first_id
-    lengths = np.minimum(about["length"] + 1, longest)
+    about, longest = kept.about, job.data.sequence_length
+    prefix, suffix = job.encoder.prefix, job.encoder.suffix
+    lengths = np.minimum(job.lengths(about), longest)
     power = 1 << (int(lengths.max()) - 1).bit_length()
     bucket = power * 3 // 4 if lengths.max() <= power * 3 // 4 else power
     rows = np.zeros((len(about), NUM_FIELDS + min(bucket, longest)), np.int32)
-    rows[:, 0], rows[:, 1], rows[:, NUM_FIELDS] = about["label"], lengths, first
+    rows[:, 0], rows[:, 1] = about["label"], lengths
     for tokens, which in kept.pieces():
         starts = np.cumsum(about["length"][which]) - about["length"][which]
         for row, start, length in zip(rows[which], starts, lengths[which], strict=True):
-            row[NUM_FIELDS + 1 : NUM_FIELDS + length - 1] = tokens[start : start + length - 2]
-            row[NUM_FIELDS + length - 1] = encoder.eot_id
+            text = tokens[start : start + length - len(prefix) - len(suffix)]
+            row[NUM_FIELDS : NUM_FIELDS + length] = [*prefix, *text, *suffix]
     shapes = []
     for file, mask, limit, where in zip(
         files, masks, (job.data.num_sequences, None), job.where, strict=True

@@ -1,16 +1,18 @@
 """Tokenizers with one interface: UTF-8 bytes, and the tokenizers that `transformers` loads.
 
-Special tokens are neither added to a text nor recognised in it. For instance, the characters `</s>`
-in a web page are tokenised like other characters. So a text cannot contain an end-of-text token,
-and only the packing of documents adds one.
+A special token that stands in a text, such as `<|im_end|>`, becomes this token, as in
+`transformers`. Texts to be classified have special tokens at both ends (`Tokenizer.prefix` and
+`Tokenizer.suffix`); other texts have none added.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
 import os
+import shutil
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import numpy as np
 
 from adloco_jax import hub
 from adloco_jax.data.files import local_path
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, UserError
+from adloco_jax.files import read_json
+from adloco_jax.settings import Settings
 
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
@@ -28,8 +32,12 @@ _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14
 # The files of a repository on the hub that are downloaded: a vocabulary, in order of preference,
 # and the files that describe it.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
-_HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
-_HUB_FILES += ("added_tokens.json", "config.json")
+_HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "*.jinja")
+_HUB_FILES += ("added_tokens.json", "config.json", "generation_config.json")
+# Entries of config.json that name tokens.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# A text by which two tokenizers are compared.
+_SAMPLE = "The quick brown fox\njumps over 1,300 dogs;\tdef f(x): return x**2  # größer, 日本語 🙂"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +48,15 @@ class Tokenizer:
       vocab_size: Largest id plus one; the end-of-text token counts, too.
       eot_id: The id of the end-of-text token, which closes a document.
       fingerprint: SHA-256 (hex) of the data that determine the ids.
-      encode_batch: Converts each of several texts to an int32 array of ids; adds no special tokens.
-      decode: Converts ids to text; leaves special tokens and unknown ids out.
-      save: Writes files to a folder, from which `transformers` makes a tokenizer with the same ids.
-      first_id: The id of the token that opens a text to be classified; None if the tokenizer has no
-        such token.
+      encode_batch: Converts each of several texts to an int32 array of ids, without prefix and
+        suffix.
+      decode: Converts ids to text, special tokens included; leaves unknown ids out.
+      save: `save(folder, max_length)` writes files to a folder, from which `transformers` makes a
+        tokenizer with the same ids. `max_length` is the model's context in tokens, or None. The
+        generation config of the folder that the tokenizer is from is written, too.
+      prefix: Ids that `transformers` puts before a text by default.
+      suffix: Ids that it puts after a text.
+      token_ids: Entries of config.json that name tokens, for an export.
       name: The name in the config, for messages.
     """
 
@@ -53,12 +65,16 @@ class Tokenizer:
     fingerprint: str
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int]], str]
-    save: Callable[[Path], None]
-    first_id: int | None = None
+    save: Callable[[Path, int | None], None]
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    token_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(
+    name: str, *, text_length: int | None = None, key: str = "data.tokenizer"
+) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names.
 
     Args:
@@ -67,6 +83,10 @@ def load_tokenizer(name: str) -> Tokenizer:
         `transformers` converts. The path of a folder in Hugging Face layout. The name of a
         repository on the hub; if its files are in the cache, no network is needed. A path that
         exists takes precedence over a repository of this name.
+      text_length: For texts to be classified, the largest number of tokens of one. The tokenizer
+        then has a prefix and a suffix: its own, or else its classification token and its
+        end-of-text token. None: texts are not classified.
+      key: The key of the config that gave the name, for messages.
 
     Returns:
       The tokenizer. If it is from a `tokenizer.json` without special tokens, the end-of-text token
@@ -77,47 +97,90 @@ def load_tokenizer(name: str) -> Tokenizer:
         if it is a slow tokenizer, written in Python only.
       DataError: If a path does not exist or its content is damaged.
     """
-    return dataclasses.replace(_load(name), name=name)
+    return dataclasses.replace(_load(name, text_length, key), name=name)
 
 
-def _load(name: str) -> Tokenizer:
+def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
     if not name:
-        raise ConfigError('data.tokenizer is empty: give "bytes", a path or a hub name')
+        raise ConfigError(f'{key} is empty: give "bytes", a path or a hub name')
     if name == "bytes":
-        return _bytes_tokenizer()
-    path = local_path(name, key="data.tokenizer")
+        return _bytes_tokenizer(text_length)
+    path = local_path(name, key=key)
     if path.is_file() and path.suffix not in _FILES:
         raise ConfigError(
-            f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
+            f"{key}={name}: a file must be a tokenizer.json or a SentencePiece .model"
         )
     if path.exists():
-        return _hugging_face_tokenizer(path)
+        return _hugging_face_tokenizer(path, text_length, key)
     if not hub.NAME.fullmatch(name) or path.suffix in _FILES:
-        raise DataError(f"data.tokenizer={name}: no such file or folder")
+        raise DataError(f"{key}={name}: no such file or folder")
     # The files are not loaded by `from_pretrained`, which retries for most of a minute if there is
     # no network.
-    folder = hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"data.tokenizer={name}")
-    return _hugging_face_tokenizer(folder)
+    folder = hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"{key}={name}")
+    return _hugging_face_tokenizer(folder, text_length, key)
 
 
-def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer, and check that the model has an embedding for each token id.
+def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenizer:
+    """Load a run's tokenizer: that of its checkpoint, or else the configured one, or else bytes.
 
     Args:
-      name: The value of `data.tokenizer`, see `load_tokenizer`.
-      vocab_size: The model's vocabulary size.
+      settings: The run's settings.
+      num_classes: Number of classes of labelled texts. None: texts are not labelled.
 
     Raises:
-      ConfigError: If `load_tokenizer` raises it, or if the tokenizer has more ids than the model.
+      ConfigError: If `load_tokenizer` raises it, if the configured tokenizer gives other ids than
+        the checkpoint's, or if the tokenizer has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
-    tokenizer = load_tokenizer(name)
-    if tokenizer.vocab_size > vocab_size:
+    name, source = settings.data.tokenizer, settings.model.init_from
+    options: Any = {"text_length": None if num_classes is None else settings.data.sequence_length}
+    own = None
+    # A run with a configured tokenizer resumes without the checkpoint.
+    with contextlib.suppress(*(UserError,) if name else ()):
+        if source and default_tokenizer(source) == source:
+            own = load_tokenizer(source, key="model.init_from", **options)
+    tokenizer = own or load_tokenizer(name or "bytes", **options)
+    if own and name and name != source:
+        named = load_tokenizer(name, **options)
+        if _facts(named) != _facts(own):
+            raise ConfigError(
+                f"data.tokenizer={name}: {named.vocab_size} ids, and other ids for a text than the"
+                f" tokenizer of model.init_from={source} with {own.vocab_size}, for which the"
+                " weights were made; leave --config.data.tokenizer unset (=none)"
+            )
+        tokenizer = dataclasses.replace(own, name=name, fingerprint=named.fingerprint)
+    if tokenizer.vocab_size > settings.model.vocab_size:
         raise ConfigError(
-            f"data.tokenizer={name} has {tokenizer.vocab_size} ids, model.vocab_size is "
-            f"{vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
+            f"data.tokenizer={tokenizer.name} has {tokenizer.vocab_size} ids, model.vocab_size is "
+            f"{settings.model.vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def default_tokenizer(init_from: str) -> str:
+    """Return what applies if `data.tokenizer` is unset: the checkpoint if it has one, else "bytes".
+
+    `init_from` is the value of `model.init_from`.
+
+    Raises:
+      UserError: If the checkpoint is on the hub, and the hub does not answer or lacks it.
+    """
+    if not init_from:
+        return "bytes"
+    folder, where = local_path(init_from, key="model.init_from"), f"model.init_from={init_from}"
+    if folder.is_dir():
+        has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
+        return init_from if has_one else "bytes"
+    try:
+        hub.download(init_from, _HUB_FILES, one_of=_VOCABULARIES, where=where)
+    except hub.NoSuchFile:
+        return "bytes"
+    return init_from
+
+
+def _facts(tokenizer: Tokenizer) -> tuple:
+    (ids,) = tokenizer.encode_batch([_SAMPLE])
+    return tokenizer.vocab_size, tokenizer.eot_id, ids.tolist()
 
 
 def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
@@ -156,14 +219,19 @@ def _count_plain_bytes(text: str) -> np.ndarray:
     return np.bincount(np.frombuffer(plain, np.uint8), minlength=256)
 
 
-def _bytes_tokenizer() -> Tokenizer:
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+def _bytes_tokenizer(text_length: int | None) -> Tokenizer:
+    name = _END_OF_TEXT_NAMES[0]
+
+    def encode(text: str) -> np.ndarray:
+        pieces = [np.frombuffer(piece, np.uint8) for piece in text.encode().split(name.encode())]
+        parts = [part for piece in pieces for part in ([256], piece)]
+        return np.concatenate(parts[1:], dtype=np.int32)
 
     def decode(ids: Iterable[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        pieces = (bytes([i]) if i < 256 else name.encode() for i in ids if i <= 256)
+        return b"".join(pieces).decode(errors="replace")
 
-    def save(folder: Path) -> None:
+    def save(folder: Path, max_length: int | None) -> None:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -176,12 +244,22 @@ def _bytes_tokenizer() -> Tokenizer:
         backend.decoder = decoders.ByteLevel()
         fast = _transformers().PreTrainedTokenizerFast(
             tokenizer_object=backend,
-            eos_token=_END_OF_TEXT_NAMES[0],
+            eos_token=name,
+            pad_token=name,
             clean_up_tokenization_spaces=False,
         )
-        fast.save_pretrained(str(folder))
+        if text_length is not None:
+            _mark_ends(fast, name, text_length)
+        _save(fast, folder, max_length)
 
-    return Tokenizer(257, 256, hashlib.sha256(b"bytes").hexdigest(), encode_batch, decode, save)
+    ends = () if text_length is None else (256,)
+    ids = dict(zip(_TOKEN_IDS, (None, 256, None), strict=True))
+    fingerprint = hashlib.sha256(b"bytes").hexdigest()
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        return [encode(text) for text in texts]
+
+    return Tokenizer(257, 256, fingerprint, encode_batch, decode, save, ends, ends, ids)
 
 
 def _transformers() -> Any:
@@ -192,7 +270,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _hugging_face_tokenizer(path: Path) -> Tokenizer:
+def _hugging_face_tokenizer(path: Path, text_length: int | None, key: str) -> Tokenizer:
     """Load a tokenizer with the library `transformers`, from a folder or a single file."""
     tokenizer: Any
     files = [*path.iterdir()] if path.is_dir() else [path]
@@ -200,53 +278,123 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     needs_sentencepiece &= all(file.name != "tokenizer.json" for file in files)
     if needs_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
         raise ConfigError(
-            f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
+            f"{key}={path}: the package sentencepiece is not installed; pip install"
             " sentencepiece, or name a tokenizer.json"
         )
     for file in files:
-        is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()
+        is_part = file.suffix in (".json", ".model", ".txt", ".jinja") and file.is_file()
         if is_part and file.stat().st_size > _MAX_FILE_BYTES:
             raise DataError(
-                f"data.tokenizer={file}: {file.stat().st_size} bytes, no tokenizer is larger than"
+                f"{key}={file}: {file.stat().st_size} bytes, no tokenizer is larger than"
                 f" {_MAX_FILE_BYTES}"
             )
     transformers = _transformers()
     try:
         if path.suffix == ".json":
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-        elif path.is_file() or (path / "tokenizer.json").exists():
+        elif path.is_file() or _has_code(path):
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
-        else:  # `AutoTokenizer` comes last, because it imports PyTorch if that is installed
-            auto = transformers.AutoTokenizer
-            tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
+            tokenizer.init_kwargs.pop("auto_map", None)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # deliberately broad, because each fault raises its own class
         reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
-        raise DataError(f"data.tokenizer={path}: damaged or no tokenizer ({reason})") from error
+        raise DataError(f"{key}={path}: damaged or no tokenizer ({reason})") from error
     if path.suffix == ".json":
         _name_special_tokens(tokenizer, path)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if eot_id is None:
         raise ConfigError(
-            f"data.tokenizer={path}: no end-of-text token: set eos_token in tokenizer_config.json"
+            f"{key}={path}: no end-of-text token: set eos_token in tokenizer_config.json"
         )
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"data.tokenizer={path}: {type(tokenizer).__name__} is a slow tokenizer, written in"
+            f"{key}={path}: {type(tokenizer).__name__} is a slow tokenizer, written in"
             " Python only; name a tokenizer that has a tokenizer.json"
         )
-    content = tokenizer.backend_tokenizer.to_str()
+    end = tokenizer.convert_ids_to_tokens(eot_id)
+    if tokenizer.pad_token is None and (path.is_file() or text_length is not None):
+        tokenizer.pad_token = end
+    if text_length is not None:
+        _mark_ends(tokenizer, end, text_length)
+    backend = tokenizer.backend_tokenizer
+    # A tokenizer file may enable truncation and padding, which would silently change the text.
+    backend.no_truncation()
+    backend.no_padding()
+    prefix, suffix = _ends(backend)
+    # PyTorch does not train the embedding that the model's config names as padding.
+    pad_id = None if tokenizer.pad_token_id == eot_id else tokenizer.pad_token_id
+    ids = (tokenizer.bos_token_id, eot_id, pad_id)
+    token_ids = dict(zip(_TOKEN_IDS, ids, strict=True))
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def save(folder: Path, max_length: int | None) -> None:
+        _save(tokenizer, folder, max_length)
+        if (generation := path / "generation_config.json").is_file():
+            shutil.copyfile(generation, folder / generation.name)
 
     return Tokenizer(
         max(tokenizer.get_vocab().values()) + 1,
         eot_id,
-        hashlib.sha256(f"{eot_id} {content}".encode()).hexdigest(),
-        _encode_fast(tokenizer.backend_tokenizer),
-        lambda ids: tokenizer.decode(
-            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        ),
-        lambda folder: tokenizer.save_pretrained(str(folder)),
-        tokenizer.cls_token_id,
+        hashlib.sha256(f"{eot_id} {backend.to_str()}".encode()).hexdigest(),
+        encode_batch,
+        lambda ids: tokenizer.decode([int(i) for i in ids], clean_up_tokenization_spaces=False),
+        save,
+        prefix,
+        suffix,
+        token_ids,
     )
+
+
+def _has_code(folder: Path) -> bool:
+    """Whether a folder with a `tokenizer.json` names code of its own, which is never run."""
+    config = folder / "tokenizer_config.json"
+    if not config.exists() or not (folder / "tokenizer.json").exists():
+        return False
+    return "auto_map" in read_json(config, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
+
+
+def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
+    """Make the tokenizer of a classifier: special tokens at both ends, one length, one side.
+
+    An end at which the tokenizer has special tokens of its own is not changed.
+    """
+    from tokenizers import processors
+
+    backend = tokenizer.backend_tokenizer
+    before, after = ([backend.id_to_token(i) for i in ids] for ids in _ends(backend))
+    if not before or not after:
+        before, after = before or [tokenizer.cls_token or end], after or [end]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, "$B:1", *(f"{token}:1" for token in after)],
+            special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
+        )
+    # Rows begin at position 0, and long texts lose their end.
+    tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "right"}
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    tokenizer.model_max_length = min(tokenizer.model_max_length, text_length)
+
+
+def _ends(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a tokenizer puts before and after a text."""
+    import tokenizers
+
+    word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")
+    marked = backend.post_process(word)
+    at = marked.special_tokens_mask.index(0)
+    return tuple(marked.ids[:at]), tuple(marked.ids[at + 1 :])
+
+
+def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
+    if max_length is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
+    tokenizer.save_pretrained(str(folder))
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
@@ -266,16 +414,3 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
         )
     named = {"eos_token": (present or _END_OF_TEXT_NAMES)[0]}
     tokenizer.add_special_tokens(named | ({"cls_token": "[CLS]"} if "[CLS]" in vocab else {}))
-
-
-def _encode_fast(backend: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    # A tokenizer file may enable truncation and padding, which would silently change the text.
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True  # "special" texts in a document are plain text
-
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-    return encode_batch

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from adloco_jax import hf
 from adloco_jax.core.types import Ensemble
-from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine
@@ -149,7 +149,7 @@ def read_trained(
     if trainer is not None or len(ids) == 1:
         params = evaluate.trainer_params(ensemble, 0 if trainer is None else ids.index(trainer))
         source = "only" if trainer is None else f"trainer {trainer}"
-        tokenizer = load_tokenizer(settings.data.tokenizer)
+        tokenizer = tokenizer_of(settings, class_count(settings))
         return Trained(settings, params, tokenizer, control.round, source)
     refuse_fit(workdir)
     corpus = load_data(settings)

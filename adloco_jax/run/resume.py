@@ -29,6 +29,7 @@ from ml_collections import ConfigDict
 from adloco_jax import __version__, files, hf
 from adloco_jax.config import default_config, tables, validate, with_recorded_sizes
 from adloco_jax.data.files import shard_changes
+from adloco_jax.data.tokenizers import default_tokenizer
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -239,10 +240,10 @@ def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
 
 
 def with_checkpoint(settings: Settings, workdir: Path | None = None) -> Settings:
-    """Add to the settings the description of the model that `model.init_from` names.
+    """Add to the settings the description and the tokenizer of the checkpoint `model.init_from`.
 
-    The description is the checkpoint's `config.json`. A run records it, and needs the checkpoint
-    only once.
+    The description is the checkpoint's `config.json`. A run records it with the tokenizer's name,
+    and needs the checkpoint's weights only once.
 
     Args:
       settings: The run's settings.
@@ -254,12 +255,15 @@ def with_checkpoint(settings: Settings, workdir: Path | None = None) -> Settings
     model, path = settings.model, (workdir or Path()) / "config.json"
     if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
         return settings
-    content = ""
+    content, name = "", settings.data.tokenizer
     if workdir is not None and path.is_file():
-        content = _read(path).model.checkpoint
+        recorded = _read(path)
+        content, name = recorded.model.checkpoint, name or recorded.data.tokenizer
     content = content or json.dumps(hf.inspect(model.init_from).config)
     model = model.model_copy(update={"checkpoint": content})
-    return settings.model_copy(update={"model": model})
+    name = name or default_tokenizer(model.init_from)
+    data = settings.data.model_copy(update={"tokenizer": name})
+    return settings.model_copy(update={"model": model, "data": data})
 
 
 def recorded_settings(workdir: Path) -> Settings:
