@@ -193,23 +193,31 @@ def test_another_user_can_do_nothing_in_the_folder_of_a_cluster_of_our_own():
     assert not folder.exists()
 
 
+AFTERWARDS = """
+import os
+from adloco_jax.elastic import cluster
+from adloco_jax.errors import ConfigError
+with cluster.connected("", 1):
+    import ray
+assert not any(name.startswith("RAY_AUTH") for name in os.environ)
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["HOME"])
+print(ray.get(ray.put(3)))
+try:
+    cluster.check_possible()
+except ConfigError as error:
+    print(error)
+"""
+
+
 @slow
 def test_after_a_run_with_a_cluster_of_its_own_the_users_ray_works_as_before(tmp_path):
-    environ = dict(os.environ)
-    with cluster.connected("", 1):
-        import ray
-    assert {n: v for n, v in os.environ.items() if n.startswith("RAY_AUTH")} == {
-        n: v for n, v in environ.items() if n.startswith("RAY_AUTH")
-    }
-    short = tempfile.mkdtemp(dir="/tmp")  # a socket's path must be short
-    try:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=short)
-        assert ray.get(ray.put(3)) == 3
-        with pytest.raises(ConfigError, match="connected to Ray already; call ray.shutdown"):
-            cluster.check_possible()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(short, ignore_errors=True)
+    home = tempfile.mkdtemp(dir="/tmp")  # a socket's path must be short
+    environ = {name: v for name, v in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", AFTERWARDS]
+    done = subprocess.run(command, env=environ | {"HOME": home}, capture_output=True, text=True)
+    shutil.rmtree(home, ignore_errors=True)
+    number, refusal = done.stdout.splitlines()
+    assert number == "3" and "connected to Ray already; call ray.shutdown() first" in refusal
 
 
 @slow
