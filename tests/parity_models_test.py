@@ -1,4 +1,4 @@
-"""Models give the numbers of PyTorch's Llama and BERT on equal weights; extra `parity`."""
+"""Models give the numbers of PyTorch's decoders and BERT on equal weights; extra `parity`."""
 
 import json
 
@@ -11,53 +11,84 @@ import jax  # noqa: E402
 from flax.traverse_util import flatten_dict  # noqa: E402
 from nets import loss_of, make_rows  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
+from toy import tiny_config  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 from adloco_jax import hf  # noqa: E402
 from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
 from adloco_jax.errors import DataError  # noqa: E402
 from adloco_jax.models import Llama, class_logits, next_token_loss  # noqa: E402
+from adloco_jax.settings import KNOBS  # noqa: E402
+from adloco_jax.training import train  # noqa: E402
 
 SIZES = dict(vocab_size=61, hidden_size=24, intermediate_size=56, num_hidden_layers=3)
 SIZES |= dict(max_position_embeddings=64)
-LLAMAS = {
-    "one head each": dict(num_attention_heads=4, num_key_value_heads=4, rope_theta=5e5),
-    "grouped heads": dict(
-        num_attention_heads=6, num_key_value_heads=2, hidden_size=48, rms_norm_eps=1e-3
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e3, factor=4.0, original_max_position_embeddings=16)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=3.0)
+BIASES = dict(attention_bias=True, mlp_bias=True)
+TIED = dict(tie_word_embeddings=True)
+# By name: the class of transformers, and what differs from its defaults.
+DECODERS = {
+    "one head each": (
+        LlamaConfig,
+        dict(num_attention_heads=4, num_key_value_heads=4, rope_theta=5e5),
     ),
-    "tied": dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
+    "grouped heads": (
+        LlamaConfig,
+        dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, rms_norm_eps=1e-3),
+    ),
+    "tied": (LlamaConfig, dict(num_attention_heads=2, num_key_value_heads=1) | TIED),
+    "llama3": (LlamaConfig, HEADS | TIED | dict(rope_parameters=LLAMA3, head_dim=8)),
+    "linear": (LlamaConfig, HEADS | BIASES | dict(rope_parameters=LINEAR)),
+    "mistral": (MistralConfig, HEADS | dict(head_dim=10, sliding_window=61)),
+    "qwen2": (Qwen2Config, HEADS | TIED | dict(rope_theta=1e6)),
+    "qwen3": (Qwen3Config, HEADS | TIED | dict(head_dim=16)),
+    "qwen3 with biases": (Qwen3Config, HEADS | dict(head_dim=6, attention_bias=True)),
 }
 BERTS = {
     "three classes": dict(num_attention_heads=4, num_labels=3),
     "one type": dict(num_attention_heads=6, type_vocab_size=1, layer_norm_eps=1e-2),
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-CONFIGS = {name: LlamaConfig(**SIZES | sizes) for name, sizes in LLAMAS.items()}
+CONFIGS = {name: kind(**SIZES | sizes) for name, (kind, sizes) in DECODERS.items()}
 CONFIGS |= {name: BertConfig(**SIZES | sizes) for name, sizes in BERTS.items()}
+
+
+def drawn(config):
+    """A PyTorch model with parameters far from their initial values."""
+    is_bert = isinstance(config, BertConfig)
+    torch.manual_seed(7)
+    model = (BertForSequenceClassification if is_bert else AutoModelForCausalLM.from_config)(config)
+    with torch.no_grad():
+        for name, tensor in model.eval().named_parameters():  # eval: no dropout
+            is_gain = name.lower().endswith("norm.weight")
+            tensor.copy_(0.2 * torch.randn(tensor.shape) + is_gain)
+    return model
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
 def pair(request, tmp_path):
     """A PyTorch model, and our model read from its files."""
-    is_llama = isinstance(request.param, LlamaConfig)
-    torch.manual_seed(7)
-    model = (LlamaForCausalLM if is_llama else BertForSequenceClassification)(request.param)
-    with torch.no_grad():  # parameters far from their initial values
-        for name, tensor in model.eval().named_parameters():  # eval: no dropout
-            is_gain = name.lower().endswith("norm.weight")
-            tensor.copy_(0.2 * torch.randn(tensor.shape) + is_gain)
+    model = drawn(request.param)
     model.save_pretrained(tmp_path / "theirs")
     return model, hf.load(tmp_path / "theirs")
 
 
 def theirs_of(model, rows):
     """The output of the PyTorch model for our rows."""
-    if isinstance(model, LlamaForCausalLM):
+    if not isinstance(model, BertForSequenceClassification):
         tokens = torch.from_numpy(rows).long()
         return model(tokens, labels=tokens)
     is_real = np.arange(rows.shape[1] - 2) < rows[:, 1:2]
@@ -77,7 +108,8 @@ def assert_same_logits(network, params, model, rows):
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("length", [20, 2])
+# the longer rows are past the original context of scaled frequencies
+@pytest.mark.parametrize("length", [60, 2])
 def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
     model, (network, params, *_) = pair
     rows = make_rows(network, length=length)
@@ -92,11 +124,6 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
     leaves = {path: np.asarray(leaf) for path, leaf in flatten_dict(grads).items()}
     ours = {t.name: t.of(leaves[t.path]) for t in hf.tensors(network, hf.weight_map(network))}
     theirs = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
-    if model.config.tie_word_embeddings and isinstance(network, Llama):
-        # PyTorch has one tied matrix; its gradient is the sum of our two gradients.
-        ours["model.embed_tokens.weight"] = ours["model.embed_tokens.weight"] + ours.pop(
-            "lm_head.weight"
-        )
     assert ours.keys() == theirs.keys()
     for name, other in theirs.items():
         atol = 1e-5 * np.abs(other).max() + 1e-7
@@ -104,18 +131,65 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
 
 
 def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
-    theirs, (network, params, *_) = pair
-    hf.save(params, tmp_path / "out", load_tokenizer("bytes"), network=network)
-    model, info = type(theirs).from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()), info
-    if isinstance(network, Llama):
-        assert model.config.eos_token_id == 256 and model.config.bos_token_id is None
-    model.save_pretrained(tmp_path / "back")
-    again = hf.load(tmp_path / "back")
-    assert again.network == network
-    for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert_same_logits(network, params, model, make_rows(network))
+    theirs, (network, params, *_, config) = pair
+    for given in (config, None):
+        tokenizer = load_tokenizer("bytes")
+        hf.save(params, tmp_path / "out", tokenizer, network=network, config=given)
+        kind = type(theirs) if given or not isinstance(network, Llama) else AutoModelForCausalLM
+        model, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(info.values()), info
+        if isinstance(network, Llama) and given is None:
+            assert model.config.eos_token_id == 256 and model.config.bos_token_id is None
+        model.save_pretrained(tmp_path / "back")
+        again = hf.load(tmp_path / "back")
+        assert again.network == network
+        for one, other in zip(*map(jax.tree.leaves, (again.params, params)), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert_same_logits(network, params, model, make_rows(network))
+
+
+def old_spelling(config: dict) -> dict:
+    """The content of config.json as transformers 4 wrote it."""
+    rope = dict(config["rope_parameters"])
+    old = {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
+    old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | old
+
+
+@pytest.mark.parametrize("spelling", [dict, old_spelling])
+@pytest.mark.parametrize("name", ["llama3", "linear", "mistral", "qwen2", "qwen3"])
+def test_a_trained_model_is_loaded_by_transformers(tmp_path, name, spelling):
+    """The checkpoint is sharded and in bfloat16 if its keys are the old ones."""
+    kind, sizes = DECODERS[name]
+    special = dict(vocab_size=257, eos_token_id=256, bos_token_id=None)
+    theirs, folder = drawn(kind(**SIZES | sizes | special)), tmp_path / "theirs"
+    theirs.generation_config = GenerationConfig(top_k=3, do_sample=True, eos_token_id=256)
+    is_old = spelling is old_spelling
+    theirs.to(torch.bfloat16 if is_old else torch.float32)
+    theirs.save_pretrained(folder, max_shard_size="20KB" if is_old else "1GB")
+    before = spelling(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(before))
+    config = tiny_config(num_rounds=2)
+    config.model.update(
+        {key.removeprefix("model."): None for key in KNOBS if KNOBS[key].size is not None}
+    )
+    config.model.init_from = str(folder)
+    result = train(config, tmp_path / "r")
+    export = tmp_path / "r" / "export"
+    model, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert type(model) is type(theirs) and not any(info.values()), info
+    network = hf.load(export).network
+    assert_same_logits(network, result.params, model, make_rows(network, length=60))
+    moved = model.get_input_embeddings().weight - theirs.get_input_embeddings().weight.float()
+    assert moved.abs().max() > 1e-3
+    after = json.loads((export / "config.json").read_text())
+    own = {key: "float32" for key in ("dtype", "torch_dtype") if key in before}
+    assert after == before | own
+    stored = [file for file in folder.iterdir() if file.suffix == ".safetensors"]
+    assert (len(stored) > 1) == is_old
+    shapes = {name: x.shape for file in stored for name, x in load_file(file).items()}
+    exported = load_file(export / "model.safetensors")
+    assert {name: x.shape for name, x in exported.items()} == shapes
 
 
 @pytest.mark.parametrize("stored", [[], [EMBEDDING], [HEAD], [EMBEDDING, HEAD]])

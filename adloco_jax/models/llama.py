@@ -142,12 +142,14 @@ class _Attention(nn.Module):
                 y = gain(kept(y).reshape(B, L * num_heads, K), tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
+        def rotated(x_BHLK: Array, *tables_LK: Array) -> Array:
+            y_BHLK = _rotate(x_BHLK, *tables_LK)
+            return y_BHLK if sizes.qk_norm else kept(y_BHLK)  # with norms, their inputs are kept
+
         # Rotate and scale the queries in one multiplication.
         scaled = (K**-0.5 * cos_LK, K**-0.5 * sin_LK)
-        q_BHLK = _rotate(heads("query", sizes.num_heads, norm=sizes.qk_norm), *scaled)
-        k_BGLK = _rotate(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
-        if not sizes.qk_norm:  # otherwise the inputs of the norms are kept
-            q_BHLK, k_BGLK = kept(q_BHLK), kept(k_BGLK)
+        q_BHLK = rotated(heads("query", sizes.num_heads, norm=sizes.qk_norm), *scaled)
+        k_BGLK = rotated(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
         v_BGLK = kept(heads("value", sizes.num_kv_heads))
         y_BLD = ATTENTION[sizes.attention](q_BHLK, k_BGLK, v_BGLK)
         return kept(Linear(D, sizes.dtype, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B))
@@ -320,7 +322,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     logits: Any = functools.partial(model.apply, method=Llama.logits)
 
     def head_losses(
-        params: PyTree, targets_BL: Array, hidden_BLD: Array, tap: Tap | TiedTap
+        params: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
         logits_BLV = logits({"params": params}, hidden_BLD, tap)
         losses_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
@@ -329,8 +331,9 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     def losses_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
+        hidden_BLD, tap = hidden({"params": params}, tokens[:, :-1], tap_B)
         # The only shift: the loss at position t is of token t + 1.
-        head_inputs_B = (tokens[:, 1:], *hidden({"params": params}, tokens[:, :-1], tap_B))
+        head_inputs_B = (hidden_BLD, tokens[:, 1:], tap)
         batch, chunk = tokens.shape[0], sequences_per_chunk
         if not 0 < chunk < batch:
             return head_losses(params, *head_inputs_B)
