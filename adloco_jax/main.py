@@ -352,7 +352,7 @@ def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Confi
     path, made, is_loaded = Path(), config.default_config(), False
     try:
         if run is not None:
-            from adloco_jax.run.resume import recorded_config
+            from adloco_jax.run.folder import recorded_config
 
             config.add_entries(options.config)
             path, made = Path(run), recorded_config(Path(run))
@@ -421,8 +421,8 @@ def _execute(
     """
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax.run import processes
+    from adloco_jax.run.changes import changes, finished, how_to_resume, unfinished
     from adloco_jax.run.plan import plan
-    from adloco_jax.run.resume import changes, finished, how_to_resume, unfinished
     from adloco_jax.study import report
     from adloco_jax.training import train
 

@@ -141,7 +141,7 @@ class Model(Group):
     """Weights to start from: a folder in Hugging Face layout, or a hub name. Sizes that the config
     sets must equal the checkpoint's. A head that the checkpoint lacks is random. Empty: random
     weights."""
-    # Not a knob: config.json of the checkpoint, as text (`run.resume.with_checkpoint`).
+    # Not a knob: config.json of the checkpoint, as text (`run.folder.with_checkpoint`).
     checkpoint: Annotated[str, RECORDED] = ""
 
     @model_validator(mode="before")

@@ -22,7 +22,7 @@ from adloco_jax.loop import plans as planning
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
 from adloco_jax.run.machines import here
-from adloco_jax.run.resume import control_from_json
+from adloco_jax.run.restore import control_from_json
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

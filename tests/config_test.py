@@ -15,7 +15,7 @@ import pytest
 from adloco_jax import settings as settings_module
 from adloco_jax.config import default_config, plain_type, tables, validate
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.resume import flat_settings
+from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import ENTRIES, KNOBS, default_of
 
 DEFAULTS = default_config().to_dict()

@@ -21,8 +21,9 @@ from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
 from adloco_jax import main as cli
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import resume
-from adloco_jax.run.resume import recorded_settings, write_config
+from adloco_jax.run import changes
+from adloco_jax.run.changes import how_to_resume
+from adloco_jax.run.folder import recorded_settings, write_config
 from adloco_jax.settings import KNOBS, default_of, meaning
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -474,7 +475,7 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert err.startswith("damaged: ") and "1/host.json" in err and len(err.splitlines()) == 1
     assert (run / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(run / "checkpoints")
-    assert resume.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
+    assert changes.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
 
 
 def test_a_run_that_was_killed_before_its_first_save_says_that_it_begins_again(run, capsys):
@@ -487,7 +488,7 @@ def test_a_run_that_was_killed_before_its_first_save_says_that_it_begins_again(r
 
 
 def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, capsys, monkeypatch):
-    monkeypatch.setattr("adloco_jax.run.resume.finished", lambda *args, **kwargs: [])
+    monkeypatch.setattr("adloco_jax.run.changes.finished", lambda *args, **kwargs: [])
     write_run(elsewhere / "run")
     write_config(elsewhere / "run", validate(configured(*TINY[1:])))
     (elsewhere / "run" / "report").touch()  # a file where the folder should be
@@ -594,7 +595,7 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
     assert capsys.readouterr().out.endswith(f"to resume: {command}\n")
     folder = Path("runs/o")  # a part of the command, which does not name it
     for command in ("adloco train runs/own.py", "adloco train runs/own.py --workdir runs/o"):
-        how = resume.how_to_resume(folder, settings, command=command)
+        how = how_to_resume(folder, settings, command=command)
         assert how == "adloco train runs/own.py --workdir runs/o"
     with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):
         validate(configured("--config.batching.test=mine"))

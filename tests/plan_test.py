@@ -19,8 +19,8 @@ from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.choose import choose
+from adloco_jax.run.folder import write_config
 from adloco_jax.run.machines import here
-from adloco_jax.run.resume import write_config
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

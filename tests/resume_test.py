@@ -19,7 +19,8 @@ from adloco_jax import main as cli
 from adloco_jax.engine import local as engine
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.run import checkpoint
-from adloco_jax.run.resume import check_config, exclusive, recorded_settings, write_config
+from adloco_jax.run.changes import check_config
+from adloco_jax.run.folder import exclusive, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, change
 
 pytestmark = pytest.mark.usefixtures("one_device")

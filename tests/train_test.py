@@ -22,15 +22,14 @@ from safetensors.flax import load_file, save_file
 from toy import bigram_loss, corpus, init_fn, settings_of
 from toy_runs import GROWING, assert_same_end, events, run
 
-from adloco_jax import training as train_module
 from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
-from adloco_jax.run import processes
-from adloco_jax.run.resume import check_workdir
+from adloco_jax.run import attempts, processes
+from adloco_jax.run.folder import check_workdir
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -415,16 +414,16 @@ def test_out_of_memory_before_the_first_checkpoint_begins_again(tmp_path, monkey
 
 def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, monkeypatch):
     two = types.SimpleNamespace(process_count=lambda: 2, process_index=lambda: 1, errors=jax.errors)
-    real, told = train_module.after_failure, []
+    real, told = attempts.after_failure, []
 
     def as_one_of_two(*failure):
         with monkeypatch.context() as patch:
-            patch.setattr(train_module, "jax", two)
+            patch.setattr(attempts, "jax", two)
             patch.setattr(processes, "end_others", told.append)
             return real(*failure)
 
     Exhausted(monkeypatch, largest=2, from_call=9)
-    monkeypatch.setattr(train_module, "after_failure", as_one_of_two)
+    monkeypatch.setattr(attempts, "after_failure", as_one_of_two)
     wanted = "round 3: process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"
     with pytest.raises(ResourceError, match=wanted) as failed:
         run(tmp_path / "r", settings_of(batching=FULL, checkpoint={"every_rounds": 1}))

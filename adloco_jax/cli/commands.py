@@ -53,8 +53,8 @@ def export(options: argparse.Namespace, command: str) -> None:
     from adloco_jax import hf
     from adloco_jax.run.build import build_network
     from adloco_jax.run.export import read_trained
+    from adloco_jax.run.folder import require_utf8
     from adloco_jax.run.machines import here
-    from adloco_jax.run.resume import require_utf8
     from adloco_jax.study.summary import SOURCES
 
     add_entries(options.config)
@@ -94,7 +94,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
     from adloco_jax import hf
     from adloco_jax.data.tokenizers import load_tokenizer
     from adloco_jax.models import llama
-    from adloco_jax.run.resume import refuse_fit
+    from adloco_jax.run.folder import refuse_fit
 
     add_entries(options.config)
     model = options.model

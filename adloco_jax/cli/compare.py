@@ -18,7 +18,8 @@ from filelock import FileLock
 
 from adloco_jax.config import find_config, load_config
 from adloco_jax.errors import UserError, counted
-from adloco_jax.run.resume import check_workdir, finished
+from adloco_jax.run.changes import finished
+from adloco_jax.run.folder import check_workdir
 from adloco_jax.study import compare as comparisons
 from adloco_jax.study import report, results
 from adloco_jax.study.curves import read_run

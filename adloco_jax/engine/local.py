@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -96,6 +96,10 @@ class Metrics(NamedTuple):
     stall_s: float  # seconds within `step_s` in which the round waited for compilation
 
 
+OnCall: TypeAlias = Callable[[float, float], None] | None
+"""Called with the share of the run that is done and a mean loss; None: nobody is called."""
+
+
 class LocalEngine:
     """Runs the rounds of all trainers on the devices that JAX sees.
 
@@ -109,7 +113,7 @@ class LocalEngine:
         programs: Programs,
         rows: Rows,
         heldout: HeldOut,
-        on_call: Callable[[float, float], None] | None = None,
+        on_call: OnCall = None,
     ):
         """Make an engine; no round is started yet.
 
@@ -240,6 +244,9 @@ class LocalEngine:
         In this engine the state always has all of these arrays, so nothing must be fetched.
         """
         return state.ensemble
+
+    def close(self) -> None:
+        """End nothing: the run itself closes its programs."""
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
         ensemble, measured, norms = state.ensemble, [], []

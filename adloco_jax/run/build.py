@@ -381,6 +381,7 @@ class Run:
     unit: str  # unit of the loss; empty for a plain number
     loss_of: Callable[[Mode], LossFn]  # returns the loss function for a mode
     modes: tuple[Mode, ...]  # ways to run a device's workers, from which one is chosen
+    make_engine: Callable[..., Any]  # of the run, its programs, held-out rows, and a callback
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:

@@ -17,9 +17,9 @@ from adloco_jax.errors import UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run.build import spec_of
 from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried
+from adloco_jax.run.folder import with_checkpoint
 from adloco_jax.run.machines import described, more_chips
 from adloco_jax.run.plan import configured_choice, reachable_keys, round_bytes, run_header
-from adloco_jax.run.resume import with_checkpoint
 from adloco_jax.settings import Settings
 
 

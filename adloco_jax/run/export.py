@@ -31,7 +31,8 @@ from adloco_jax.run.build import (
     load_data,
     spec_of,
 )
-from adloco_jax.run.resume import read_control, recorded_settings, refuse_fit
+from adloco_jax.run.folder import recorded_settings, refuse_fit
+from adloco_jax.run.restore import read_control
 from adloco_jax.settings import Settings
 
 

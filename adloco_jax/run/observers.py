@@ -26,8 +26,8 @@ from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Saver
+from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.run.resume import versions
 from adloco_jax.run.terminal import Progress, describe_change, describe_growth, describe_round
 from adloco_jax.settings import Settings
 
@@ -38,6 +38,9 @@ class RunEngine(Engine, Protocol):
     programs: Programs
     heldout: evaluate.HeldOut
     underway: Control  # the host's data about the run, as they were before the current round
+
+    def close(self) -> None:
+        """End what the engine has started, such as learners."""
 
     def complete(self, state: State) -> Ensemble:
         """Return the ensemble of a state with the inner states of all workers.

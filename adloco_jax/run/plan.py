@@ -30,10 +30,11 @@ from adloco_jax.run.build import (
     require_same_network,
     spec_of,
 )
+from adloco_jax.run.changes import check_config
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Choice, Mode, accumulates, choose, first_keys
+from adloco_jax.run.folder import with_checkpoint
 from adloco_jax.run.machines import here
-from adloco_jax.run.resume import check_config, with_checkpoint
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings

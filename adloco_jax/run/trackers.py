@@ -16,8 +16,9 @@ from pathlib import Path
 
 from adloco_jax.errors import ConfigError, reason
 from adloco_jax.loop.adloco import Control
-from adloco_jax.run import processes, resume
+from adloco_jax.run import processes
 from adloco_jax.run.build import Run
+from adloco_jax.run.folder import versions, write_config
 from adloco_jax.run.ledger import Ledger, cut, read
 from adloco_jax.run.terminal import Progress
 from adloco_jax.settings import Log
@@ -239,10 +240,10 @@ def open_ledger(
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
     path = run.workdir / "ledger.jsonl"
-    made_with = {"versions": resume.versions(), "data_fingerprint": run.corpus.fingerprint}
+    made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
     made_with["data_commit"] = getattr(run.corpus, "commit", "")
     made_with["made_by"] = "fit" if run.by_fit else "train"
-    resume.write_config(run.workdir, run.settings, **made_with)
+    write_config(run.workdir, run.settings, **made_with)
     cut(path, control)
     kept = read(path) if path.exists() else []
 

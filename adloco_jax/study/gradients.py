@@ -29,7 +29,7 @@ from adloco_jax.files import write_errors
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.export import read_trained
-from adloco_jax.run.resume import check_workdir, refuse_fit
+from adloco_jax.run.folder import check_workdir, refuse_fit
 from adloco_jax.settings import Settings
 from adloco_jax.study.curves import last, lines
 from adloco_jax.study.gradients_figure import figure

@@ -1,0 +1,330 @@
+"""Run the rounds of a run to the end; after a failure, begin again at the newest checkpoint."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from adloco_jax.core.types import Ensemble
+from adloco_jax.engine import evaluate
+from adloco_jax.engine.inputs import programs_ahead
+from adloco_jax.errors import (
+    CheckpointError,
+    DivergedError,
+    Preempted,
+    ResourceError,
+    reason,
+)
+from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco
+from adloco_jax.loop.plans import is_over, share_done
+from adloco_jax.run import checkpoint, observers, processes
+from adloco_jax.run.build import (
+    Run,
+    attention,
+    initial_ensemble,
+)
+from adloco_jax.run.changes import how_to_resume
+from adloco_jax.run.checkpoint import Saver
+from adloco_jax.run.choose import Mode
+from adloco_jax.run.folder import (
+    exclusive,
+    flat_settings,
+    versions,
+)
+from adloco_jax.run.plan import run_header
+from adloco_jax.run.restore import begin_control, host_record, restore
+from adloco_jax.run.terminal import Progress
+from adloco_jax.run.trackers import open_ledger
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run returns: its folder, the consensus model with its loss, and the final state.
+
+    The consensus is the one model that stands for all trainers.
+    """
+
+    workdir: Path  # the run's folder
+    params: PyTree  # parameters of the consensus model
+    loss: float  # held-out loss of the consensus model, in the run's unit (nats/token for text)
+    state: State  # the state after the last round
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The parameters and optimizer states of all trainers and workers in the final state."""
+        return self.state.ensemble
+
+    @property
+    def controller(self) -> Control:
+        """The numbers of the final state that the host keeps, such as batches and total tokens."""
+        return self.state.control
+
+
+def run_to_end(run: Run) -> Result:
+    """Run all remaining rounds of a run, with a new attempt from the newest checkpoint on failure.
+
+    `after_failure` decides after each failure whether there is a new attempt.
+    """
+    failures = Failures()
+    with (
+        exclusive(run.workdir),
+        processes.stop_requests() as stop,
+        processes.ending_together(),
+        _saying_how_to_resume(run),
+    ):
+        while True:
+            # The newest checkpoint restores everything that a failed round has changed.
+            with contextlib.ExitStack() as stack:
+                attempt = begin(run, stack, stop, failures)
+                try:
+                    state = execute(run, attempt)
+                    params, loss = attempt.evaluator.params, attempt.recorder.loss
+                    return Result(run.workdir, params, loss, state)
+                except (jax.errors.JaxRuntimeError, OSError) as error:
+                    failures = after_failure(run, attempt, error, failures)
+
+
+@contextlib.contextmanager
+def _saying_how_to_resume(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except (Preempted, ResourceError) as error:
+        if (run.workdir / "ledger.jsonl").exists():
+            error.args = (f"{error}; to resume: {_how(run)}",)
+        raise
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The failures of earlier attempts to finish a run, and what the next attempt changes."""
+
+    faults: tuple[dict, ...] = ()  # for each failure, the fields of its line in the ledger
+    max_batch_size: int | None = None  # limit of micro-batches if memory ran out before
+    round: int | None = None  # number of rounds completed before the last failure
+
+
+@dataclass
+class Attempt:
+    """An attempt to finish a run: the restored or initial state, and the run's observers.
+
+    Observers are called after each round with its results.
+    """
+
+    state: State  # the state before the next round
+    ended: bool  # whether the ledger says that the run is finished
+    recorder: observers.Recorder
+    evaluator: observers.Evaluator
+    checkpoints: observers.Checkpoints
+
+
+def begin(
+    run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
+) -> Attempt:
+    """Begin an attempt to finish a run: restore the newest checkpoint, or else start the run.
+
+    Args:
+      run: The data that all attempts of the run share.
+      stack: Closes all files and programs that the attempt opens, when the attempt has ended.
+      stop: An event that is set when the process receives a signal to stop.
+      failures: The failures of earlier attempts.
+
+    Raises:
+      UserError: In the cases that `train` lists.
+    """
+    settings, spec, start_s = run.settings, run.spec, time.perf_counter()
+    restored, damage, end = restore(run)
+    host = restored.host if restored else {"wall_s": 0.0, "loss": None}
+    num_rounds = settings.num_rounds if settings.num_tokens is None else None
+    before = restored.state.control if restored else None
+    done = share_done(before.round, before.tokens_total, settings) if before else 0.0
+    progress = Progress(num_rounds, every=settings.log.every_rounds, share_done=done)
+    stack.callback(progress.close)
+    begins_again = restored is None and not failures.faults
+    begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
+    ledger = processes.run_on_all(lambda: open_ledger(run, stack, before, progress))
+    control, programs = begin_control(
+        run,
+        restored,
+        failures.max_batch_size,
+        functools.partial(observers.on_compile, ledger, progress),
+    )
+    stack.callback(programs.close)
+    spec = programs.spec
+    heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
+    on_call = progress.call if progress.shows_bar else None
+    engine = run.make_engine(run, programs, heldout, on_call)
+    stack.callback(engine.close)
+    engine.underway = control
+    began_s = start_s - host["wall_s"]
+    loss = float("nan") if host["loss"] is None else host["loss"]
+    recorder = observers.Recorder(settings, engine, ledger, progress, began_s, loss)
+    ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
+    ended = ended and is_over(control, settings)
+    if not ended:  # a finished run whose checkpoint is damaged trains again
+        observers.write_start(run, ledger, control, damage, failures.faults)
+    notes = [f"damaged, and set aside: {line}" for line in damage]
+    notes += [f"resuming after round {control.round}"] if control.round else []
+    notes += ["stopped before its first save: the run begins again"] if begins_again else []
+    if spec.machine.platform != "cpu":
+        notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
+    notes.append(run.heldout.describe(run.num_classes))
+    notes.append(f"folder: {run.workdir}; if the run stops, to resume: {_how(run)}")
+    for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
+        progress.note(line)
+    ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)
+
+    saver = Saver(
+        run.workdir / "checkpoints",
+        keep=settings.checkpoint.keep,
+        on_saved=lambda saved: ledger.write("checkpoint", **saved),
+    )
+    stack.callback(saver.close)
+    evaluator = observers.Evaluator(recorder, run.num_classes, run.unit)
+    checkpoints = observers.Checkpoints(
+        recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
+    )
+    return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
+
+
+def execute(run: Run, attempt: Attempt) -> State:
+    """Run all remaining rounds of an attempt, and return the state after the last round.
+
+    `attempt.evaluator` then has the consensus model, and `attempt.recorder` has its loss.
+
+    Raises:
+      DivergedError: If the losses of all trainers have become infinite or NaN.
+      Exception: Any error of a round. The caller asks `after_failure` whether to try again.
+    """
+    settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
+    if is_over(state.control, settings):
+        attempt.evaluator.consensus(state)
+        if not attempt.ended:
+            attempt.recorder.write_end(state.control, "finished")
+        return state
+    observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
+    with contextlib.ExitStack() as stack:
+        if settings.checkpoint.watchdog_s is not None:
+            # If no round ends within this number of seconds, the tracebacks of all threads are
+            # printed, and the process ends.
+            watchdog = functools.partial(
+                faulthandler.dump_traceback_later, settings.checkpoint.watchdog_s, exit=True
+            )
+            stack.callback(faulthandler.cancel_dump_traceback_later)
+            watchdog()
+            observe.insert(0, lambda state, boundary: watchdog())
+        # With learners, the driver compiles no programs of rounds: the learners do.
+        is_local = settings.engine.kind == "local"
+        ahead = programs_ahead(state.control, settings, engine.programs.spec) if is_local else []
+        engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
+        try:
+            state = adloco(state, settings=settings, engine=engine, observers=observe)
+            return State(engine.complete(state), state.control)
+        except Diverged as error:
+            attempt.recorder(error.state, error.boundary)
+            saved = _last_checkpoint(run, attempt)
+            attempt.recorder.write_end(error.state.control, "diverged")
+            raise DivergedError(
+                f"{error}: the loss of every trainer is not finite; {saved}; try a"
+                " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
+            ) from None
+
+
+def after_failure(
+    run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
+) -> Failures:
+    """Decide after a failed round whether to try again, and what the next attempt changes.
+
+    If memory ran out, the next attempt has half the largest micro-batch. If anything else failed,
+    the next attempt changes nothing.
+
+    Args:
+      run: The data that all attempts of the run share.
+      attempt: The attempt that has failed.
+      error: The error that ended it.
+      before: The failures of earlier attempts.
+
+    Returns:
+      All failures so far, with the changes for the next attempt.
+
+    Raises:
+      ResourceError: If memory ran out at a micro-batch of one sequence, or if the run has several
+        processes. In the second case all processes must be started again.
+      Exception: The error itself, if memory did not run out and the same round has failed before.
+    """
+    control = attempt.recorder.engine.underway
+    index, size = control.round + 1, control.max_batch_size
+    cause = reason(error)
+    exhausted = "RESOURCE_EXHAUSTED" in str(error)
+    if exhausted and size == 1:
+        failure = (
+            f"round {index}: out of memory at a micro-batch of 1: {cause}; use fewer workers, a"
+            " smaller model or shorter sequences, or model.remat"
+        )
+    elif jax.process_count() > 1:
+        mend = f"; set batching.max_batch_size to {size // 2} in all (--accept-config-change)"
+        failure = (
+            f"round {index}: process {jax.process_index()} failed ({cause}){mend * exhausted}; all"
+            f" start again from the newest checkpoint: {_last_checkpoint(run, attempt)}"
+        )
+    else:
+        failure = ""
+    if failure:
+        if jax.process_count() > 1:
+            processes.end_others(failure)
+        raise ResourceError(failure) from error
+    if not exhausted and control.round == before.round:
+        raise error
+    note = f"round {index} failed ({cause}); restoring the newest checkpoint"
+    fault, largest = {"kind": "round_failed", "round": index, "cause": cause}, before.max_batch_size
+    if exhausted:
+        largest = size // 2
+        note += f" with max_batch_size {largest} (was {size}); batches may differ from there on"
+        fault |= {"kind": "out_of_memory", "max_batch_size_before": size, "max_batch_size": largest}
+        fault["effect"] = "batches may differ from the restored round on"
+    attempt.recorder.progress.note(note)
+    return Failures((*before.faults, fault), largest, control.round)
+
+
+def _how(run: Run) -> str:
+    return how_to_resume(run.workdir, run.settings, command=run.command, by_fit=run.by_fit)
+
+
+def _last_checkpoint(run: Run, attempt: Attempt) -> str:
+    with contextlib.suppress(CheckpointError, ResourceError):
+        attempt.checkpoints.saver.wait()
+    return checkpoint.last(run.workdir / "checkpoints")
+
+
+def require_equal_processes(run: Run) -> None:
+    """Check that all processes have the same config, data, weights and versions.
+
+    Raises:
+      ConfigError: In every process, if something differs. The message names what differs.
+    """
+    if jax.process_count() == 1:
+        return
+    weights = hashlib.sha256()
+    for leaf in jax.tree.leaves(run.params):
+        weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
+    keys = flat_settings(run.settings).items()
+    processes.require_equal(
+        {key: repr(value) for key, value in keys if key not in ("data.path", "data.heldout_path")}
+        | {f"the version of {name}": version for name, version in versions().items()}
+        | {
+            "model_shards, as found there": repr(run.spec.model_shards),
+            "attention, as found there": repr(attention(run.settings, run.spec.machine)),
+            "the data": run.corpus.fingerprint,
+            "the weights it starts from": weights.hexdigest(),
+        },
+        "all processes of a run need the same",
+    )

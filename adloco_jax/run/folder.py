@@ -1,0 +1,291 @@
+"""The folder of a run: whether it can be used, its lock, and the settings that it records.
+
+The file `config.json` in the run's folder records the value of every setting.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from operator import attrgetter
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from flax.traverse_util import flatten_dict
+from ml_collections import ConfigDict
+
+from adloco_jax import __version__, files, hf
+from adloco_jax.config import default_config, tables, validate
+from adloco_jax.data.tokenizers import default_tokenizer
+from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
+from adloco_jax.files import replaced_file, write_errors
+from adloco_jax.hub import COMMIT
+from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.run import checkpoint, processes
+from adloco_jax.run.checkpoint import Damaged
+from adloco_jax.settings import ENTRIES, KNOBS, Settings
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def require_utf8(option: str, path: Path) -> None:
+    """Check that a path is UTF-8, because some libraries that write to it accept only UTF-8.
+
+    Raises:
+      ConfigError: If the path is not UTF-8. The message names the option that gave the path.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{option} {str(path)[:200]!r}: not UTF-8; name another") from error
+
+
+def check_workdir(workdir: str | Path) -> None:
+    """Check that a run can be stored in a folder; the folder need not exist.
+
+    Raises:
+      ConfigError: If a run cannot be stored there. The message says why, and what to do.
+    """
+    folder = Path(workdir)
+    require_utf8("--workdir", folder)
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # the folder is made later; if one of its parents is a file, this is found below
+    except (OSError, ValueError) as error:  # the name is too long or has a NUL; links form a loop
+        raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--workdir {folder}: {existing} is a file; name a folder")
+    for name in ("ledger.jsonl", "config.json", "checkpoints"):
+        if (folder / name).is_symlink():
+            raise ConfigError(
+                f"--workdir {folder}: {name} is a symbolic link; a run keeps its files in its"
+                " folder (the folder itself may be a link)"
+            )
+
+
+@contextlib.contextmanager
+def exclusive(workdir: Path) -> Iterator[None]:
+    """Create the folder of a run, and lock it as long as the `with` block runs.
+
+    If a process is killed, the operating system releases its lock. If a run has several processes,
+    process 0 locks the folder for all of them. All processes must see the same folder.
+
+    Raises:
+      ConfigError: If another run uses the folder, if the folder cannot be written, or if it is not
+        the same folder for all processes.
+      ResourceError: If the disk is full.
+    """
+    lock = FileLock(workdir / ".lock", timeout=0)
+
+    def acquire() -> None:
+        with _lock_errors(workdir):
+            if processes.is_first():
+                workdir.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+
+    try:
+        processes.run_on_all(acquire)
+        processes.require_shared(workdir)
+        yield
+    finally:
+        lock.release()
+
+
+def require_usable(workdir: Path) -> None:
+    """Check that a run can write to a folder, before its data are loaded; leave nothing there.
+
+    Raises:
+      ConfigError: If another run uses the folder, or it cannot be written.
+      ResourceError: If the disk is full.
+    """
+    if not processes.is_first():
+        return
+    with _lock_errors(workdir):
+        if workdir.exists():
+            with FileLock(workdir / ".lock", timeout=0):
+                return
+        parent = next(path for path in workdir.absolute().parents if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".adloco-", dir=parent))
+
+
+@contextlib.contextmanager
+def _lock_errors(workdir: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout:
+        raise ConfigError(
+            f"--workdir {workdir}: another process runs there; wait for it, or name another folder"
+        ) from None
+    except OSError as error:
+        kind = ResourceError if error.errno in _DISK_FULL else ConfigError
+        raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
+
+
+def with_checkpoint(settings: Settings, workdir: Path | None = None) -> Settings:
+    """Add to the settings the description and the tokenizer of the checkpoint `model.init_from`.
+
+    The description is the checkpoint's `config.json`. A run records it with the tokenizer's name,
+    and needs the checkpoint's weights only once.
+
+    Args:
+      settings: The run's settings.
+      workdir: The run's folder. If it contains a run, the description is that of the record.
+
+    Raises:
+      UserError: If the checkpoint cannot be read.
+    """
+    model, path = settings.model, (workdir or Path()) / "config.json"
+    if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
+        return settings
+    content, name = "", settings.data.tokenizer
+    if workdir is not None and path.is_file():
+        recorded = recorded_values(path)
+        content, name = recorded.model.checkpoint, name or recorded.data.tokenizer
+    content = content or json.dumps(hf.inspect(model.init_from).config)
+    model = model.model_copy(update={"checkpoint": content})
+    name = name or default_tokenizer(model.init_from)
+    data = settings.data.model_copy(update={"tokenizer": name})
+    return settings.model_copy(update={"model": model, "data": data})
+
+
+def recorded_settings(workdir: Path) -> Settings:
+    """Read the settings that are recorded in a run's folder.
+
+    Settings that the record lacks, because a later version added them, have their defaults. If the
+    run reads a data set on the hub, `data.revision` is the commit that the run began with.
+
+    Raises:
+      CheckpointError: If there is no record, or the record cannot be read.
+      ConfigError: If the run uses an entry that the user added to a table of the library, for
+        instance an optimizer, and that is not defined now.
+    """
+    path = workdir / "config.json"
+    config = _recorded(path).model_dump()
+    if commit := recorded_commit(workdir):
+        config["data"]["revision"] = commit
+    try:
+        return with_checkpoint(validate(config), workdir)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+
+
+def recorded_config(workdir: Path) -> ConfigDict:
+    """Read the config with which `train` resumes the run in a folder.
+
+    Raises:
+      CheckpointError: If there is no record, or the record cannot be read.
+      ConfigError: If the run was made by `fit`, or uses an entry of a table that is not defined
+        now.
+    """
+    refuse_fit(workdir)
+    recorded = _recorded(workdir / "config.json")
+    config, values = default_config(), {key: attrgetter(key)(recorded) for key in KNOBS}
+    # A setting that is unset is None in the record, and may be "auto" in a config.
+    config.update_from_flattened_dict({k: v for k, v in values.items() if v is not None})
+    return config
+
+
+def refuse_fit(workdir: Path) -> None:
+    """Refuse a run that `fit` made, for a command that would need the model's code.
+
+    Raises:
+      ConfigError: If the run was made by `fit`.
+      CheckpointError: If the record of the run's config cannot be read.
+    """
+    path = workdir / "config.json"
+    if path.is_file() and _record(path).get("made_by") == "fit":
+        raise ConfigError(
+            f"{workdir}: made by fit with a model of your own, which the command does not have;"
+            f" fit called again resumes it, and {workdir / 'export'} has its model"
+        )
+
+
+def _recorded(path: Path) -> Settings:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; name the folder of a run")
+    recorded, known = recorded_values(path), tables()
+    faults = [
+        f"{path}: {key} = {name!r}: no entry of this library; give --config the file that adds it"
+        for key, entry in ENTRIES.items()
+        if (name := attrgetter(key)(recorded)) not in known[entry.table]
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return recorded
+
+
+def recorded_commit(workdir: Path) -> str:
+    """Return the commit of the hub's data set that a run reads, as recorded in the run's folder.
+
+    The result is empty if the run does not read a data set on the hub.
+
+    Raises:
+      CheckpointError: If the record cannot be read.
+    """
+    path = workdir / "config.json"
+    commit = _record(path).get("data_commit", "") if path.is_file() else ""
+    if commit and not COMMIT.fullmatch(str(commit)):
+        raise CheckpointError(
+            f"{path}: damaged (data_commit = {commit!r:.60}); restore it from a copy"
+        )
+    return commit
+
+
+def _record(path: Path) -> dict:
+    try:
+        return files.read_json(path, Damaged)
+    except Damaged as error:
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+
+
+def write_config(workdir: Path, settings: Settings, **more: object) -> None:
+    """Record all settings of a run, and the fields in `more`, in `config.json` in its folder.
+
+    An older record is replaced atomically.
+
+    Raises:
+      ResourceError: If the file cannot be written.
+    """
+    path = workdir / "config.json"
+    record = {"format": checkpoint.FORMAT, "config": settings.model_dump(), **more}
+    with write_errors(path):
+        with replaced_file(path) as file:
+            file.write(json.dumps(record, indent=1).encode())
+
+
+def flat_settings(settings: Settings) -> dict[str, object]:
+    """Return all settings of a run in one dict, with keys such as `inner.tx`.
+
+    Tuples become lists, as in JSON.
+    """
+    return dict(flatten_dict(settings.model_dump(mode="json"), sep="."))
+
+
+def recorded_values(path: Path) -> Settings:
+    """Read the recorded config of a run, the file `config.json` in its folder.
+
+    Raises:
+      CheckpointError: If the record cannot be read, or was written by another version.
+    """
+    record = _record(path)
+    if record.get("format") != checkpoint.FORMAT:
+        raise CheckpointError(f"{path}: a run of another version of adloco_jax; use that version")
+    if fault := files.fault(record.get("config"), Settings, "config"):
+        raise CheckpointError(f"{path}: {fault}; restore the file from a copy")
+    return Settings.model_validate_json(json.dumps(record["config"]), extra="ignore")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that may change the results of a run.
+
+    The key is the name of the package.
+    """
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
+    installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
+    return {"adloco_jax": __version__, "python": platform.python_version(), **installed}

@@ -1,0 +1,182 @@
+"""The state of a run in a checkpoint: what is written beside its arrays, and what is read."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adloco_jax import files
+from adloco_jax.data.files import shard_changes
+from adloco_jax.engine.programs import Programs, ensemble_spec, placement
+from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
+from adloco_jax.errors import CheckpointError, DataError
+from adloco_jax.loop.adloco import Control, State, Trainer, start
+from adloco_jax.run import checkpoint, processes
+from adloco_jax.run.build import Run
+from adloco_jax.run.checkpoint import Damaged
+from adloco_jax.run.choose import Choice, Mode, choose
+from adloco_jax.run.folder import versions
+from adloco_jax.run.ledger import finish, read
+from adloco_jax.settings import Settings
+
+# The fields of a checkpoint's `host.json` that are read, and their types.
+_HOST: dict[str, Any] = {
+    "control": Control,
+    "max_batch_size_given": int | None,
+    "loss": float | None,
+    "wall_s": float,
+    "data": {"fingerprint": str, "shards": list[files.FileRecord]},
+}
+
+
+class Restored(NamedTuple):
+    """The content of a checkpoint: the state of the run, and all fields of `host.json`."""
+
+    state: State
+    host: dict
+
+
+def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
+    """Read the state of a run from a checkpoint whose files have the recorded hashes.
+
+    Raises:
+      Damaged: If the content does not fit the settings of this run.
+    """
+    host = checkpoint.read_host(path)
+    if fault := files.fault(host, _HOST, "host"):
+        raise Damaged(f"{path}: {fault}")
+    control = read_control(path, host["control"], settings)
+    owners = tuple(control.owners)
+    template = ensemble_spec(spec, owners, placement(spec, ProgramKey("stats", owners)))
+    return Restored(State(checkpoint.read_arrays(path, template), control), host)
+
+
+def read_control(path: Path, data: Any, settings: Settings) -> Control:
+    """Make the host's data about a run (`Control`) from JSON, and check that they fit the settings.
+
+    Args:
+      path: The checkpoint's folder.
+      data: The field `control` of the checkpoint's `host.json`. Unknown fields are ignored.
+      settings: The run's settings.
+
+    Raises:
+      Damaged: If the data do not fit the settings of this run, or are of another round.
+    """
+    if fault := files.fault(data, Control, "host.control"):
+        raise Damaged(f"{path}: {fault}")
+    control, ensemble = control_from_json(data), settings.ensemble
+    num_trainers, owners = len(control.trainers), control.owners
+    if num_trainers > ensemble.num_trainers or len(owners) > ensemble.num_workers:
+        raise Damaged(f"{path}: not this run's: {num_trainers} trainers, {len(owners)} workers")
+    if set(owners) != set(range(num_trainers)) or control.round != int(path.name):
+        raise Damaged(f"{path}: not this run's: owners {owners}, round {control.round}")
+    return control
+
+
+def control_from_json(data: dict) -> Control:
+    """Make the host's data about a run (`Control`) from a dict with its fields.
+
+    The dict is of the form that `dataclasses.asdict` gives. Unknown fields are ignored.
+    """
+    fields = {each.name: data[each.name] for each in dataclasses.fields(Control)}
+    names = [each.name for each in dataclasses.fields(Trainer)]
+    trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
+    return Control(**fields | {"trainers": trainers})
+
+
+def begin_control(
+    run: Run,
+    restored: Restored | None,
+    max_batch: int | None,
+    on_compile: OnCompile,
+) -> tuple[Control, Programs]:
+    """Choose the largest micro-batch, and how devices run workers, before the first round.
+
+    All processes of a run make the same choice.
+
+    Args:
+      run: The data of the run.
+      restored: The checkpoint to resume from; None: the run starts.
+      max_batch: The micro-batch to use after an earlier attempt ran out of memory. None: there was
+        no such attempt.
+      on_compile: Called before and after each compilation.
+
+    Returns:
+      The host's data about the run, with the chosen micro-batch, and the compiled programs.
+    """
+    settings = run.settings
+    size, control = settings.batching.max_batch_size, restored.state.control if restored else None
+    if restored and control and (size is None or size == restored.host["max_batch_size_given"]):
+        size = control.max_batch_size
+    size = size if max_batch is None else max_batch
+
+    def chosen(allowed: Sequence[Mode]) -> Choice:
+        how = {"size": size, "allowed": allowed, "on_compile": on_compile}
+        return choose(settings, run.spec, run.loss_of, **how)
+
+    choice = chosen(run.modes)
+    mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
+    # All processes use the most frugal of the modes that they have chosen: the last one, because
+    # modes are in order of preference.
+    last = max(processes.gather(run.modes.index(mode)))
+    if run.modes[last] != mode:
+        choice.programs.close()
+        choice = chosen(run.modes[last : last + 1])
+    size = min(processes.gather(choice.max_batch_size))
+    if control is None:
+        return start(settings, size), choice.programs
+    return dataclasses.replace(control, max_batch_size=size), choice.programs
+
+
+def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
+    """Restore the state of the newest checkpoint that is not damaged.
+
+    Returns:
+      Three values. The first is the content of the checkpoint; None if there is no checkpoint. The
+      second is a list of lines, one for each newer checkpoint that is damaged. The third is the
+      `end` line of the ledger; None if the run is not finished.
+
+    Raises:
+      CheckpointError: If all checkpoints are damaged, or were deleted.
+      DataError: If the data have changed since the run began.
+    """
+    folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
+    found = checkpoint.newest(folder, lambda at: read_state(at, run.settings, run.spec))
+    restored, damage = found or (None, [])
+    events = read(path) if path.exists() else []
+    # All processes wait here for one another, because process 0 later changes the ledger that the
+    # others read.
+    processes.gather(None)
+    if restored is None and any(event["event"] == "checkpoint" for event in events):
+        raise CheckpointError(
+            f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
+            " copy, or name another folder"
+        )
+    recorded = restored.host["data"] if restored and not run.accept_data_change else None
+    if recorded and recorded["fingerprint"] != run.corpus.fingerprint:
+        changes = shard_changes(recorded["shards"], list(run.corpus.shards))
+        advice = (
+            f"{run.workdir}: the data have changed since this run began; restore them, or"
+            " --accept-data-change to resume with these"
+        )
+        raise DataError("\n".join([*changes, advice]))
+    return restored, damage, finish(events)
+
+
+def host_record(run: Run, recorded: dict, state: State) -> dict:
+    """Return the part of a checkpoint that is not in arrays, as a dict for the file `host.json`.
+
+    `recorded` is the result of `Recorder.record`: loss and seconds.
+    """
+    return {
+        "control": dataclasses.asdict(state.control),
+        "max_batch_size_given": run.settings.batching.max_batch_size,
+        **recorded,
+        "data": {
+            "fingerprint": run.corpus.fingerprint,
+            "shards": list(run.corpus.shards),
+        },
+        "config": run.settings.model_dump(),
+        "versions": versions(),
+        "devices": run.spec.machine.describe(),
+    }
