@@ -16,14 +16,14 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from ml_collections import ConfigDict, FieldReference
 from pydantic import ValidationError
 
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Model, Settings, default_of, shown
 
 # The folder of the configs that come with the package. In the repository it is a link to the folder
@@ -237,6 +237,30 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
                 hint = f"write: adloco {verb} {path}"
         raise ConfigError(f"{path}: needs a {function}() that returns a {kind.__name__}; {hint}")
     return made
+
+
+def take_sizes(config: ConfigDict, given: Container[str]) -> str:
+    """Set the model's sizes that a config file has set to those of the checkpoint; say which.
+
+    The sizes stay as they are if the checkpoint cannot be read, such as without a network. A run
+    reports this when it reads the weights.
+
+    Args:
+      config: The config, which is changed.
+      given: Names of the sizes that the command line has set, and that therefore stay.
+    """
+    from adloco_jax import hf  # imported only here, because it imports JAX
+
+    model, changed = config.model, []
+    with contextlib.suppress(UserError):
+        found = hf.inspect(model.init_from)
+        for name in SIZES:
+            size, before = getattr(found.network, name, None), model[name]
+            is_free = name in given or (name == "num_classes" and not found.has_head)
+            if not is_free and None not in (size, before) and size != before:
+                model[name] = size
+                changed.append(f"{name} {size}, not {before}")
+    return f"sizes of model.init_from={model.init_from}: {'; '.join(changed)}" if changed else ""
 
 
 def with_recorded_sizes(config: ConfigDict, workdir: str | Path | None) -> ConfigDict:

@@ -34,7 +34,7 @@ from adloco_jax.cli.parser import (
     with_separator,
 )
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
-from adloco_jax.settings import KNOBS
+from adloco_jax.settings import KNOBS, SIZES
 
 COMMANDS = {
     "train": "train what a config describes, or resume a stopped run",
@@ -384,7 +384,10 @@ def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Confi
     for key, text in values.items():
         if text is not None:
             override(made, key, text)
+    sizes = ""
     if is_loaded:
+        if run is None and made.get("model", {}).get("init_from"):
+            sizes = config.take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
         made = config.with_recorded_sizes(made, options.workdir)
         try:
             config.validate(made)
@@ -392,6 +395,8 @@ def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Confi
             faults.append(str(error))
     if faults:
         raise ConfigError("\n".join(faults))
+    if sizes:
+        print(sizes)
     if guessed is not None:
         print(f"data.source={guessed}, by the name {at}; --config.data.source names another")
     return path, made

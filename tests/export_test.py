@@ -12,7 +12,7 @@ from trees import assert_close, assert_equal
 
 from adloco_jax import hf
 from adloco_jax import main as cli
-from adloco_jax.config import validate
+from adloco_jax.config import take_sizes, validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models.layers import param_shapes
@@ -199,6 +199,14 @@ def test_sizes_that_are_unset_are_the_checkpoints(trained):
         assert getattr(found, name) == getattr(network, name, size)
         assert getattr(alone, name) == size
     assert found.width != alone.width
+
+
+def test_sizes_of_a_config_file_give_way_to_the_checkpoints(trained):
+    config = tiny(init_from=str(trained.workdir / "export"), width=32)
+    assert take_sizes(config, {"width"}) == "" and config.model.width == 32
+    assert "width 16, not 32" in take_sizes(config, ()) and config.model.width == 16
+    config.model.update({"init_from": "some/model", "width": 32})
+    assert take_sizes(config, ()) == "" and config.model.width == 32  # there is no network
 
 
 def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_context(

@@ -1,0 +1,42 @@
+"""Continue a trained checkpoint on your own text, with all workers from the start.
+
+Command:   adloco train finetune --config.model.init_from=Qwen/Qwen3-0.6B
+           --config.data.path='texts/*.jsonl.gz'
+Model:     a Llama, Mistral, Qwen2 or Qwen3 in Hugging Face layout; sizes and tokenizer are the
+           checkpoint's (docs/guides/huggingface.md)
+Hardware:  `adloco plan finetune --device h100x1` with the same options says whether it fits
+Expected:  not run at the size of Qwen3-0.6B
+"""
+
+from ml_collections import ConfigDict
+
+from adloco_jax.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """Return a config with one trainer of four workers.
+
+    The command line must set `model.init_from` and `data.path`.
+    """
+    config = default_config()
+    config.num_rounds = 20
+
+    config.model.dtype = "bfloat16"
+    config.model.loss_chunk = 1  # the logits of one sequence of Qwen3 take 311 MB
+    config.data.sequence_length = 512  # tokens
+
+    config.ensemble.num_trainers = 1
+    # All at once: a trained checkpoint is past the phase in which a single worker suffices.
+    config.ensemble.num_workers = 4
+
+    config.inner.steps_per_round = 50
+    config.inner.learning_rate = 2e-5  # as AdLoCo continues trained weights (table A.2)
+    config.inner.warmup_updates = 50
+    config.inner.clip_norm = 1.0
+    config.outer.tx = "nesterov"  # with DiLoCo's learning rate of 0.7 and momentum of 0.9
+
+    config.batching.test = "constant"
+    config.batching.initial_batch_size = 8  # sequences per worker; this number stays constant
+    config.batching.batch_cap = 8
+    config.merge.policy = "none"  # there is only one trainer
+    return config
