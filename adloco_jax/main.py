@@ -386,7 +386,8 @@ def _configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Confi
             override(made, key, text)
     sizes = ""
     if is_loaded:
-        if run is None and made.get("model", {}).get("init_from"):
+        model = made.get("model")
+        if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
             sizes = config.take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
         made = config.with_recorded_sizes(made, options.workdir)
         try:
