@@ -221,7 +221,7 @@ def test_after_a_run_with_a_cluster_of_its_own_the_users_ray_works_as_before(tmp
 
 
 @slow
-@pytest.mark.parametrize("name", ["raylet", "gcs_server", "DashboardAgent"])
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_the_death_of_one_of_rays_own_processes_ends_the_run_in_one_line(tmp_path, name):
     folder = tmp_path / "run"
     with chaos.driver(folder, ["num_rounds=100000", "inner.steps_per_round=2"]) as process:
