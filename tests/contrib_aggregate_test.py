@@ -13,13 +13,12 @@ from toy import LENGTH, settings_of
 from trees import assert_close, at
 
 from adloco_jax import AGGREGATORS, ARCHITECTURES, start_round
-from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.build import program_spec
+from adloco_jax.run.build import aggregator, program_spec
 from adloco_jax.run.machines import here
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
@@ -37,7 +36,8 @@ LABELS = {
 
 def rule_of(name):
     """An entry of the table; gets the labels if it takes them."""
-    return with_knobs(AGGREGATORS[name], {"label_params": lambda params: LABELS})
+    labels = {"label_params": lambda params: LABELS} if name == "rda" else {}
+    return functools.partial(AGGREGATORS[name], **labels)
 
 
 @functools.cache
@@ -143,21 +143,10 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule, monkeypatch)
     assert_close(actual_M, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_rule_is_given_the_knobs_that_it_names(monkeypatch):
-    def scaled(difference_W, share_W, *, momentum):
-        return momentum
-
-    monkeypatch.setitem(AGGREGATORS, "scaled", scaled)
-    configured = settings_of(outer={"aggregator": "scaled", "momentum": 0.3})
-    spec = program_spec(
-        configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
-    )
-    assert spec.aggregate(None, None) == 0.3
-    plain = configured.model_copy(update={"outer": settings_of().outer})
-    spec = program_spec(
-        plain, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
-    )
-    assert spec.aggregate is AGGREGATORS["mean"]
+def test_a_rule_that_takes_labels_gets_those_of_the_architecture():
+    labels = ARCHITECTURES["llama"].label_params
+    assert aggregator(settings_of(outer={"aggregator": "rda"})).keywords == {"label_params": labels}
+    assert aggregator(settings_of()) is AGGREGATORS["mean"]
 
 
 def test_rules_of_whole_tensors_are_refused_with_fragments():

@@ -7,12 +7,9 @@ import optax
 import pytest
 from ensembles import draw
 
-from adloco_jax.config import default_config, validate
 from adloco_jax.contrib import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 
-INNER = validate(default_config()).inner.model_copy(
-    update={"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.3}
-)
+INNER = {"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.3}
 LABELS = {
     "embed": {"embedding": "embedding"},
     "layers": {
@@ -22,7 +19,7 @@ LABELS = {
     "pooler": {"kernel": "matrix", "bias": "other"},
     "head": {"kernel": "head"},
 }
-MUON = INNER_OPTIMIZERS["muon"](INNER, label_params=lambda params: LABELS)
+MUON = INNER_OPTIMIZERS["muon"](**INNER, label_params=lambda params: LABELS)
 SHAPES = {
     "embed": {"embedding": (7, 4)},
     "layers": {
@@ -74,9 +71,9 @@ def by_numpy(params, grads):
     """Muon's updates of one matrix [in, out]."""
     momentum, made = 0.0, []
     for grad in grads:
-        momentum = INNER.beta1 * momentum + grad
+        momentum = INNER["beta1"] * momentum + grad
         scale = np.sqrt(params.shape[1] / params.shape[0])
-        made.append(-scale * newton_schulz(momentum) - INNER.weight_decay * params)
+        made.append(-scale * newton_schulz(momentum) - INNER["weight_decay"] * params)
         params = params + made[-1]
     return made
 
@@ -99,7 +96,7 @@ def test_embeddings_head_and_vectors_move_exactly_as_with_adamw(updates):
     grads = [normal(1), normal(2), normal(3)]
     others = {"embed", "norm", "head", "bias"}
     for muon, adamw in zip(
-        updates, moved(INNER_OPTIMIZERS["adamw"](INNER), normal(0), grads), strict=True
+        updates, moved(INNER_OPTIMIZERS["adamw"](**INNER), normal(0), grads), strict=True
     ):
         for path, leaf in jax.tree.leaves_with_path(muon):
             expected = dict(jax.tree.leaves_with_path(adamw))[path]
@@ -112,20 +109,19 @@ def test_decay_of_matrices_leaves_out_what_is_labelled_other(name):
     """Without gradients an update is the decay alone."""
     factory = INNER_OPTIMIZERS[name]
     for decay in ("all", "matrices"):
-        inner = INNER.model_copy(update={"decay": decay})
-        tx = factory(inner, label_params=lambda params: LABELS)
+        tx = factory(**INNER, decay=decay, label_params=lambda params: LABELS)
         (updates,) = moved(tx, normal(0), [jax.tree.map(np.zeros_like, normal(0))])
         for update, leaf, label in zip(
             *map(jax.tree.leaves, (updates, normal(0), LABELS)), strict=True
         ):
             left_out = decay == "matrices" and label in ("other", "stacked_other")
-            factor = 0.0 if left_out else -INNER.weight_decay
+            factor = 0.0 if left_out else -INNER["weight_decay"]
             np.testing.assert_allclose(update, factor * leaf, rtol=1e-12)
 
 
 def test_a_model_without_hidden_matrices_is_refused():
     with pytest.raises(ValueError, match="no parameter is labelled as a hidden layer's matrix"):
-        INNER_OPTIMIZERS["muon"](INNER).init({"w": jnp.zeros((2, 3, 3))})
+        INNER_OPTIMIZERS["muon"](**INNER).init({"w": jnp.zeros((2, 3, 3))})
 
 
 # --- Nesterov by interval, in float64
@@ -143,8 +139,7 @@ def sums(tx, grads, extras):
 
 
 def by_interval(momentum, grads, intervals):
-    outer = validate(default_config()).outer.model_copy(update={"momentum": momentum})
-    tx = OUTER_OPTIMIZERS["nesterov_by_interval"](outer)
+    tx = OUTER_OPTIMIZERS["nesterov_by_interval"](momentum=momentum)
     return sums(tx, grads, [{"interval": interval} for interval in intervals])
 
 

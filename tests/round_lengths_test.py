@@ -56,7 +56,7 @@ def test_the_rule_sees_the_rate_of_the_next_update(monkeypatch):
     settings = settings_of(inner=inner | {"warmup_updates": 5}, num_tokens=10_000)
     seen = []
 
-    def rule(*, next_rate, steps_per_round):
+    def rule(*, next_rate, steps_per_round, **_):
         seen.append(next_rate)
         return steps_per_round
 

@@ -3,7 +3,9 @@
 from adloco_jax.core.batching import ROUND_LENGTHS
 
 
-def linear(*, steps_per_round: int, max_steps_per_round: int, share_done: float) -> float:
+def linear(
+    *, steps_per_round: int, max_steps_per_round: int, share_done: float, **_: object
+) -> float:
     """Return the length of a round, which grows linearly over the run.
 
     Args:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -13,7 +12,12 @@ from adloco_jax.core.inner import INNER_OPTIMIZERS, adamw, label_by_shape
 
 
 def muon(
-    inner: Any, *, label_params: Callable[[PyTree], PyTree] = label_by_shape
+    *,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    decay: str = "all",
+    label_params: Callable[[PyTree], PyTree] = label_by_shape,
 ) -> optax.GradientTransformation:
     """Make the inner optimizer Muon for matrices of hidden layers, with AdamW for the rest.
 
@@ -22,7 +26,10 @@ def muon(
     rate is the same for all parameters, and so is weight decay, unless `decay` leaves some out.
 
     Args:
-      inner: The settings' group `inner`.
+      beta1: Decay of the momentum of matrices, and of AdamW's first moment.
+      beta2: Decay of AdamW's second moment.
+      weight_decay: Weight decay, which a round multiplies by the learning rate.
+      decay: "matrices" if AdamW shall not decay leaves with the label "other", else "all".
       label_params: Function from the parameters to a tree of labels with the same structure. The
         label "matrix" means a leaf [in, out], and "stacked_matrix" a leaf [layers, in, out]. Leaves
         with any other label are updated by AdamW.
@@ -55,13 +62,19 @@ def muon(
 
     of_matrices = optax.chain(
         optax.contrib.scale_by_muon(
-            beta=inner.beta1, nesterov=False, weight_dimension_numbers=last_two_axes
+            beta=beta1, nesterov=False, weight_dimension_numbers=last_two_axes
         ),
         optax.stateless(by_shape),
-        optax.add_decayed_weights(inner.weight_decay),
+        optax.add_decayed_weights(weight_decay),
         optax.scale(-1.0),
     )
-    rest = adamw(inner, label_params=label_params)
+    rest = adamw(
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        decay=decay,
+        label_params=label_params,
+    )
     return optax.partition(
         {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": rest}, label
     )

@@ -1,7 +1,6 @@
 """Nesterov momentum as an outer optimizer, for rounds of unequal length."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import optax
 from adloco_jax.core.outer import OUTER_OPTIMIZERS
 
 
-def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
+def nesterov_by_interval(*, momentum: float) -> optax.GradientTransformationExtraArgs:
     """Make an outer optimizer with Nesterov momentum for rounds of unequal length.
 
     A base round has `inner.steps_per_round` updates at the full learning rate. A round that is as
@@ -25,7 +24,7 @@ def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
     The update is subtracted from the parameters. For p = 1 this is plain Nesterov.
 
     Args:
-      outer: The settings' group `outer`.
+      momentum: Decay of the momentum over a base round; mu above.
 
     Returns:
       A transformation whose `update` takes p as the keyword argument `interval`, a float32 scalar.
@@ -34,7 +33,7 @@ def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
     Source: AutoLoCo (arXiv 2609.36662, known only from citations) uses D / p and mu^p. The step of
       p base rounds and its closed form are derived here.
     """
-    mu = outer.momentum
+    mu = momentum
     log_mu = math.log(mu) if mu > 0 else -math.inf  # float64: its errors are divided by 1 - mu
 
     def init(params):

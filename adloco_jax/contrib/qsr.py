@@ -12,6 +12,7 @@ def quadratic(
     updates: int,
     warmup_updates: int,
     alpha: float = ALPHA,
+    **_: object,
 ) -> float:
     """Return the length of a round: (alpha / learning rate)^2, at least `steps_per_round`.
 

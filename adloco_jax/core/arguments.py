@@ -2,8 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +52,6 @@ def with_fixed_key(loss_fn: LossFn) -> LossFn:
     The losses of two calls then differ only by parameters and data, not by random numbers.
     """
     return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
-
-
-def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
-    """Bind those settings in `knobs` that are parameters of `function`; ignore all other settings.
-
-    `knobs` maps the name of each setting to its value. The returned function takes only those
-    arguments that no setting has filled in.
-    """
-    named = {name: knobs[name] for name in knobs if takes(function, name)}
-    return functools.partial(function, **named) if named else function
 
 
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:

@@ -195,27 +195,50 @@ class BatchTest(NamedTuple):
 
     request: Callable[..., Scalar]
     """`request(stats, *, ...) -> sequences per worker`: the batch that a trainer requests, before
-    rounding and limits. The function receives the keywords that its signature names: `num_workers`
-    and `mode` as in `norm_test`; `batch_size`, the present sequences per worker; `round_index`, the
-    number of completed rounds; and any key of the config's group `batching`, such as `eta`."""
+    rounding and limits. The function receives these keywords, and ignores the others by `**_`:
+    `eta`, `vartheta`, `nu`, `num_workers` and `mode` as in `augmented_inner_product_test` and
+    `norm_test`; `batch_size`, the present sequences per worker; `round_index`, the number of
+    completed rounds; and `schedule`, the setting `batching.ramp`."""
     needs: Literal["norms", "inner_products", "nothing"] = "norms"
     """The statistics that `request` reads: only those from gradient norms, also those from inner
     products, or none. With "nothing", `stats` is None, and no limit is applied to the result."""
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
-    "norm": BatchTest(norm_test),
-    "inner_product": BatchTest(inner_product_test, "inner_products"),
-    "augmented": BatchTest(augmented_inner_product_test, "inner_products"),
-    "constant": BatchTest(lambda stats, *, batch_size: constant(batch_size=batch_size), "nothing"),
+    "norm": BatchTest(
+        lambda stats, *, eta, num_workers, mode, batch_size, **_: norm_test(
+            stats, eta=eta, num_workers=num_workers, mode=mode, batch_size=batch_size
+        )
+    ),
+    "inner_product": BatchTest(
+        lambda stats, *, vartheta, num_workers, mode, batch_size, **_: inner_product_test(
+            stats, vartheta=vartheta, num_workers=num_workers, mode=mode, batch_size=batch_size
+        ),
+        "inner_products",
+    ),
+    "augmented": BatchTest(
+        lambda stats, *, vartheta, nu, num_workers, mode, batch_size, **_: (
+            augmented_inner_product_test(
+                stats,
+                vartheta=vartheta,
+                nu=nu,
+                num_workers=num_workers,
+                mode=mode,
+                batch_size=batch_size,
+            )
+        ),
+        "inner_products",
+    ),
+    "constant": BatchTest(lambda stats, *, batch_size, **_: batch_size, "nothing"),
     "ramp": BatchTest(
-        lambda stats, *, ramp, round_index: _ramp(schedule=ramp, round_index=round_index), "nothing"
+        lambda stats, *, schedule, round_index, **_: ramp(
+            schedule=schedule, round_index=round_index
+        ),
+        "nothing",
     ),
 }
 """Batch-size tests and schedules by name, for the knob `batching.test`. To use your own test, add
 an entry."""
-
-_ramp = ramp  # in the lambda above, `ramp` is the knob of this name
 
 
 def next_batch_size(
@@ -333,7 +356,7 @@ def _maximum(a, b):
     return a.__array_namespace__().maximum(a, b)
 
 
-def fixed(*, steps_per_round: int) -> int:
+def fixed(*, steps_per_round: int, **_: object) -> int:
     """Return `steps_per_round`, in inner steps: every round has the same length."""
     return steps_per_round
 
@@ -342,8 +365,8 @@ ROUND_LENGTHS: dict[str, Callable[..., float]] = {"fixed": fixed}
 """Rules for the length of a round by name, for the knob `inner.round_length`.
 
 `rule(*, ...) -> steps` returns the number of inner steps of a trainer's next round. A rule receives
-the keywords that its signature names: `next_rate`, the learning rate of the round's first update;
-`updates`, the trainer's inner updates so far; `round_index`, the number of completed rounds;
-`share_done`, the fraction of the run that is done; and any key of the config's group `inner`, such
-as `steps_per_round`.
+these keywords, and ignores the others by `**_`: `steps_per_round`, `max_steps_per_round` and
+`warmup_updates`, settings of the config's group `inner`; `next_rate`, the learning rate of the
+round's first update; `updates`, the trainer's inner updates so far; `round_index`, the number of
+completed rounds; and `share_done`, the fraction of the run that is done.
 """

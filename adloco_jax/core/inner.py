@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -304,11 +303,15 @@ def label_by_shape(params: PyTree) -> PyTree:
 
 
 def adamw(
-    inner: Any, *, label_params: Callable[[PyTree], PyTree] = label_by_shape
+    *,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    decay: str = "all",
+    label_params: Callable[[PyTree], PyTree] = label_by_shape,
 ) -> optax.GradientTransformation:
-    """Make an AdamW optimizer from the settings' group `inner`, with learning rate 1.
+    """Make an AdamW optimizer with learning rate 1 and decoupled weight decay.
 
-    The settings give the decay rates of both moments, and the weight decay, which is decoupled.
     With `decay="matrices"`, leaves that `label_params` labels "other" do not decay.
     """
 
@@ -317,20 +320,20 @@ def adamw(
 
     return optax.adamw(
         1.0,
-        b1=inner.beta1,
-        b2=inner.beta2,
-        weight_decay=inner.weight_decay,
-        mask=decays if inner.decay == "matrices" else None,
+        b1=beta1,
+        b2=beta2,
+        weight_decay=weight_decay,
+        mask=decays if decay == "matrices" else None,
     )
 
 
 INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
-    "sgd": lambda inner: optax.sgd(1.0),
+    "sgd": lambda **_: optax.sgd(1.0),
 }
 """Factories of inner optimizers by name, for the knob `inner.tx`.
 
-`factory(settings.inner) -> transformation` returns an optax transformation with learning rate 1. A
-round multiplies each of its updates by a learning rate. A factory with a parameter `label_params`
-receives the function with which the model labels its parameters, see `contrib.muon`.
+`factory(*, beta1, beta2, weight_decay, decay, label_params) -> transformation` returns an optax
+transformation with learning rate 1. A round multiplies each of its updates by a learning rate.
+`label_params` is the function with which the model labels its parameters, see `contrib.muon`.
 """

@@ -119,14 +119,14 @@ def by_trainers(
     return map_trainers(one_trainer, (usable_R, weights_R, difference_R), owners)
 
 
-OUTER_OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
-    "nesterov": lambda outer: optax.sgd(1.0, momentum=outer.momentum, nesterov=True),
-    "sgd": lambda outer: optax.sgd(1.0),
-    "adamw": lambda outer: optax.adamw(1.0, weight_decay=0.0),
+OUTER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "nesterov": lambda *, momentum: optax.sgd(1.0, momentum=momentum, nesterov=True),
+    "sgd": lambda **_: optax.sgd(1.0),
+    "adamw": lambda **_: optax.adamw(1.0, weight_decay=0.0),
 }
 """Factories of outer optimizers by name, for the knob `outer.tx`.
 
-`factory(settings.outer) -> transformation` returns an optax transformation with learning rate 1;
+`factory(*, momentum) -> transformation` returns an optax transformation with learning rate 1;
 its updates are multiplied by `outer.learning_rate`. A transformation whose `update` has the keyword
 `interval` receives the length of each trainer's round, as a multiple of the length of a base round;
 see `contrib.nesterov_by_interval`.

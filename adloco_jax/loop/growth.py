@@ -5,13 +5,13 @@ longer rounds or a larger batch.
 """
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.batching import BATCH_TESTS, next_batch_size
 from adloco_jax.core.gradstats import pool
 from adloco_jax.core.types import GradientStats
@@ -189,15 +189,18 @@ def _request(control: Control, position: int, settings: Settings) -> Callable:
 
     The settings and the numbers of the trainer are bound to the test's other parameters.
     """
-    batching, trainer = settings.batching, control.trainers[position]
-    num_workers = len(control.workers_of(position))
-    available = {
-        **vars(batching),
-        "num_workers": num_workers if batching.scope == "trainer" else 1,
-        "batch_size": trainer.requested_batch_size,
-        "round_index": control.rounds_of(position),
-    }
-    return with_knobs(BATCH_TESTS[batching.test].request, available)
+    is_pooled = settings.batching.scope == "trainer"
+    return functools.partial(
+        BATCH_TESTS[settings.batching.test].request,
+        eta=settings.batching.eta,
+        vartheta=settings.batching.vartheta,
+        nu=settings.batching.nu,
+        mode=settings.batching.mode,
+        schedule=settings.batching.ramp,
+        num_workers=len(control.workers_of(position)) if is_pooled else 1,
+        batch_size=control.trainers[position].requested_batch_size,
+        round_index=control.rounds_of(position),
+    )
 
 
 def _tested(

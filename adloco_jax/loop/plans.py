@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from adloco_jax.contrib import ROUND_LENGTHS
-from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.batching import BATCH_TESTS, switch_mode
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.loop.control import Control, RoundPlan
@@ -56,14 +55,15 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
     """
     inner, trainer = settings.inner, control.trainers[position]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
-    available = {
-        **vars(inner),
-        "next_rate": float(rate),
-        "updates": trainer.updates,
-        "round_index": control.rounds_of(position),
-        "share_done": share_done(control.rounds_of(position), control.tokens_total, settings),
-    }
-    wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
+    wanted = ROUND_LENGTHS[settings.inner.round_length](
+        steps_per_round=settings.inner.steps_per_round,
+        max_steps_per_round=settings.inner.max_steps_per_round,
+        warmup_updates=settings.inner.warmup_updates,
+        next_rate=float(rate),
+        updates=trainer.updates,
+        round_index=control.rounds_of(position),
+        share_done=share_done(control.rounds_of(position), control.tokens_total, settings),
+    )
     left = np.ceil(_base_rounds_left(control, settings))
     # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
     length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)

@@ -19,11 +19,14 @@ class Architecture:
     """A model architecture: an entry of the table `ARCHITECTURES`.
 
     Attributes:
-      build: `build(settings.model)` returns a Flax module. `module.init(key, tokens_BL)["params"]`
-        must be the parameters, a tree of arrays. `build` may have two further keyword arguments.
-        `attention` is "xla", or "cudnn" if the model and the device allow it. `layer_form` says
-        how the compiled program shall run the layers (`models.kernels.run_layers`).
-      loss: `loss(module, settings.model)` returns `loss_fn(params, rows)`, the mean loss over int32
+      build: `build(*, ...)` returns a Flax module. `module.init(key, tokens_BL)["params"]` must be
+        the parameters, a tree of arrays. `build` receives these keywords, and ignores the others by
+        `**_`: the sizes of the config's group `model`, `dtype`, `remat`, `checkpoint`, `attention`
+        and `layer_form`. `checkpoint` is the text of the `config.json` of `model.init_from`, or
+        empty. `attention` is "xla", or "cudnn" if `build` names this keyword and the device allows
+        it. `layer_form` says how the compiled program shall run the layers
+        (`models.kernels.run_layers`).
+      loss: `loss(module, *, loss_chunk)` returns `loss_fn(params, rows)`, the mean loss over int32
         rows. If `loss_fn` also takes the keyword `tap_B` (`models.layers`), batch-size tests
         measure gradients by taps.
       data: What a row is. With "text" a row has L + 1 tokens, and the loss is in nats per token.
@@ -40,36 +43,36 @@ class Architecture:
         aggregators use the shape of a leaf instead.
     """
 
-    build: Callable[[Any], Any]
-    loss: Callable[[Any, Any], LossFn]
+    build: Callable[..., Any]
+    loss: Callable[..., LossFn]
     data: Literal["text", "labelled"] = "text"
     rules: tuple[Rule, ...] = ()
     weight_map: WeightMap | None = None
     label_params: Callable[[PyTree], PyTree] | None = None
 
 
-def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
-    """Return the settings of the config's group `model` that are attributes of the Flax module."""
+def _attributes(module: type[nn.Module], given: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the given keywords that are attributes of the Flax module."""
     names = {field.name for field in dataclasses.fields(module)}
-    return {name: value for name, value in vars(model).items() if name in names}
+    return {name: value for name, value in given.items() if name in names}
 
 
-def _build_llama(model: Any, *, attention: str = "xla", layer_form: str = "scan") -> llama.Llama:
+def _build_llama(*, attention: str, checkpoint: str, **given: Any) -> llama.Llama:
     # A checkpoint describes more than sizes, and the settings of sizes agree with it.
-    described = LLAMA.attributes(json.loads(model.checkpoint)) if model.checkpoint else {}
-    described |= _sizes(llama.Llama, model)
-    return llama.Llama(**described, attention=attention, layer_form=layer_form)
+    described = LLAMA.attributes(json.loads(checkpoint)) if checkpoint else {}
+    described |= _attributes(llama.Llama, given)
+    return llama.Llama(**described, attention=attention)
 
 
-def _build_bert(model: Any, *, layer_form: str = "scan") -> bert.Bert:
-    return bert.Bert(**_sizes(bert.Bert, model), layer_form=layer_form)
+def _build_bert(**given: Any) -> bert.Bert:
+    return bert.Bert(**_attributes(bert.Bert, given))
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         build=_build_llama,
-        loss=lambda module, model: llama.next_token_loss(
-            module, sequences_per_chunk=model.loss_chunk
+        loss=lambda module, *, loss_chunk: llama.next_token_loss(
+            module, sequences_per_chunk=loss_chunk
         ),
         rules=llama.RULES,
         weight_map=LLAMA,
@@ -77,7 +80,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "bert": Architecture(
         build=_build_bert,
-        loss=lambda module, model: bert.classification_loss(module),
+        loss=lambda module, **_: bert.classification_loss(module),
         data="labelled",
         rules=bert.RULES,
         weight_map=BERT,

@@ -1,10 +1,11 @@
 """Build the parts of a run from its settings: data, model, loss, optimizers, first parameters."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -15,9 +16,11 @@ from jaxtyping import PyTree
 
 from adloco_jax import hf
 from adloco_jax.contrib import AGGREGATORS, INNER_OPTIMIZERS, OUTER_OPTIMIZERS
-from adloco_jax.core.arguments import takes, with_knobs
+from adloco_jax.core.arguments import takes
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
+from adloco_jax.core.inner import label_by_shape
+from adloco_jax.core.outer import Aggregator
 from adloco_jax.core.types import Ensemble, LossFn, init, of_owners
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.rows import NUM_FIELDS
@@ -125,12 +128,27 @@ def build_network(
         layers are rematerialised if the setting `model.remat` is true.
     """
     mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
-    how: dict[str, Any] = {}
+    kernel, layer_form = "xla", "scan"
     if machine is not None:
-        how = {"attention": attention(settings, machine)}
-        how["layer_form"] = "call" if machine.platform == "cpu" else "inline"
-    model = settings.model.model_copy(update={"remat": mode.remat})
-    return with_knobs(ARCHITECTURES[model.arch].build, how)(model)
+        kernel = attention(settings, machine)
+        layer_form = "call" if machine.platform == "cpu" else "inline"
+    return ARCHITECTURES[settings.model.arch].build(
+        vocab_size=settings.model.vocab_size,
+        width=settings.model.width,
+        num_layers=settings.model.num_layers,
+        num_heads=settings.model.num_heads,
+        num_kv_heads=settings.model.num_kv_heads,
+        mlp_width=settings.model.mlp_width,
+        max_length=settings.model.max_length,
+        norm_eps=settings.model.norm_eps,
+        rope_theta=settings.model.rope_theta,
+        num_classes=settings.model.num_classes,
+        dtype=settings.model.dtype,
+        checkpoint=settings.model.checkpoint,
+        remat=mode.remat,
+        attention=kernel,
+        layer_form=layer_form,
+    )
 
 
 def build_model(
@@ -145,7 +163,8 @@ def build_model(
     def init_fn(key):
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    return init_fn, ARCHITECTURES[settings.model.arch].loss(network, settings.model)
+    loss = ARCHITECTURES[settings.model.arch].loss
+    return init_fn, loss(network, loss_chunk=settings.model.loss_chunk)
 
 
 def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
@@ -232,18 +251,26 @@ def inner_transform(
     norm = inner.clip_norm
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
-        tx = with_knobs(INNER_OPTIMIZERS[inner.tx], _labels(settings))(inner)
+        tx = INNER_OPTIMIZERS[settings.inner.tx](
+            beta1=settings.inner.beta1,
+            beta2=settings.inner.beta2,
+            weight_decay=settings.inner.weight_decay,
+            decay=settings.inner.decay,
+            label_params=ARCHITECTURES[settings.model.arch].label_params or label_by_shape,
+        )
     return optax.chain(clip, tx)
 
 
-def _labels(settings: Settings) -> dict[str, Any]:
-    """Return the keyword argument `label_params` for optimizers and aggregators.
+def aggregator(settings: Settings) -> Aggregator:
+    """Return the configured aggregator, with the labels of the model's parameters if it takes them.
 
-    It is the architecture's function that gives each parameter a label, such as "matrix", on which
-    the treatment of the parameter may depend. The dict is empty if the architecture has none.
+    An aggregator that takes none is the table's entry itself.
     """
+    rule = AGGREGATORS[settings.outer.aggregator]
     label_params = ARCHITECTURES[settings.model.arch].label_params
-    return {} if label_params is None else {"label_params": label_params}
+    if label_params is None or not takes(rule, "label_params"):
+        return rule
+    return functools.partial(rule, label_params=label_params)
 
 
 def outer_transform(
@@ -260,7 +287,7 @@ def outer_transform(
       that it takes, among those in `engine.inputs.EXTRAS`.
     """
     outer = settings.outer
-    chosen = OUTER_OPTIMIZERS[outer.tx](outer) if tx is None else tx
+    chosen = tx or OUTER_OPTIMIZERS[outer.tx](momentum=settings.outer.momentum)
     extras = tuple(name for name in EXTRAS if takes(chosen.update, name))
     return optax.chain(chosen, optax.scale(outer.learning_rate)), extras
 
@@ -313,7 +340,6 @@ def program_spec(
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
-    knobs = vars(settings.outer) | _labels(settings)
     spec = Spec(
         machine=machine,
         loss_fn=loss_fn,
@@ -329,7 +355,7 @@ def program_spec(
         estimator=resolve_estimator("auto", loss_fn),
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
-        aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], knobs),
+        aggregate=aggregator(settings),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         # The batch of one worker is enough work for all cores of a CPU. Four workers at once took
         # 1.2 times the time, and twice the memory, that they took one after another.
