@@ -90,7 +90,8 @@ def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
 
 def test_a_run_corrects_its_outer_steps_for_the_length_of_rounds(tmp_path, monkeypatch):
     """If rounds are twice as long, an outer step is two Nesterov steps with half the difference."""
-    monkeypatch.setitem(ROUND_LENGTHS, "double", lambda *, steps_per_round: 2 * steps_per_round)
+    double = lambda *, steps_per_round, **_: 2 * steps_per_round  # noqa: E731
+    monkeypatch.setitem(ROUND_LENGTHS, "double", double)
     plain = optax.sgd(1.0, momentum=0.9, nesterov=True)
 
     def twice(grads, state, params=None):
