@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
