@@ -19,7 +19,7 @@ from nets import (
 from trees import assert_close
 
 from adloco_jax.models import Llama, next_token_loss, sequence_losses
-from adloco_jax.models.llama import generate
+from adloco_jax.models.llama import RopeScaling, generate
 
 MODEL = Llama(**LLAMA)
 
@@ -32,40 +32,59 @@ def oracle_logits(model, params, tokens):
     def norm(x, gain):
         return x / np.sqrt(np.mean(x**2) + model.norm_eps) * gain
 
+    def frequency(i, size):
+        frequency = 1 / model.rope_theta ** (2 * i / size)
+        if model.rope_scaling is None:
+            return frequency
+        factor, low, high, original_length = model.rope_scaling
+        turns = original_length * frequency / (2 * np.pi)
+        if turns < low:
+            return frequency / factor
+        share = min((turns - low) / (high - low), 1)
+        return (1 - share) * frequency / factor + share * frequency
+
+    def product(x, module):
+        return x @ module["kernel"] + module.get("bias", 0)
+
     def rotate(x, position):
         half = len(x) // 2
         y = np.empty_like(x)
         for i in range(half):
-            angle = position / model.rope_theta ** (2 * i / len(x))
+            angle = position * frequency(i, len(x))
             y[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
             y[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
         return y
 
     xs = [params["embed"]["embedding"][token] for token in tokens]
-    size = len(xs[0]) // num_heads
+    size = model.head_size or len(xs[0]) // num_heads
     for n in range(len(params["layers"]["mlp_norm"]["scale"])):
         layer = jax.tree.map(lambda w, n=n: w[n], params["layers"])
-        attention = {name: w["kernel"] for name, w in layer["attention"].items()}
-        mlp = {name: w["kernel"] for name, w in layer["mlp"].items()}
+        attention, mlp = layer["attention"], layer["mlp"]
         normed = [norm(x, layer["attention_norm"]["scale"]) for x in xs]
         heads = [[] for _ in xs]
         for h in range(num_heads):
             g = h // (num_heads // num_kv_heads)
             of_query, of_key = slice(h * size, (h + 1) * size), slice(g * size, (g + 1) * size)
-            keys = [rotate(x @ attention["key"][:, of_key], t) for t, x in enumerate(normed)]
-            values = [x @ attention["value"][:, of_key] for x in normed]
+
+            def head(name, x, part):
+                y = product(x, attention[name])[part]  # noqa: B023
+                return norm(y, attention[f"{name}_norm"]["scale"]) if model.qk_norm else y  # noqa: B023
+
+            keys = [rotate(head("key", x, of_key), t) for t, x in enumerate(normed)]
+            values = [product(x, attention["value"])[of_key] for x in normed]
             for t, x in enumerate(normed):
-                query = rotate(x @ attention["query"][:, of_query], t)
+                query = rotate(head("query", x, of_query), t)
                 weights = np.exp([query @ keys[s] / np.sqrt(size) for s in range(t + 1)])
                 weights /= weights.sum()
                 heads[t].append(sum(weights[s] * values[s] for s in range(t + 1)))
         for t in range(len(xs)):
-            x = xs[t] + np.concatenate(heads[t]) @ attention["out"]
+            x = xs[t] + product(np.concatenate(heads[t]), attention["out"])
             normed_x = norm(x, layer["mlp_norm"]["scale"])
-            gate = normed_x @ mlp["gate"]
+            gate = product(normed_x, mlp["gate"])
             silu = gate / (1 + np.exp(-gate))
-            xs[t] = x + (silu * (normed_x @ mlp["up"])) @ mlp["down"]
-    return np.stack([norm(x, params["norm"]["scale"]) @ params["head"]["kernel"] for x in xs])
+            xs[t] = x + product(silu * product(normed_x, mlp["up"]), mlp["down"])
+    head = params["embed"]["embedding"].T if model.tied else params["head"]["kernel"]
+    return np.stack([norm(x, params["norm"]["scale"]) @ head for x in xs])
 
 
 @pytest.mark.parametrize(
@@ -75,6 +94,9 @@ def oracle_logits(model, params, tokens):
         # two blocks, the last with one query
         ({"num_kv_heads": 4, "norm_eps": 0.1, "rope_theta": 50.0}, 33),
         ({}, 129),  # four blocks, the last is the shortest
+        ({"rope_scaling": RopeScaling(4.0, 1.0, 2.0, 24), "head_size": 6, "rope_theta": 50.0}, 33),
+        ({"rope_scaling": RopeScaling(3.0), "mlp_bias": True}, 9),
+        ({"qk_norm": True, "qkv_bias": True, "out_bias": True, "tied": True}, 9),
     ],
 )
 def test_logits_agree_with_a_slow_float64_forward_pass(change, length):

@@ -46,9 +46,12 @@ def test_weights_start_normal_with_deviation_two_hundredths_gains_at_one_biases_
 
 def test_published_models_have_their_numbers_of_parameters():
     micro = dict(vocab_size=32000, width=1024, num_layers=12, num_heads=16, num_kv_heads=4)
+    qwen = dict(vocab_size=151_936, width=1024, num_layers=28, num_heads=16, num_kv_heads=8)
+    qwen |= dict(mlp_width=3072, max_length=40_960, head_size=128, qk_norm=True, tied=True)
     base = dict(vocab_size=30522, width=768, num_layers=12, num_heads=12, num_classes=2)
     for model, num_params in [
         (Llama(**micro, mlp_width=5632, max_length=2048), 304_636_928),
+        (Llama(**qwen), 596_049_920),  # Qwen3-0.6B
         # Equals BertForSequenceClassification(BertConfig()).num_parameters() of transformers 5.
         (Bert(**base, mlp_width=3072, max_length=512), 109_483_778),
     ]:
