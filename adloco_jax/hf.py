@@ -6,11 +6,12 @@ tensors. The name, shape and type of every tensor are checked. The module `model
 which name a checkpoint has for each parameter.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from adloco_jax import hub
+from adloco_jax.data import remote
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.files import read_json, replaced_folder
@@ -70,7 +72,7 @@ class Description(NamedTuple):
       has_head: Whether the checkpoint has the model's head (the last matrix): as a tensor of its
         own, or as another tensor that is declared equal to the head.
       has_tensors: Whether the names, shapes and dtypes of the tensors were checked. It is False for
-        a repository on the hub, of which only `config.json` is read.
+        an address or a repository on the hub, of which only `config.json` is read.
       config: The content of the checkpoint's `config.json`.
     """
 
@@ -143,10 +145,10 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
     that a user has added. An added architecture needs a weight map (`models.weight_maps`).
 
     Args:
-      path_or_name: A folder in Hugging Face layout, or the name of a repository on the hub. A
-        folder has `config.json`, and the weights in one of three forms: in `model.safetensors`, in
-        several safetensors files with an index, or in `pytorch_model.bin`, which PyTorch reads. A
-        repository that is in the cache is not downloaded again.
+      path_or_name: A folder in Hugging Face layout, the address of one (`data.remote`), or the name
+        of a repository on the hub. A folder has `config.json`, and the weights in one of three
+        forms: in `model.safetensors`, in several safetensors files with an index, or in
+        `pytorch_model.bin`, which PyTorch reads. What is in the cache is not downloaded again.
       head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
         classes). If False and the head is missing, the returned parameters have no head. The
         checkpoint may then have a head of another kind, which is not read.
@@ -164,21 +166,18 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
         unexpected, stored twice, of a wrong shape, not of a float dtype or not finite. The message
         names all faults.
     """
-    name = str(path_or_name)
-    folder = _local(name)
-    if folder is None:
-        one_of = ["*.safetensors", _PICKLED] if _has_torch() else ["*.safetensors"]
-        folder = _of_hub(name, one_of, key=key)
-    network, stored, left_out, config = _checked(folder, needs_head=head)
-    shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
-    for tensor, where in stored.items():
-        array = where.read()
-        kinds.add(array.dtype.name)
-        if not np.isfinite(array.astype(np.float32)).all():
-            raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
-        leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
-        tensor.of(leaf)[...] = array
-    return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)), left_out, config)
+    one_of = ["*.safetensors", _PICKLED] if _has_torch() else ["*.safetensors"]
+    with _folder(str(path_or_name), one_of, key=key) as folder:
+        network, stored, left_out, config = _checked(folder, needs_head=head)
+        shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
+        for tensor, where in stored.items():
+            array = where.read()
+            kinds.add(array.dtype.name)
+            if not np.isfinite(array.astype(np.float32)).all():
+                raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
+            leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
+            tensor.of(leaf)[...] = array
+        return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)), left_out, config)
 
 
 def inspect(path_or_name: str | Path) -> Description:
@@ -187,8 +186,8 @@ def inspect(path_or_name: str | Path) -> Description:
     The checks of `load(..., head=False)` are made, except those that need the weights.
 
     Args:
-      path_or_name: A folder, or the name of a repository on the hub. If it is a repository, only
-        `config.json` is checked, and the weights are not downloaded.
+      path_or_name: A folder, an address, or the name of a repository on the hub. Of an address or a
+        repository only `config.json` is checked, and the weights are not downloaded.
 
     Returns:
       The model that the checkpoint describes, and what was found about its tensors.
@@ -198,10 +197,10 @@ def inspect(path_or_name: str | Path) -> Description:
       ResourceError: If the hub cannot be reached.
       DataError: In the cases in which `load` raises it, but not for weights that are not finite.
     """
-    name = str(path_or_name)
-    folder = _local(name)
+    folder = _local(str(path_or_name))
     if folder is None:
-        network, names, config = _described(_of_hub(name, ["config.json"], key="model.init_from"))
+        with _folder(str(path_or_name), ["config.json"], key="model.init_from") as folder:
+            network, names, config = _described(folder)
         # If config.json lists no class, the class that is supported here is assumed. The weights
         # then have the head of this class.
         name = names.classes[config["model_type"]]
@@ -290,12 +289,14 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """Return the folder with this name, or None if the name can only be one on the hub.
+    """Return the folder with this name, or None if the name can only be remote.
 
     Raises:
       DataError: If there is a file with this name, or if there is no folder with it and no
         repository on the hub can have it.
     """
+    if remote.is_address(name):
+        return None
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -309,9 +310,21 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _of_hub(name: str, one_of: Sequence[str], *, key: str) -> Path:
+@contextlib.contextmanager
+def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
+    """Yield the folder of a checkpoint, after its files were copied to this machine.
+
+    The files of a repository on the hub or of an address are `config.json`, the index of
+    safetensors files, and those of the first pattern in `one_of` that has any.
+    """
     files, hint = ("config.json", "*.safetensors.index.json"), "" if _has_torch() else _TORCH
-    return hub.download(name, files, one_of=one_of, where=f"{key}={name}", hint=hint)
+    if remote.is_address(name):
+        with remote.checkpoint(name, files, one_of=one_of, key=key, hint=hint) as folder:
+            yield folder
+    elif (folder := _local(name)) is not None:
+        yield folder
+    else:
+        yield hub.download(name, files, one_of=one_of, where=f"{key}={name}", hint=hint)
 
 
 # --- config.json --------------------------------------------------------------------------------

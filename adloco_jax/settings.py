@@ -138,9 +138,9 @@ class Model(Group):
     loss_chunk: Annotated[Number, "accepted"] = 0
     """Sequences per chunk of the cross-entropy; 0: all at once."""
     init_from: str = ""
-    """Weights to start from: a folder in Hugging Face layout, or a hub name. Sizes that the config
-    sets must equal the checkpoint's. A head that the checkpoint lacks is random. Empty: random
-    weights."""
+    """Weights to start from: a folder in Hugging Face layout, its address, or a hub name. Sizes
+    that the config sets must equal the checkpoint's. A head that the checkpoint lacks is random.
+    Empty: random weights."""
     # Not a knob: config.json of the checkpoint, as text (`run.folder.with_checkpoint`).
     checkpoint: Annotated[str, RECORDED] = ""
 
@@ -168,7 +168,7 @@ class Data(Group):
     """Kind of text. stdlib: the standard library of the running Python. hf: a data set on the
     Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made."""
     path: Annotated[str, "harmless"] = ""
-    """File, folder or glob; for hf also a hub name."""
+    """File, folder or glob, here or at an address such as s3://; for hf also a hub name."""
     name: str = ""
     """Configuration of a data set; hf only."""
     split: Name = "train"

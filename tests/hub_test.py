@@ -36,6 +36,8 @@ for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
         found = [error.exit_code, str(error)]
     print(json.dumps([name, found, lines]), flush=True)
 """
+ADDRESS = {"path": "hf://datasets/allenai/c4/en/c4-validation.*.json.gz", "source": "jsonl"}
+ADDRESS |= {"name": "", "heldout_split": "", "num_sequences": 90}
 CASES = {  # faults of the server, changes of the config, exit code, words of the line
     "gated": ({"gated": "allenai/c4"}, {}, 2, "request access at http.*/datasets/allenai/c4"),
     "gated, with a token": (
@@ -56,6 +58,8 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
     "configuration": ({}, {"name": "nope"}, 2, "data.name=nope.*Available: .'en'"),
     "split": ({}, {"split": "nope"}, 2, "no such split, have train, validation"),
     "column": ({}, {"text_column": "body"}, 3, "no field 'body'"),
+    "no such address": ({}, ADDRESS | {"path": "hf://datasets/no/such/a.jsonl"}, 3, "no such file"),
+    "gated address": ({"gated": "allenai/c4"}, ADDRESS, 3, "no access .*gated"),
     "missing": ({"missing": "c4-train.00000"}, {}, 2, "lacks a file that it should have"),
     "altered": ({"alter": "c4-validation.00000"}, {}, 3, "damaged .CRC check failed"),
     "cut": (
@@ -75,7 +79,7 @@ def found(tmp_path_factory, hub_root):
     """The result of each case, by name."""
     folder = tmp_path_factory.mktemp("hub")
     cases = [("good", {}, {}, False), ("kept", {"latency_s": 3}, {}, True)]
-    cases += [("flaky", {"fail_every": 3}, {}, False)]
+    cases += [("flaky", {"fail_every": 3}, {}, False), ("address", {}, ADDRESS, False)]
     cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
     with served(hub_root, folder) as (environment, _):
         # The address of a mirror may contain a password.
@@ -99,6 +103,7 @@ def test_rows_of_the_hub_are_bounded_kept_and_survive_a_flaky_server(found):
     code, fingerprint, commit, num_rows, num_heldout = found["good"][0]
     assert (code, len(commit), num_rows, num_heldout) == (0, 40, 300, 96)
     assert found["flaky"][0][1] == found["kept"][0][1] == fingerprint
+    assert found["address"][0][0] == 0 and found["address"][0][3] == 90
     assert "the hub does not answer; using the rows made last" in found["kept"][1][0]
     assert found["waits"] and "next attempt in 1 s, giving up in 60 s" in found["waits"][0]
 
@@ -108,4 +113,5 @@ def test_rows_of_the_hub_are_bounded_kept_and_survive_a_flaky_server(found):
 def test_each_fault_is_one_line_with_its_key_and_code(found, name):
     *_, code, words = CASES[name]
     (got, line), _ = found[name]
-    assert got == code and re.search(words, line) and "\n" not in line and "data." in line
+    assert got == code and re.search(words, line) and "\n" not in line
+    assert "data." in line or "hf://" in line

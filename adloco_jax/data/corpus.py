@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from adloco_jax import hub
-from adloco_jax.data import prepared, rows, sources
-from adloco_jax.data.files import cache_folder, find_files, local_path
+from adloco_jax.data import prepared, remote, rows, sources
+from adloco_jax.data.files import cache_folder, local_path
 from adloco_jax.data.prepared import Manifest
+from adloco_jax.data.remote import File, RemoteFile
 from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
@@ -273,14 +274,18 @@ def check_corpus(settings: Settings) -> list[str]:
     on_hub = source.is_hub and is_on_hub(data)
     if on_hub:
         return [f"{where_of(data)}: whether the hub has it, and its content"]
-    if any(find_sides(data)):
+    sides = find_sides(data)
+    if any(isinstance(file, RemoteFile) for side in sides for file in side.values()):
+        return [f"{where_of(data)}: its content"]
+    if any(sides):
         job = make_job(data, tokenizer)
         for parts, where in zip(job.parts(), reversed(job.where), strict=True):
             documents = (
                 document
                 for part in parts
+                if not isinstance(part.file, RemoteFile)
                 for document in sources.documents_of(
-                    part.read(), job.data, where=where, num_classes=None
+                    part.read(part.file), job.data, where=where, num_classes=None
                 )
             )
             if parts and next(documents, None) is None:
@@ -295,9 +300,10 @@ def is_on_hub(data: Data) -> bool:
       ConfigError: If it is such a name and `data.heldout_path` is set, or if it is a path and
         `data.name` or `data.heldout_split` is set.
     """
-    path = local_path(data.path, key="data.path")
-    is_file = path.exists() or path.suffix in sources.FILE_ENDINGS
-    on_hub = bool(hub.NAME.fullmatch(data.path)) and not is_file
+    on_hub = bool(hub.NAME.fullmatch(data.path))
+    if on_hub:
+        path = local_path(data.path, key="data.path")
+        on_hub = not path.exists() and path.suffix not in sources.FILE_ENDINGS
     if on_hub and data.heldout_path:
         raise ConfigError(f"{where_of(data)}: has splits; set data.heldout_split, not heldout_path")
     if not on_hub and (data.name or data.heldout_split):
@@ -318,7 +324,7 @@ def where_of(data: Data, *, heldout: bool = False) -> str:
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
-def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
+def find_sides(data: Data) -> tuple[dict[str, File], dict[str, File]]:
     """Find the files with training text, and the files with held-out text if there are any.
 
     Args:
@@ -333,9 +339,9 @@ def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
     """
     if "path" not in DATA_SOURCES[data.source].needs:
         return {}, {}
-    files, heldout = find_files(data.path, key="data.path"), {}
+    files, heldout = remote.find(data.path, key="data.path"), {}
     if data.heldout_path:
-        heldout = find_files(data.heldout_path, key="data.heldout_path")
+        heldout = remote.find(data.heldout_path, key="data.heldout_path")
     if "dataset_dict.json" in files:
         raise ConfigError(
             f"{where_of(data)}: a saved data set of several splits; name the folder of one split"
@@ -345,7 +351,10 @@ def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
         {name: file for name, file in side.items() if name.endswith(".arrow")} or side
         for side in (files, heldout)
     )
-    both = ({file.resolve() for file in side.values()} for side in (files, heldout))
+    both = (
+        {file.resolve() if isinstance(file, Path) else file for file in side.values()}
+        for side in (files, heldout)
+    )
     for file in set.intersection(*both):
         raise ConfigError(
             f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
@@ -405,8 +414,8 @@ def make_job(
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
         "python": "" if files or on_hub else _python_identity(),
     }
-    sizes = [file.stat().st_size for file in files.values()]
-    cuts = source.cuts_single_file and not heldout_files and sum(size > 0 for size in sizes) == 1
+    sizes = [size for _, size, *_ in request["files"]]
+    cuts = source.cuts_single_file and not heldout_files and sum(size != 0 for size in sizes) == 1
 
     def parts() -> tuple[list[Part], list[Part]]:
         documents: Any = source.documents
@@ -414,10 +423,10 @@ def make_job(
             read = functools.partial(sources.hub_parts, data, commit=commit, where=where[0])
             return read(data.heldout_split) if data.heldout_split else [], read(data.split)
         if not files:
-            return [], [Part(data.source, None, functools.partial(documents, None, data))]
-        read = _cut_file if cuts else documents
+            return [], [Part(data.source, None, lambda path: documents(path, data))]
+        read: Any = _cut_file if cuts else documents
         heldout, rest = (
-            [Part(name, file, functools.partial(read, file, data)) for name, file in side.items()]
+            [Part(name, file, lambda path: read(path, data)) for name, file in side.items()]
             for side in (heldout_files, files)
         )
         return heldout, rest
@@ -425,11 +434,13 @@ def make_job(
     return Job(data, tokenizer, num_classes, request, parts, where, limit, cuts)
 
 
-def _identity(file: Path) -> list:
-    """Return values of which one differs after the content of a file has changed.
+def _identity(file: File) -> list:
+    """Return address and size of a file, and values of which one differs after it has changed.
 
     The change time `st_ctime_ns` can be set by no program.
     """
+    if isinstance(file, RemoteFile):
+        return [file.address, file.size, *file.version]
     try:
         with open(file, "rb") as content:
             stat = os.fstat(content.fileno())

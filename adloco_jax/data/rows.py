@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from adloco_jax.data import prepared, sources
 from adloco_jax.data.prepared import DOCUMENT, FORMAT, MANIFEST, Kept, Manifest, require_same
+from adloco_jax.data.remote import local_copy
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
@@ -47,7 +48,7 @@ NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of
 
 _CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 # The names of the files that a preparation writes to `<folder>.partial`.
-_OURS = re.compile(r"request\.json|whole|\.lock|\d+\.npz|\..+\.partial")
+_OURS = re.compile(r"request\.json|whole|copy|\.lock|\d+\.npz|\..+\.partial")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
         stack.callback(lock.release)
         if (manifest := _finished(folder, job.request)) is None:
             kept = Kept(partial, job.request)
-            _tokenise(job, kept, note)
+            _tokenise(job, kept, partial, note)
             manifest = _write_folder(job, kept, partial / "whole")
             os.rename(partial / "whole", folder)
             sync(folder.parent)
@@ -160,10 +161,11 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 # -- Reading and tokenising ------------------------------------------------------------------
 
 
-def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
+def _tokenise(job: Job, kept: Kept, partial: Path, note: Callable[[str], None]) -> None:
     """Read, tokenise and save the documents that are not saved yet.
 
-    Separate held-out text is read first. So the copies of it are known when the text to train on is
+    A remote file is copied to the folder `partial` while it is read. Separate held-out text is read
+    first. So the copies of it are known when the text to train on is
     counted.
     """
     heldout, rest = job.parts()
@@ -173,7 +175,7 @@ def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
     with tqdm(unit=" tokens", unit_scale=True, disable=None, initial=kept.num_tokens) as bar:
         for side, last in ((1, len(heldout)), (0, len(parts))):
             if kept.part < last:
-                _tokenise_side(job, kept, parts[:last], side, bar)
+                _tokenise_side(job, kept, parts[:last], side, partial, bar)
             if last and not (kept.about["side"] == side).any():
                 raise DataError(no_text(job.where[side]))
 
@@ -183,7 +185,9 @@ def no_text(where: str) -> str:
     return f"{where}: no text in it, need at least one document that is not empty"
 
 
-def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm) -> None:
+def _tokenise_side(
+    job: Job, kept: Kept, parts: list[Part], side: int, partial: Path, bar: tqdm
+) -> None:
     """Read, tokenise and save the documents of one side, until there is enough text.
 
     Side 1 is separate held-out text, side 0 is all other text. Documents that are already saved are
@@ -204,24 +208,25 @@ def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm
     enough = _is_enough(job, kept, side)
     for index, part in enumerate(parts[first:], first):
         bar.set_description(f"file {index + 1} of {len(parts)}", refresh=False)
-        documents = sources.documents_of(
-            part.read(), job.data, where=job.where[side], num_classes=job.num_classes
-        )
-        rest = itertools.islice(documents, number, None)
-        for document in () if enough else rest:
-            number += 1
-            pending.append(document)
-            num_chars += len(document.text)
-            if num_chars >= _CHUNK_CHARS:
-                keep(index, number)
-                num_chars, enough = 0, _is_enough(job, kept, side)
-                if enough:
-                    break
-        # A file is read to its end even if there is enough text, so that it is counted whole, and
-        # because gzip has its checksum there.
-        if part.path is not None:
-            number += sum(1 for _ in rest)
-        files.append(_file_record(part, number))
+        with local_copy(part.file, partial / "copy") as path:
+            documents = sources.documents_of(
+                part.read(path), job.data, where=job.where[side], num_classes=job.num_classes
+            )
+            rest = itertools.islice(documents, number, None)
+            for document in () if enough else rest:
+                number += 1
+                pending.append(document)
+                num_chars += len(document.text)
+                if num_chars >= _CHUNK_CHARS:
+                    keep(index, number)
+                    num_chars, enough = 0, _is_enough(job, kept, side)
+                    if enough:
+                        break
+            # A file is read to its end even if there is enough text, so that it is counted whole,
+            # and because gzip has its checksum there.
+            if path is not None:
+                number += sum(1 for _ in rest)
+            files.append(_file_record(part.name, path, number))
         number = 0
         if enough:
             break
@@ -274,10 +279,10 @@ def _encode(
     return tokens.astype(prepared.row_dtype(encoder.vocab_size, labelled=False)), about
 
 
-def _file_record(part: Part, num_documents: int) -> dict:
-    record: dict[str, Any] = {"name": part.name, "rows": num_documents}
-    if part.path is not None:
-        record |= {"bytes": part.path.stat().st_size, "sha256": file_sha256(part.path)}
+def _file_record(name: str, path: Path | None, num_documents: int) -> dict:
+    record: dict[str, Any] = {"name": name, "rows": num_documents}
+    if path is not None:
+        record |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     return record
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adloco_jax import hub
+from adloco_jax.data.remote import File
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.settings import Data
 
@@ -53,13 +54,14 @@ class Part(NamedTuple):
 
     Attributes:
       name: Name of the part, in records of files and in messages.
-      path: The path of the file, if it is on this machine; else None.
-      read: Yields the texts or records of the part, from the beginning to the end.
+      file: The file; None for a data set on the hub, and for a source without files.
+      read: `read(path)` yields the texts or records of the part, from the beginning to the end.
+        `path` is the file on this machine, or None if there is no file.
     """
 
     name: str
-    path: Path | None
-    read: Callable[[], Iterable[str | Record]]
+    file: File | None
+    read: Callable[[Path | None], Iterable[str | Record]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,7 +418,7 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
             dataset = dataset.select_columns(_used(data))
     count = dataset.num_shards
 
-    def records(index: int) -> Iterator[Record]:
+    def records(index: int, path: None) -> Iterator[Record]:
         with hub.faults(f"{where}, file {index}", f"datasets/{data.path}") as patience:
             for number, row in enumerate(dataset.shard(num_shards=count, index=index), 1):
                 patience.answered()

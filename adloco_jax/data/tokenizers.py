@@ -12,13 +12,14 @@ import importlib.util
 import os
 import shutil
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from adloco_jax import hub
+from adloco_jax.data import remote
 from adloco_jax.data.files import local_path
 from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.files import read_json
@@ -78,11 +79,11 @@ def load_tokenizer(
     """Load the tokenizer that `data.tokenizer` names.
 
     Args:
-      name: One of four kinds of names. `"bytes"`: each id is a UTF-8 byte, and 256 is the end of
+      name: One of five kinds of names. `"bytes"`: each id is a UTF-8 byte, and 256 is the end of
         text. The path of a file: a `tokenizer.json`, or a SentencePiece `.model`, which
-        `transformers` converts. The path of a folder in Hugging Face layout. The name of a
-        repository on the hub; if its files are in the cache, no network is needed. A path that
-        exists takes precedence over a repository of this name.
+        `transformers` converts. The path of a folder in Hugging Face layout. The address of one
+        (`data.remote`). The name of a repository on the hub; if its files are in the cache, no
+        network is needed. A path that exists takes precedence over a repository of this name.
       text_length: For texts to be classified, the largest number of tokens of one. The tokenizer
         then has a prefix and a suffix: its own, or else its classification token and its
         end-of-text token. None: texts are not classified.
@@ -105,6 +106,9 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
         raise ConfigError(f'{key} is empty: give "bytes", a path or a hub name')
     if name == "bytes":
         return _bytes_tokenizer(text_length)
+    if remote.is_address(name):
+        with _fetched(name, key) as folder:
+            return _hugging_face_tokenizer(folder, text_length, key)
     path = local_path(name, key=key)
     if path.is_file() and path.suffix not in _FILES:
         raise ConfigError(
@@ -114,10 +118,21 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
         return _hugging_face_tokenizer(path, text_length, key)
     if not hub.NAME.fullmatch(name) or path.suffix in _FILES:
         raise DataError(f"{key}={name}: no such file or folder")
-    # The files are not loaded by `from_pretrained`, which retries for most of a minute if there is
-    # no network.
-    folder = hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"{key}={name}")
-    return _hugging_face_tokenizer(folder, text_length, key)
+    with _fetched(name, key) as folder:
+        return _hugging_face_tokenizer(folder, text_length, key)
+
+
+@contextlib.contextmanager
+def _fetched(name: str, key: str) -> Iterator[Path]:
+    """Yield a folder with the tokenizer's files of an address or a repository on the hub.
+
+    They are not loaded by `from_pretrained`, which retries for most of a minute without a network.
+    """
+    if remote.is_address(name):
+        with remote.checkpoint(name, _HUB_FILES, one_of=_VOCABULARIES, key=key) as folder:
+            yield folder
+    else:
+        yield hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"{key}={name}")
 
 
 def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenizer:
@@ -163,19 +178,20 @@ def default_tokenizer(init_from: str) -> str:
     `init_from` is the value of `model.init_from`.
 
     Raises:
-      UserError: If the checkpoint is on the hub, and the hub does not answer or lacks it.
+      UserError: If the checkpoint is remote, and the server does not answer or lacks it.
     """
     if not init_from:
         return "bytes"
-    folder, where = local_path(init_from, key="model.init_from"), f"model.init_from={init_from}"
-    if folder.is_dir():
-        has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
-        return init_from if has_one else "bytes"
+    if not remote.is_address(init_from):
+        folder = local_path(init_from, key="model.init_from")
+        if folder.is_dir():
+            has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
+            return init_from if has_one else "bytes"
     try:
-        hub.download(init_from, _HUB_FILES, one_of=_VOCABULARIES, where=where)
+        with _fetched(init_from, "model.init_from"):
+            return init_from
     except hub.NoSuchFile:
         return "bytes"
-    return init_from
 
 
 def _facts(tokenizer: Tokenizer) -> tuple:

@@ -1,0 +1,244 @@
+"""Data and weights from addresses: an S3 server and a web server on loopback."""
+
+import functools
+import gzip
+import http.server
+import sys
+import threading
+
+import boto3
+import fsspec
+import jax
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from moto.server import ThreadedMotoServer
+from texts import numbered_documents, write_documents
+from toy import data_settings
+
+from adloco_jax import hf
+from adloco_jax.cli.prepare import guess_source
+from adloco_jax.data import check_corpus, load_corpus, load_tokenizer, remote, rows
+from adloco_jax.data.files import shard_changes
+from adloco_jax.data.tokenizers import default_tokenizer
+from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.models import Llama
+from adloco_jax.models.layers import param_shapes
+
+TEXTS = numbered_documents(60)
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, tmp_path):
+    """An empty bucket, and a function that uploads files of a folder to it."""
+    names = {"AWS_ENDPOINT_URL": server, "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", **names}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    created = boto3.resource("s3").create_bucket(Bucket="texts")
+
+    def upload(folder, to):
+        for path in folder.rglob("*"):
+            if path.is_file():
+                created.upload_file(str(path), f"{to}/{path.relative_to(folder)}")
+        return f"s3://texts/{to}"
+
+    yield upload
+    created.objects.delete()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def load(path, note=lambda line: None, **changes):
+    keys = dict(source="jsonl", sequence_length=15, heldout_frac=0.1) | changes
+    return load_corpus(data_settings(path=str(path), **keys), note=note)
+
+
+def write_jsonl(folder):
+    for number in range(3):
+        write_documents(folder, TEXTS[number::3], f"part-{number}.jsonl{'.gz' * (number > 0)}")
+
+
+def write_parquet(folder):
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
+
+
+def write_text(folder):
+    (folder / "b").mkdir(parents=True)
+    (folder / "a.txt").write_text("a line\n\n" * 400)
+    (folder / "b" / "empty.txt").touch()
+    (folder / ".hidden.txt").write_text("not read")
+
+
+@pytest.mark.parametrize(
+    ("source", "write", "glob"),
+    [
+        ("jsonl", write_jsonl, "part-[12].jsonl*"),
+        ("parquet", write_parquet, "a.parquet"),
+        ("text", write_text, "**/a*.txt"),
+    ],
+)
+def test_an_address_gives_the_rows_and_records_of_the_files(tmp_path, bucket, source, write, glob):
+    write(tmp_path / "folder")
+    address = bucket(tmp_path / "folder", "data/folder")
+    for end in ("", f"/{glob}"):
+        local = load(f"{tmp_path / 'folder'}{end}", source=source)
+        found = load(f"{address}{end}", source=source)
+        assert found.fingerprint == local.fingerprint
+        assert found.shards == local.shards and len(local.shards[0]["sha256"]) == 64
+    assert guess_source(address) == source
+    settings = data_settings(source=source, path=address)
+    assert check_corpus(settings) == [f"data.path={address}: its content"]
+
+
+def test_rows_are_kept_until_an_object_is_rewritten(tmp_path, bucket, monkeypatch):
+    copied, real = [], remote._copy
+    monkeypatch.setattr(
+        remote, "_copy", lambda file, to: (copied.append(file.name), real(file, to))
+    )
+    write_jsonl(tmp_path / "folder")
+    address = bucket(tmp_path / "folder", "data")
+    first = load(address)
+    assert load(address).fingerprint == first.fingerprint and len(copied) == 3
+    path = tmp_path / "folder" / "part-0.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"<0>", b"<X>"))
+    bucket(tmp_path / "folder", "data")
+    changed = load(address)
+    assert changed.fingerprint != first.fingerprint
+    assert shard_changes(first.shards, changed.shards) == ["part-0.jsonl: edited"]
+
+
+def test_a_killed_preparation_continues_with_the_next_file(tmp_path, bucket, monkeypatch):
+    write_jsonl(tmp_path / "folder")
+    address = bucket(tmp_path / "folder", "data")
+    monkeypatch.setattr(rows, "_CHUNK_CHARS", 500)
+    copied, real = [], remote._copy
+
+    def copy(file, to):
+        copied.append(file.name)
+        real(file, to)
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(remote, "_copy", copy)
+    with pytest.raises(KeyboardInterrupt):
+        load(address)
+    assert load(address).fingerprint == load(tmp_path / "folder").fingerprint
+    assert copied[3:] == ["part-1.jsonl.gz", "part-2.jsonl.gz"]
+
+
+REFUSED = {
+    "data/gone.jsonl": "data.path=s3://texts/data/gone.jsonl: no such file or folder",
+    "data/*.gz": r"data.path=s3://texts/data/\*.gz: no file matches",
+    "data/bad.jsonl": r"^s3://texts/data/bad.jsonl:2: not one JSON object per line",
+    "data/cut.jsonl.gz": "^s3://texts/data/cut.jsonl.gz: damaged or unreadable",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fault_is_the_line_of_a_local_file_with_the_address(tmp_path, bucket, name):
+    write_documents(tmp_path / "folder", TEXTS)
+    (tmp_path / "folder" / "bad.jsonl").write_bytes(b'{"text": "fine"}\n{"text": \n')
+    cut = tmp_path / "folder" / "cut.jsonl.gz"
+    if "cut" in name:
+        cut.write_bytes(gzip.compress(b'{"text": "fine"}\n' * 99)[:-9])
+    bucket(tmp_path / "folder", "data")
+    with pytest.raises(DataError, match=REFUSED[name]) as error:
+        load(f"s3://texts/{name}")
+    assert "\n" not in str(error.value) and str(tmp_path) not in str(error.value)
+
+
+class Web(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder; a path with "secret" is forbidden."""
+
+    def send_head(self):
+        if "secret" in self.path:
+            self.send_error(403)
+            return None
+        return super().send_head()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def web(tmp_path):
+    (tmp_path / "web").mkdir()
+    handler = functools.partial(Web, directory=tmp_path / "web")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_file_of_a_web_server(tmp_path, web):
+    path = write_documents(tmp_path / "web", TEXTS, "a.jsonl.gz")
+    assert load(f"{web}/a.jsonl.gz").fingerprint == load(path).fingerprint
+    for name, message in (("gone.jsonl", "no such file"), ("secret.jsonl", "no access")):
+        with pytest.raises(DataError, match=message):
+            load(f"{web}/{name}")
+
+
+def test_no_access_and_no_server_are_one_line(bucket, web, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", web)
+    for address, kind, message in (
+        ("s3://secret/a.jsonl", DataError, "^data.path=s3://secret/a.jsonl: no access .Forbidden"),
+        ("http://127.0.0.1:9/a.jsonl", ResourceError, "the server does not answer .* run the same"),
+    ):
+        with pytest.raises(kind, match=message) as error:
+            load(address)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("address", ["https://me:secret@host/a.jsonl", "https://host/a?sig=secret"])
+def test_an_address_with_a_secret_is_refused_and_not_repeated(address):
+    with pytest.raises(ConfigError, match="data.path: has a user or a query") as error:
+        load(address)
+    assert "secret" not in str(error.value)
+
+
+def test_a_missing_extra_and_an_unknown_kind_are_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"gs:// needs an extra .*pip install 'adloco-jax\[remo"):
+        load("gs://bucket/a.jsonl")
+    with pytest.raises(ConfigError, match="data.path: is an address; give a path, a name"):
+        load("ftp://host/a.jsonl")
+
+
+def test_weights_come_from_an_address(tmp_path, bucket, monkeypatch):
+    sizes = dict(vocab_size=257, width=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=8)
+    network = Llama(**sizes, max_length=8)
+    params = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), param_shapes(network))
+    hf.save(params, tmp_path / "model", load_tokenizer("bytes"), network=network)
+    (tmp_path / "model" / "notes.txt").write_text("not copied")
+    address = bucket(tmp_path / "model", "model")
+    copied, real = [], remote._copy
+    monkeypatch.setattr(
+        remote, "_copy", lambda file, to: (copied.append(file.name), real(file, to))
+    )
+    assert hf.inspect(address)[:3] == (network, True, False) and copied == ["config.json"]
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, hf.load(address).params, params)
+    assert copied[1:] == ["config.json", "model.safetensors"]
+
+    assert default_tokenizer(address) == address
+    assert load_tokenizer(address).encode_batch(["on a server"])[0].tolist() == [*b"on a server"]
+
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    bucket(tmp_path / "model", "model")
+    with pytest.raises(DataError, match=f"^{address}/model.safetensors: damaged"):
+        hf.load(address)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"model.init_from=s3://texts/n: the folder has no file"):
+        hf.load(bucket(tmp_path / "model", "n"))
