@@ -1,6 +1,7 @@
 import collections
 import contextlib
 import importlib
+import json
 import os
 import re
 import shlex
@@ -223,6 +224,17 @@ def test_shipped_configs_are_listed_by_name_and_can_be_imported(capsys):
         assert any(
             line.split(maxsplit=1) == [name, module.__doc__.splitlines()[0]] for line in listed
         )
+
+
+def test_the_schema_has_every_key_with_its_meaning_and_limits(capsys):
+    assert cli.main(["configs", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    for key in KNOBS:
+        group, _, name = key.rpartition(".")
+        part = schema["$defs"][group.capitalize()] if group else schema
+        assert " ".join(part["properties"][name]["description"].split()) == meaning(key)
+    eta = schema["$defs"]["Batching"]["properties"]["eta"]
+    assert (eta["exclusiveMinimum"], eta["maximum"], eta["default"]) == (0, 100, 0.8)
 
 
 # --- Overrides and files that do not --------------------------------------------------------

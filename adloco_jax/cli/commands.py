@@ -5,6 +5,7 @@ A command imports the modules that it needs when it is called, so that other com
 
 import argparse
 import ast
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,10 +13,17 @@ from pathlib import Path
 from adloco_jax.cli.parser import is_run, runs_in
 from adloco_jax.config import SHIPPED, add_entries
 from adloco_jax.errors import ConfigError
+from adloco_jax.settings import Settings
 
 
 def configs(options: argparse.Namespace, command: str) -> None:
-    """List the configs of the package, each with the first line of its docstring."""
+    """List the configs of the package, each with the first line of its docstring.
+
+    With `--schema`, print a JSON schema of all keys instead: of `config` in a run's `config.json`.
+    """
+    if options.schema:
+        print(json.dumps(Settings.model_json_schema(), indent=1))
+        return
     cards = {
         path.stem: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
         for path in sorted(SHIPPED.glob("[!_]*.py"))

@@ -170,7 +170,9 @@ def _integers(text: str) -> list[int]:
 
 
 def _configs(parser: Parser) -> None:
-    parser.describe("", "Lists the configs that come with the package.")
+    parser.describe("[--schema]", "Lists the configs that come with the package.")
+    text = "print a JSON schema of all config keys, for editors and other programs"
+    parser.add_argument("--schema", action="store_true", help=text)
 
 
 def _prepare(parser: Parser) -> None:
