@@ -28,7 +28,7 @@ from adloco_jax import hf  # noqa: E402
 from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
 from adloco_jax.errors import DataError  # noqa: E402
 from adloco_jax.models import Llama, class_logits, next_token_loss  # noqa: E402
-from adloco_jax.settings import KNOBS  # noqa: E402
+from adloco_jax.settings import SIZES as MODEL_SIZES  # noqa: E402
 from adloco_jax.training import train  # noqa: E402
 
 SIZES = dict(vocab_size=61, hidden_size=24, intermediate_size=56, num_hidden_layers=3)
@@ -170,9 +170,7 @@ def test_a_trained_model_is_loaded_by_transformers(tmp_path, name, spelling):
     before = spelling(json.loads((folder / "config.json").read_text()))
     (folder / "config.json").write_text(json.dumps(before))
     config = tiny_config(num_rounds=2)
-    config.model.update(
-        {key.removeprefix("model."): None for key in KNOBS if KNOBS[key].size is not None}
-    )
+    config.model.update(dict.fromkeys(MODEL_SIZES))
     config.model.init_from = str(folder)
     result = train(config, tmp_path / "r")
     export = tmp_path / "r" / "export"
