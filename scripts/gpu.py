@@ -43,6 +43,7 @@ from timing import interleave, machine, ratio, report
 from adloco_jax.config import validate
 from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs, needed_bytes
+from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import spec_of
@@ -53,16 +54,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PART_LIMIT_S = 450
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)
 
-# Dense bfloat16 FLOP/s by the vendor's data sheets ("NVIDIA H100", "H200", "A100", "L40S Tensor
-# Core GPU"), which print twice as much, with sparsity. The first whose words are in the kind.
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
+# Dense bfloat16 FLOP/s and the memory's bytes/s by the vendor's data sheets ("NVIDIA H100", "H200",
+# "A100", "L40S Tensor Core GPU"), which print twice as many FLOP/s, with sparsity. XLA's model of a
+# GPU takes 1 us to start a kernel. The first whose words are in the kind.
+RATES = {
+    "H100 PCIe": Rates(756e12, 2.0e12, 1e-6),
+    "H100 NVL": Rates(835e12, 3.9e12, 1e-6),
+    "H200 NVL": Rates(835e12, 4.8e12, 1e-6),
+    "H100": Rates(989e12, 3.35e12, 1e-6),
+    "H200": Rates(989e12, 4.8e12, 1e-6),
+    "A100": Rates(312e12, 2.04e12, 1e-6),
+    "L40S": Rates(362e12, 0.864e12, 1e-6),
 }
 # A published share of the peak, to compare with.
 PUBLISHED = (
@@ -137,9 +139,9 @@ def whole_round(size: Size) -> dict:
 def trainers(size: Size) -> dict:
     """Ratio of the time of four stacked trainers to that of one trainer with as many updates."""
     runs = {}
-    for name, count in (("four", 4), ("one", 1)):
-        shape = dataclasses.replace(size.shape, num_steps=size.shape.num_steps // count)
-        runs[name] = InnerSteps(settings_of(shape), random_tokens(shape, size.batch, count))
+    for name, number in (("four", 4), ("one", 1)):
+        shape = dataclasses.replace(size.shape, num_steps=size.shape.num_steps // number)
+        runs[name] = InnerSteps(settings_of(shape), random_tokens(shape, size.batch, number))
     times = interleave(runs, size.repeats)
     report("trainers", times)
     memory = runs["four"].needed_bytes / runs["one"].needed_bytes / 4
@@ -184,28 +186,35 @@ def memory(size: Size) -> dict:
 
 
 def programs(size: Size) -> dict:
-    """Compare each program's bytes by the compiler with the device's peak after running it."""
+    """Compare each program's bytes and bound by the compiler with its measured peak and seconds."""
     clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
     settings = settings_of(size.shape, **clip | {"batching.max_batch_size": size.batch})
     spec = spec_of(settings, here())
     compiled = Programs(spec)
     keys = reachable_keys(settings, spec, start(settings, size.batch, whole_pool=True))
-    peaks = {}
+    peaks, rates = {}, rates_of(spec.machine.devices[0].device_kind)
     # A device's peak never falls: from the smallest on, it is that of the program that has run.
     for key in sorted(keys, key=lambda key: needed_bytes(compiled[key])):
         arguments, _ = compiled[key].in_avals
-        zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), arguments)
-        jax.block_until_ready(compiled.call(key, *zeros))
-        del zeros
+        for _ in range(2):  # the first call loads the program
+            zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), arguments)
+            start_s = time.perf_counter()
+            jax.block_until_ready(compiled.call(key, *jax.block_until_ready(zeros)))
+            seconds = time.perf_counter() - start_s
+            del zeros
         found = measured_peaks(spec.machine.devices)
         peak = found["device_peak_bytes"][0] or found["host_peak_bytes"]
+        least = rates and rates.least_seconds(count(compiled[key].as_text()))
         peaks[str(key)] = {"planned": needed_bytes(compiled[key]), "measured": peak}
+        peaks[str(key)] |= {"seconds": seconds, "least_seconds": least}
         print(f"{key}: compiled {peaks[str(key)]['planned']}, measured {peak} bytes", flush=True)
-    gib = {
-        key: f"{key}: {peak['planned'] / 2**30:.2f}, {peak['measured'] / 2**30:.2f}"
+    texts = (
+        f"{key}: {peak['planned'] / 2**30:.2f}, {peak['measured'] / 2**30:.2f} GiB,"
+        f" {peak['seconds']:.4f} s"
+        + (f" (at least {peak['least_seconds']:.4f})" if peak["least_seconds"] else "")
         for key, peak in peaks.items()
-    }
-    return {"programs": {"text": "; ".join(gib.values()), "bytes": peaks}}
+    )
+    return {"programs": {"text": "; ".join(texts), "bytes": peaks}}
 
 
 def resume(size: Size) -> dict:
@@ -334,7 +343,12 @@ ROWS = (
         "planned over measured peak memory",
         *("memory", "peak", "{ratio:.2f} ({planned:.2f} of {measured:.2f} GiB, batch {batch})"),
     ),
-    ("compiled and measured GiB of each program", "programs", "programs", "{text}"),
+    (
+        "compiled and measured GiB, seconds and their bound, of each program",
+        "programs",
+        "programs",
+        "{text}",
+    ),
     (
         "four stacked trainers over four times one",
         *("trainers", "trainers", "{time:.2f} in time, {memory:.2f} in memory"),
@@ -355,10 +369,15 @@ def finished(lines: list[dict]) -> dict[str, dict]:
     }
 
 
+def rates_of(kind: str) -> Rates | None:
+    """How fast a kind of device is at most, if it is known."""
+    return next((rates for name, rates in RATES.items() if re.search(rf"\b{name}\b", kind)), None)
+
+
 def peak_of(kind: str, given: float | None) -> float | None:
     """Dense bfloat16 FLOP/s of a kind of device, if it is known."""
-    known = (peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", kind))
-    return given or next(known, None)
+    known = rates_of(kind)
+    return given or (known and known.operations)
 
 
 def table(lines: list[dict], peak: float | None) -> str:

@@ -1,9 +1,11 @@
 """What scripts/accelerators.py reports of compiled programs, tested without GPU compilers."""
 
 import dataclasses
+import functools
 import json
 import re
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ import accelerators  # noqa: E402
 from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey  # noqa: E402
+from adloco_jax.engine.work import Work
 from adloco_jax.run.build import build_model, program_spec, row_length  # noqa: E402
 from adloco_jax.run.machines import here  # noqa: E402
 
@@ -52,9 +55,26 @@ def test_what_is_wrong_with_a_program_is_named(monkeypatch):
     assert "bytes of temporaries" in fault
 
 
+def test_more_kernels_or_bytes_than_are_kept_are_a_fault(monkeypatch):
+    monkeypatch.setitem(accelerators.KEPT, (True, False), (100, 20.0))
+    spec, key = types.SimpleNamespace(in_turn=True), ProgramKey("steps", (0,), 16)
+    faults = functools.partial(accelerators.above_kept, spec, key)
+    assert faults(Work(0, 20.9e9, 104)) == []
+    (kernels,) = faults(Work(0, 20e9, 106))
+    (moved,) = faults(Work(0, 21.1e9, 100))
+    assert "106.0 kernels in an update, were 100" in kernels and "21.1 GB" in moved
+
+
 def test_the_table_has_only_what_was_compiled(monkeypatch, tmp_path):
     record = {"fits": True, "mode": "workers at once", "max_batch_size": 16, "programs": 3}
-    record |= {"largest_bytes": 4.2e9, "device_bytes": 84e9, "tried": [], "attention": "cudnn"}
+    record |= {"largest_bytes": 4.2e9, "device_bytes": 84e9, "attention": "cudnn"}
+    work = {
+        "mode": "workers at once",
+        "kernels": 1073.0,
+        "operations": 1.43e13,
+        "num_bytes": 6.1e10,
+    }
+    record |= {"tried": [work | {"most_tokens_per_s": 431e3}]}
     started = []
 
     def row(title, name, changes, device):
@@ -76,7 +96,9 @@ def test_the_table_has_only_what_was_compiled(monkeypatch, tmp_path):
     assert accelerators.main() == 0
     assert len(started) == total - 1 and ("quickstart", "h100x1") not in started
     text = page.read_text()
-    expected = "| quickstart | h100x1 | workers at once | 16 | cudnn | 4.20 | 5% |"
+    expected = (
+        "| quickstart | h100x1 | workers at once | 16 | cudnn | 4.20 | 5% | 1,073 | 14.3 | 61 |"
+    )
     assert expected in text and "old" not in text and "Not compiled yet: 0 of" in text
     assert "| quickstart | v5ex4 | does not compile: does not compile |" in text
 

@@ -13,12 +13,13 @@ import pytest
 from adloco_jax import main as main_module
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.spec import Machine
+from adloco_jax.engine.work import Work
 from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
 from adloco_jax.run import device_plan as device_plan_module
 from adloco_jax.run.choose import MODES, Choice, NothingFits, Tried
 from adloco_jax.run.device_plan import device_plan
-from adloco_jax.run.machines import TAKEN, described, here, kinds
+from adloco_jax.run.machines import TAKEN, described, here, kinds, rates
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -45,6 +46,12 @@ def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
     assert record["fits"] and record["max_batch_size"] == 4
     assert record["mode"] == "workers one after another"  # the default on a CPU
     (tried,) = record["tried"]
+    assert tried["operations"] > 0 and tried["num_bytes"] > 0 and tried["kernels"] > 0
+    # Of six workers that run one after another, one has four sequences of 16 tokens at a time.
+    work = Work(*(tried[name] for name in Work._fields))
+    expected = 4 * 16 / rates("h100").least_seconds(work)
+    assert tried["most_tokens_per_s"] == pytest.approx(expected)
+    assert f"at most {expected:,.0f} tokens/s, by the compiler's figures; not run." in lines[-1]
     kinds = {name.split()[0] for name in tried["programs"]}
     assert kinds == {"stats", "start", "steps", "outer", "loss", "merge"}
     sums = [p["program"] + p["beside"] for p in tried["programs"].values()]

@@ -155,13 +155,16 @@ def test_the_true_batch_is_searched_from_the_one_found(monkeypatch, limit, large
     assert figures["peak"]["planned"] == 2048 / 2**30 and tried[0] == 3
 
 
-def test_each_programs_peak_stands_beside_the_compilers():
+def test_each_programs_peak_and_seconds_stand_beside_the_compilers(monkeypatch):
+    monkeypatch.setitem(gpu.RATES, "cpu", gpu.Rates(1e15, 1e15, 1e-9))
     found = gpu.programs(gpu.SIZES["toy"])["programs"]
     kinds = {name.split()[0] for name in found["bytes"]}
     assert kinds == {"stats", "start", "steps", "outer", "loss"}
     for peak in found["bytes"].values():
         # on a CPU the peak is that of the whole process
-        assert 0 < peak["planned"] < peak["measured"]
+        assert (
+            0 < peak["planned"] < peak["measured"] and 0 < peak["least_seconds"] < peak["seconds"]
+        )
     assert all(f"{name}: " in found["text"] for name in found["bytes"])
 
 

@@ -136,7 +136,8 @@ def _bytes(
     for part in inner.values():
         if part.kind == "parameter":
             users = [user for user in inner.values() if part.name in user.operands]
-            if users and all(user.kind in _SLICES for user in users):
+            sliced = [u for u in users if u.kind in _SLICES and u.operands[0] == part.name]
+            if users and sliced == users:
                 read = sum(_num_bytes(user.result) for user in users)
                 reads[int(part.text.partition(")")[0])] = read
         elif part.kind == "dynamic-update-slice":

@@ -1,7 +1,7 @@
 """Plan the memory of a run on devices that are not here: `adloco plan CONFIG --device h100x8`.
 
-Every program of the run is compiled for the devices that the name describes. No program is run, so
-the plan does not give times.
+Every program of the run is compiled for the devices that the name describes. No program is run. So
+the plan gives no times, but only how fast the compiled inner steps can be at most.
 """
 
 import contextlib
@@ -12,13 +12,15 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import validate
+from adloco_jax.engine.programs import Programs, num_turns, placement
 from adloco_jax.engine.spec import Compiled, Compiling, Machine, OnCompile
+from adloco_jax.engine.work import count
 from adloco_jax.errors import UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run.build import spec_of
-from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried
+from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried, first_keys
 from adloco_jax.run.folder import with_checkpoint
-from adloco_jax.run.machines import described, more_chips
+from adloco_jax.run.machines import described, more_chips, rates
 from adloco_jax.run.plan import configured_choice, reachable_keys, round_bytes, run_header
 from adloco_jax.settings import Settings
 
@@ -48,17 +50,21 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
         try:
             choice = configured_choice(settings, machine, on_compile)
         except NothingFits as error:
-            tried = error.tried
+            tried, bounds = error.tried, {}
             change = _smallest_change(settings, device, machine, on_compile)
             record |= {"fits": False, "change": change}
             lines += [f"- Nothing fits: {error}.", f"- {change}."]
         else:
             tried, spec = choice.tried, choice.programs.spec
+            bounds = _bounds(settings, choice, device)
             found, facts = _chosen(settings, choice)
             record |= facts
             header = run_header(settings, spec, settings.batching.max_batch_size)
             lines += [*(f"- {line}" for line in header), *found]
-    record |= {"compile_s": time.perf_counter() - start_s, "tried": list(map(_record, tried))}
+    record |= {
+        "compile_s": time.perf_counter() - start_s,
+        "tried": [_record(t) | bounds.get(t.mode, {}) for t in tried],
+    }
     lines += [f"- Compiled in {record['compile_s']:.0f} s.", "", *_table(record, tried, budget)]
     return lines, record
 
@@ -147,6 +153,28 @@ def _changes(
         yield f"ensemble.num_workers={pool}", fewer, machine
 
 
+def _bounds(settings: Settings, choice: Choice, device: str) -> dict[Mode, dict]:
+    """Bound the speed of the inner steps in each mode in which the run fits, by what is compiled.
+
+    The result has for each mode the work of a device for one update of each of its workers that run
+    at the same time, and the tokens per second of all devices.
+    """
+    bounds, chosen = {}, choice.programs
+    for mode, size in ((t.mode, t.max_batch_size) for t in choice.tried if t.max_batch_size):
+        programs = chosen
+        if mode != Mode(chosen.spec.in_turn, chosen.spec.remat):
+            programs = Programs(spec_of(settings, chosen.spec.machine, mode))
+        spec, control = programs.spec, start(settings, size, whole_pool=True)
+        keys = first_keys(control, settings, spec, size, accumulates=False)
+        key = next(key for key in keys if key.kind in ("steps", "fragment"))
+        at_once = len(key.owners) // num_turns(spec, key, placement(spec, key))
+        work = count(programs[key].as_text()).times(1 / spec.num_micro_batches)
+        tokens = at_once * size * spec.sequence_length
+        tokens_per_s = tokens / rates(device).least_seconds(work)
+        bounds[mode] = work._asdict() | {"most_tokens_per_s": tokens_per_s}
+    return bounds
+
+
 def _record(tried: Tried) -> dict:
     peaks = {name: peak._asdict() for name, peak in tried.peaks.items()}
     size = tried.max_batch_size
@@ -175,11 +203,19 @@ def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
         f" {budget / 1e9:.2f} | | | **{largest / 1e9:.2f}** |",
         "",
         *(
-            f"Tried: {t.mode}: "
-            + (f"micro-batch {t.max_batch_size}." if t.max_batch_size else f"{t.fault}.")
-            for t in tried
+            f"Tried: {t.mode}: " + (_speed(found) if t.max_batch_size else f"{t.fault}.")
+            for t, found in zip(tried, record["tried"], strict=True)
         ),
     ]
+
+
+def _speed(found: dict) -> str:
+    return (
+        f"micro-batch {found['max_batch_size']}; an update takes {found['operations'] / 1e12:.3g}"
+        f" TFLOP, {found['num_bytes'] / 1e9:.3g} GB and {found['kernels']:,.0f} kernels on each"
+        f" device: at most {found['most_tokens_per_s']:,.0f} tokens/s, by the compiler's figures;"
+        " not run."
+    )
 
 
 @contextlib.contextmanager

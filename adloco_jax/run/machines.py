@@ -14,6 +14,7 @@ import jax
 
 from adloco_jax.data.files import cache_folder
 from adloco_jax.engine.spec import Machine
+from adloco_jax.engine.work import Rates
 from adloco_jax.errors import ConfigError
 
 
@@ -72,24 +73,29 @@ _AMPERE |= {"per_core": 167936, "optin": 166912}
 _HOPPER = {"major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "cache": 52428800}
 _HOPPER |= {"per_core": 233472, "optin": 232448}
 _BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
-# For each kind of GPU: the bytes of memory that programs may use, the name of the GPU, and the
-# other figures of the description.
+# For each kind of GPU: the bytes of memory that programs may use, its rates, the name of the GPU,
+# and the other figures of the description. The operations are those of dense bfloat16 products by
+# the data sheets. XLA's model of a GPU also takes 1 us to start a kernel.
 _GPUS = {
-    "a100-40": (42331013120, "NVIDIA A100-SXM4-40GB", _AMPERE | {"bandwidth": 1555200000000}),
-    "a100-80": (85100068864, "NVIDIA A100-SXM4-80GB", _AMPERE | {"bandwidth": 2039040000000}),
-    "h100": (84942979072, "NVIDIA H100 80GB HBM3", _HOPPER | {"bandwidth": 3352320000000}),
-    "h200": (151397597184, "NVIDIA H200 141GB HBM3e", _HOPPER | {"bandwidth": 4800000000000}),
-    "b200": (191514411008, "NVIDIA B200", _BLACKWELL | {"bandwidth": 7672320000000}),
+    kind: (memory, Rates(operations, bandwidth, 1e-6), name, figures | {"bandwidth": bandwidth})
+    for kind, memory, operations, bandwidth, name, figures in (
+        ("a100-40", 42331013120, 312e12, 1555200000000, "NVIDIA A100-SXM4-40GB", _AMPERE),
+        ("a100-80", 85100068864, 312e12, 2039040000000, "NVIDIA A100-SXM4-80GB", _AMPERE),
+        ("h100", 84942979072, 989e12, 3352320000000, "NVIDIA H100 80GB HBM3", _HOPPER),
+        ("h200", 151397597184, 989e12, 4800000000000, "NVIDIA H200 141GB HBM3e", _HOPPER),
+        ("b200", 191514411008, 2250e12, 7672320000000, "NVIDIA B200", _BLACKWELL),
+    )
 }
 _GPU_COUNTS = range(1, 9)  # numbers of GPUs of one host
 # How the chips of a TPU slice are arranged; the key is the number of chips.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
-# For each kind of TPU: the bytes of memory that programs may use, and the possible slices.
+# For each kind of TPU: the bytes of memory that programs may use, its rates by Google's
+# documentation, and the possible slices. No time is known to start a part of a TPU's program.
 _TPUS = {
-    "v5e": (16911433728, _FLAT),
-    "v5p": (102738427904, _CUBE),
-    "v6e": (33550237696, _FLAT),
+    "v5e": (16911433728, Rates(197e12, 819e9, 0), _FLAT),
+    "v5p": (102738427904, Rates(459e12, 2765e9, 0), _CUBE),
+    "v6e": (33550237696, Rates(918e12, 1640e9, 0), _FLAT),
 }
 
 
@@ -131,7 +137,12 @@ def _parts(name: str) -> tuple[str, int]:
 
 def _counts(kind: str) -> Collection[int]:
     """Return the possible numbers of chips of a kind of device; none if the kind is unknown."""
-    return _GPU_COUNTS if kind in _GPUS else _TPUS.get(kind, (0, {}))[1]
+    return _GPU_COUNTS if kind in _GPUS else _TPUS[kind][2] if kind in _TPUS else ()
+
+
+def rates(name: str) -> Rates:
+    """Return how fast a device is at most that a name such as `h100x8` describes."""
+    return (_GPUS | _TPUS)[_parts(name)[0]][1]
 
 
 def described(name: str) -> Machine:
@@ -154,13 +165,13 @@ def described(name: str) -> Machine:
         raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
     try:
         if kind in _GPUS:
-            _, title, figures = _GPUS[kind]
+            *_, title, figures = _GPUS[kind]
             figures = figures | {"name": title, "memory": int(memory * TAKEN / _PLANNED)}
             text = _GPU.format(**figures)
             topology = {"target_config": text, "topology": f"1x1x{count}"}
             devices = topologies.get_topology_desc(platform="cuda", **topology).devices
         else:
-            _, slices = _TPUS[kind]
+            *_, slices = _TPUS[kind]
             os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
             os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # other processes may compile, too
             one = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
