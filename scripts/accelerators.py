@@ -61,7 +61,7 @@ CASES: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
 MOST_TEMPORARIES = {False: 2.5e9, True: 2.9e9}
 # Kernels and GB of an update by the short programs for one H100, by whether workers run one after
 # another and whether gradients accumulate, as counted with jax 0.10.2. A program may have SLACK
-# times as many. With layers as functions an update in turn had 487 kernels and XXX GB.
+# times as many.
 SLACK = 1.05
 KEPT = {
     (False, False): (157, 78.4),
