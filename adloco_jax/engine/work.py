@@ -51,8 +51,8 @@ _SLICES = ("slice", "dynamic-slice", "gather")
 _ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 
 
-def count(text: str) -> Work:
-    """Count the work of a compiled program.
+def count(text: str | None) -> Work:
+    """Count the work of a compiled program, given as the text of the compiler.
 
     The body of a loop counts as often as the loop runs, or once if the compiler does not know how
     often. Of a conditional, only the branch with the most bytes counts. Where a kernel reads or
@@ -60,18 +60,20 @@ def count(text: str) -> Work:
     """
     computations: dict[str, dict[str, _Instruction]] = {}
     own, entry = {}, ""
+    assert text is not None, "the compiler gives no text"
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
             own = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
         elif found := _INSTRUCTION.match(line):
             operands = re.findall(r"%([\w.\-]+)", found[4].partition(")")[0])
-            own[found[1]] = _Instruction(*found.groups()[:3], operands, found[4])
+            own[found[1]] = _Instruction(found[1], found[2], found[3], operands, found[4])
 
     @functools.cache
     def work_of(name: str) -> Work:
         own = computations[name]
-        return Work(*map(sum, zip(Work(), *(work(one, own) for one in own.values()), strict=True)))
+        works = [work(one, own) for one in own.values()]
+        return Work(*(float(sum(column)) for column in zip(Work(), *works, strict=True)))
 
     def work(one: _Instruction, own: dict[str, _Instruction]) -> Work:
         if one.kind in _FREE or one.kind.endswith("-done"):
@@ -122,9 +124,9 @@ def _operations(one: _Instruction, own: dict[str, _Instruction]) -> float:
         return 2 * results * math.prod(factor) / factor[labels[1].index("o")] if labels else 0
     if one.kind != "dot" and not (target and "gemm" in target[1]):
         return 0
-    axes = re.search(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', one.text)
+    (axes,) = re.findall(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', one.text)
     factor = _sizes(own[one.operands[0]].result)
-    return 2 * results * math.prod(factor[int(axis)] for axis in re.findall(r"\d+", axes[1]))
+    return 2 * results * math.prod(factor[int(axis)] for axis in re.findall(r"\d+", axes))
 
 
 def _bytes(
