@@ -23,27 +23,27 @@ from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.local import LocalEngine, OnCall
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.errors import (
-    ConfigError,
-)
+from adloco_jax.errors import ConfigError
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_arguments
-from adloco_jax.run.attempts import Result, require_equal_processes, run_to_end
-from adloco_jax.run.build import (
+from adloco_jax.run.assemble import (
     InitFn,
+    Model,
     Run,
-    build_model,
-    class_count,
+    assemble,
+    configured_model,
     load_data,
     pretrained_params,
-    program_spec,
+    spec_of,
 )
+from adloco_jax.run.attempts import Result, require_equal_processes, run_to_end
 from adloco_jax.run.changes import check_config
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.choose import Mode, modes
+from adloco_jax.run.choose import Mode
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import recorded_commit, require_usable, with_checkpoint
 from adloco_jax.run.machines import here, use_compilation_cache
+from adloco_jax.run.observers import RunEngine
 from adloco_jax.run.plan import require_memory
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -94,44 +94,40 @@ def train(
     """
     if workdir is not None:
         config = with_recorded_sizes(config, workdir)
+    elif jax.process_count() > 1:
+        raise ConfigError("workdir: several processes need the name of one folder")
+    folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config)
     check_installed(settings.log)
     use_compilation_cache()
-    if workdir is None:
-        if jax.process_count() > 1:
-            raise ConfigError("workdir: several processes need the name of one folder")
-        workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    workdir, machine = Path(workdir), here()
-    settings = processes.run_on_all(lambda: with_checkpoint(settings, workdir))
+    machine = here()
 
-    def load() -> tuple[PyTree | None, list[str], Corpus]:
-        check_config(workdir, settings, accept=accept_config_change)
-        require_usable(workdir)
-        require_memory(settings, machine)
-        params, lines = None, []
-        if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
-            params, lines = pretrained_params(settings)
-        return params, lines, load_data(settings, recorded_commit(workdir))
+    def load() -> tuple[Settings, Model, list[str], Corpus]:
+        whole = with_checkpoint(settings, folder)
+        check_config(folder, whole, accept=accept_config_change)
+        require_usable(folder)
+        model = configured_model(whole, machine)
+        require_memory(spec_of(whole, machine), whole)
+        lines: list[str] = []
+        if whole.model.init_from and not list_rounds(folder / "checkpoints"):
+            params, lines = pretrained_params(whole)
+            model = model._replace(params=params)
+        return whole, model, lines, load_data(whole, recorded_commit(folder))
 
     with processes.only_first_prints():
-        params, lines, corpus = processes.run_on_all(load)
-    init_fn, loss_fn = build_model(settings, machine)
-    with processes.only_first_prints():
+        settings, model, lines, corpus = processes.run_on_all(load)
         print(*lines, corpus.describe(), sep="\n")
-        return fit(
+        run = assemble(
             settings,
-            corpus=corpus,
-            init_fn=init_fn,
-            loss_fn=loss_fn,
-            loss_of=lambda mode: build_model(settings, machine, mode)[1],
-            params=params,
-            num_classes=class_count(settings),
-            workdir=workdir,
+            model,
+            corpus,
+            machine=machine,
+            workdir=folder,
+            make_engine=_engine_of(settings.engine.kind),
             command=command,
-            accept_config_change=accept_config_change,
             accept_data_change=accept_data_change,
-            _by_fit=False,
         )
+        return _to_end(run)
 
 
 def fit(
@@ -150,7 +146,6 @@ def fit(
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
-    _by_fit: bool = True,  # False: `train` calls, so a command can resume the run
 ) -> Result:
     """Run AdLoCo on the caller's model and rows of tokens, or resume such a run.
 
@@ -195,69 +190,60 @@ def fit(
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
-    if settings.engine.kind in TRANSPORTS:
-        TRANSPORTS[settings.engine.kind].check_possible()
+    make_engine = _engine_of(settings.engine.kind)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
-    workdir = Path(workdir)
     check_installed(settings.log)
+    model = Model(
+        init_fn=init_fn,
+        loss_of=loss_of or (lambda mode: loss_fn),
+        num_classes=num_classes,
+        params=params,
+        can_remat=loss_of is not None,
+    )
 
-    def check() -> evaluate.HeldOut:
-        check_config(workdir, settings, accept=accept_config_change)
-        return evaluate.split_heldout(
-            corpus.heldout_rows,
-            num_sequences=settings.eval.num_sequences,
-            batch_size=settings.batching.initial_batch_size,  # `begin` replaces it
-            num_classes=num_classes,
-            num_trainers=settings.ensemble.num_trainers,
+    def put_together() -> Run:
+        check_config(Path(workdir), settings, accept=accept_config_change)
+        return assemble(
+            settings,
+            model,
+            corpus,
+            machine=here(),
+            workdir=Path(workdir),
+            make_engine=make_engine,
+            inner_tx=inner_tx,
+            outer_tx=outer_tx,
+            unit=loss_unit,
+            command=command,
+            by_fit=True,
+            accept_data_change=accept_data_change,
         )
 
-    heldout = processes.run_on_all(check)
-    row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
-    spec = program_spec(
-        settings, init_fn, loss_fn, row_length, num_classes=num_classes, machine=here(), **txs
-    )
-    if loss_unit is None:
-        is_text = num_classes is None and corpus.tokens_per_byte is not None
-        loss_unit = "nats/token" if is_text else "nats/example" * (num_classes is not None)
-    allowed = modes(settings, spec.machine.platform)
-    if loss_of is None:
-        allowed = list(dict.fromkeys(mode._replace(remat=False) for mode in allowed))
-    run = Run(
-        settings=settings,
-        spec=spec,
-        corpus=corpus,
-        heldout=heldout,
-        workdir=workdir,
-        command=command,
-        by_fit=_by_fit,
-        accept_data_change=accept_data_change,
-        init_fn=init_fn,
-        params=params,
-        num_classes=num_classes,
-        unit=loss_unit,
-        loss_of=loss_of or (lambda mode: loss_fn),
-        modes=tuple(allowed),
-        make_engine=_local_engine if settings.engine.kind == "local" else _elastic_engine,
-    )
+    return _to_end(processes.run_on_all(put_together))
+
+
+def _to_end(run: Run) -> Result:
+    """Run all rounds of a run, export its consensus model, and write the report."""
     require_equal_processes(run)
     result = run_to_end(run)
     exported = fetch(result.params)
     if processes.is_first():
-        tokenizer = getattr(corpus, "tokenizer", None)
-        write_consensus(exported, workdir / "export", settings, tokenizer)
-        report.conclude(workdir)
+        tokenizer = getattr(run.corpus, "tokenizer", None)
+        write_consensus(exported, run.workdir / "export", run.settings, tokenizer)
+        report.conclude(run.workdir)
     processes.barrier("the export and the report are written")
     return result
+
+
+def _engine_of(kind: str) -> Callable[..., RunEngine]:
+    """Return the function that makes the engine of a run, after a check that it can run here."""
+    if kind == "local":
+        return _local_engine
+    TRANSPORTS[kind].check_possible()
+    return lambda run, programs, heldout, on_call: ElasticEngine(run, programs, heldout)
 
 
 def _local_engine(
     run: Run, programs: Programs, heldout: evaluate.HeldOut, on_call: OnCall
 ) -> LocalEngine:
     return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout, on_call)
-
-
-def _elastic_engine(
-    run: Run, programs: Programs, heldout: evaluate.HeldOut, _: OnCall
-) -> ElasticEngine:
-    return ElasticEngine(run, programs, heldout)

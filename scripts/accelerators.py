@@ -31,7 +31,7 @@ from adloco_jax.engine.programs import lower, num_turns, placement  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.engine.work import Work, count  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
-from adloco_jax.run.build import attention, spec_of  # noqa: E402
+from adloco_jax.run.assemble import attention, spec_of  # noqa: E402
 from adloco_jax.run.choose import Mode  # noqa: E402
 from adloco_jax.run.device_plan import device_plan  # noqa: E402
 from adloco_jax.run.machines import described  # noqa: E402

@@ -46,7 +46,7 @@ from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.loop.adloco import start
-from adloco_jax.run.build import spec_of
+from adloco_jax.run.assemble import spec_of
 from adloco_jax.run.machines import here
 from adloco_jax.run.plan import configured_choice, plan, reachable_keys
 

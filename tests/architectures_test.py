@@ -14,7 +14,7 @@ from adloco_jax.config import default_config, load_config, validate
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Bert, Llama
 from adloco_jax.models.layers import param_shapes
-from adloco_jax.run.build import build_model, inner_transform, require_same_network
+from adloco_jax.run.assemble import build_model, inner_transform, require_same_network
 from adloco_jax.run.ledger import read
 
 pytestmark = pytest.mark.usefixtures("one_device")

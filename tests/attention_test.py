@@ -6,7 +6,7 @@ import pytest
 import toy
 
 from adloco_jax.engine.spec import Machine
-from adloco_jax.run.build import attention, build_network
+from adloco_jax.run.assemble import attention, build_network
 from adloco_jax.run.ledger import read
 from adloco_jax.run.machines import here
 from adloco_jax.training import fit

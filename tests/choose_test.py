@@ -11,7 +11,7 @@ from adloco_jax.engine.memory import find_max_batch
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine
 from adloco_jax.run import choose as choose_module
-from adloco_jax.run.build import build_model, program_spec, row_length
+from adloco_jax.run.assemble import build_model, program_spec, row_length
 from adloco_jax.run.choose import MODES, Mode, NothingFits, Tried, choose, modes, program_peaks
 from adloco_jax.run.machines import here
 

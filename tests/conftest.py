@@ -63,12 +63,11 @@ def shared_programs(programs_given_back):
     if not {"adloco_jax.training", "adloco_jax.main"} & set(sys.modules):  # these tests make no run
         yield
         return
-    from adloco_jax import training
     from adloco_jax.engine import programs
-    from adloco_jax.run import build, plan
+    from adloco_jax.run import assemble, plan
 
     models, specs, compiled = {}, {}, {}
-    build_model, program_spec = training.build_model, training.program_spec
+    build_model, program_spec = assemble.build_model, assemble.program_spec
     compile_now = programs.Programs._compile
 
     def machine():
@@ -102,10 +101,9 @@ def shared_programs(programs_given_back):
         return compiled[place][0]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (training, plan, build):
+        for module in (plan, assemble):
             patch.setattr(module, "build_model", one_model)
-        for module in (training, build):
-            patch.setattr(module, "program_spec", one_spec)
+        patch.setattr(assemble, "program_spec", one_spec)
         patch.setattr(programs.Programs, "_compile", compile_once)
         yield
 

@@ -36,9 +36,9 @@ from adloco_jax.core.compress import packed_bytes
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
-from adloco_jax.run import build
+from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run.build import program_spec
+from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.machines import here
 from adloco_jax.study.curves import read_run, training_points
@@ -405,7 +405,7 @@ def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing
     tmp_path, monkeypatch
 ):
     """The updates of a round are the same, whole or in parts."""
-    monkeypatch.setitem(BATCH_TESTS, "eight", BatchTest(lambda stats: 8.0))
+    monkeypatch.setitem(BATCH_TESTS, "eight", BatchTest(lambda stats, **_: 8.0))
     batching = ONE_TRAINER["batching"] | {"test": "eight", "ramp": (), "growth": ("rounds",)}
     adamw = {"tx": "adamw", "state": "reset", "max_steps_per_round": 32}
     results = []
@@ -497,7 +497,7 @@ def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(pre
 
 
 def test_the_plan_says_how_fragments_travel(monkeypatch):
-    for module in (build, plan_module):
+    for module in (assemble, plan_module):
         monkeypatch.setattr(module, "build_model", lambda *_: (layered_params, layered_loss))
     config = default_config()
     config.inner.steps_per_round = 8

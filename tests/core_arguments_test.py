@@ -17,7 +17,7 @@ from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
 from adloco_jax.engine.inputs import _group, _streams
 from adloco_jax.engine.programs import _keyed
 from adloco_jax.loop.adloco import start
-from adloco_jax.run.build import program_spec
+from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.machines import here
 from adloco_jax.training import fit
 

@@ -27,7 +27,7 @@ from adloco_jax.configs import quickstart
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.types import norms
 from adloco_jax.models.layers import apply_gain, project
-from adloco_jax.run.build import build_model
+from adloco_jax.run.assemble import build_model
 
 PARAMS = jax.tree.map(jnp.asarray, draw({"w": (3, 2), "gain": (2,)}))
 

@@ -11,7 +11,7 @@ from toy import LENGTH, bigram_loss, init_fn, settings_of
 
 from adloco_jax import ArrayRows, fit, hf
 from adloco_jax.errors import ConfigError, DataError, UserError
-from adloco_jax.run.build import build_model, build_network
+from adloco_jax.run.assemble import build_model, build_network
 from adloco_jax.run.export import write_consensus
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -17,7 +17,7 @@ from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import RopeScaling
-from adloco_jax.run.build import build_network, pretrained_params
+from adloco_jax.run.assemble import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.run.machines import here

@@ -16,7 +16,7 @@ from toy import Table, tiny_config
 from adloco_jax import main as cli
 from adloco_jax.config import default_config, validate
 from adloco_jax.errors import ConfigError, DataError, DivergedError
-from adloco_jax.run.build import build_model, load_data
+from adloco_jax.run.assemble import build_model, load_data
 from adloco_jax.run.export import Trained, read_trained
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.machines import here

@@ -12,7 +12,7 @@ from toy import tiny_config
 from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.run.build import build_model
+from adloco_jax.run.assemble import build_model
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.machines import here
 from adloco_jax.study import benchmarks

@@ -17,7 +17,7 @@ from adloco_jax.engine.spec import Machine, ProgramKey
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run.build import program_spec
+from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.choose import choose
 from adloco_jax.run.folder import write_config
 from adloco_jax.run.machines import here

@@ -19,7 +19,7 @@ from adloco_jax.engine.sharding import arrange, fetch, reshard
 from adloco_jax.engine.spec import Machine, ProgramKey
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
-from adloco_jax.run.build import build_model, program_spec, row_length
+from adloco_jax.run.assemble import build_model, program_spec, row_length
 from adloco_jax.run.machines import here
 
 SCALARS = 1024  # bytes: losses, norms, flags

@@ -21,7 +21,7 @@ from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import arrange, reshard
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import sync_cost
-from adloco_jax.run.build import program_spec
+from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.machines import here
 
 LOW = ["bfloat16", "int4"]

@@ -81,7 +81,9 @@ def test_the_ledger_records_growth_accumulation_and_merge(growing):
 def test_a_round_in_groups_counts_once(tmp_path, monkeypatch):
     """Trainers at micro-batches 2 and 4 run apart."""
     sizes = itertools.cycle([2, 3, 4])
-    monkeypatch.setitem(BATCH_TESTS, "in turn", BatchTest(lambda stats: next(sizes), "nothing"))
+    monkeypatch.setitem(
+        BATCH_TESTS, "in turn", BatchTest(lambda stats, **_: next(sizes), "nothing")
+    )
     settings = settings_of(num_rounds=2, batching={"test": "in turn"}, merge=APART)
     result = run(tmp_path / "r", settings)
     assert [size for *_, size in batches(tmp_path / "r")] == [2, 2, 2, 2, 4, 4]
@@ -427,7 +429,7 @@ def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, mon
     wanted = "round 3: process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"
     with pytest.raises(ResourceError, match=wanted) as failed:
         run(tmp_path / "r", settings_of(batching=FULL, checkpoint={"every_rounds": 1}))
-    assert told == [str(failed.value)]
+    assert len(told) == 1 and str(failed.value).startswith(told[0])
 
 
 def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):

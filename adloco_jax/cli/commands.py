@@ -59,7 +59,7 @@ def report(options: argparse.Namespace, command: str) -> None:
 def export(options: argparse.Namespace, command: str) -> None:
     """Write the model in a checkpoint of a run to a folder that `transformers` can load."""
     from adloco_jax import hf
-    from adloco_jax.run.build import build_network
+    from adloco_jax.run.assemble import build_network
     from adloco_jax.run.export import read_trained
     from adloco_jax.run.folder import require_utf8
     from adloco_jax.run.machines import here

@@ -35,7 +35,7 @@ from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_round
 from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_count
-from adloco_jax.run.build import Run
+from adloco_jax.run.assemble import Run
 from adloco_jax.settings import Settings
 
 _apply = jax.jit(

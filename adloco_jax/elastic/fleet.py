@@ -17,7 +17,7 @@ from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.loop.control import Control
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.build import Run
+from adloco_jax.run.assemble import Run
 from adloco_jax.run.folder import versions
 
 _POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again

@@ -35,7 +35,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.loop.plans import update_flags
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.build import examples_per_pass, load_data
+from adloco_jax.run.assemble import examples_per_pass, load_data
 from adloco_jax.run.folder import versions
 from adloco_jax.run.machines import here, machine_id, use_compilation_cache
 from adloco_jax.settings import Settings

@@ -132,6 +132,7 @@ class Spec:
     remat: bool = False  # whether layers are recomputed in the backward pass
     in_turn: bool = False  # whether a device's workers run their rounds one after another
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
+    attention: str = "xla"  # kernel of the model's attention: "xla" or "cudnn"
 
     @property
     def by_position(self) -> bool:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError, reason
-from adloco_jax.run.build import inner_transform
+from adloco_jax.run.assemble import inner_transform
 from adloco_jax.run.checkpoint import shapes
 from adloco_jax.settings import KNOBS, Settings
 

@@ -28,9 +28,8 @@ from adloco_jax.errors import (
 from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes
-from adloco_jax.run.build import (
+from adloco_jax.run.assemble import (
     Run,
-    attention,
     initial_ensemble,
 )
 from adloco_jax.run.changes import how_to_resume
@@ -177,7 +176,7 @@ def begin(
     notes += ["stopped before its first save: the run begins again"] if begins_again else []
     if spec.machine.platform != "cpu":
         notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
-    notes.append(run.heldout.describe(run.num_classes))
+    notes.append(run.heldout.describe(run.model.num_classes))
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {_how(run)}")
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
@@ -189,7 +188,7 @@ def begin(
         on_saved=lambda saved: ledger.write("checkpoint", **saved),
     )
     stack.callback(saver.close)
-    evaluator = observers.Evaluator(recorder, run.num_classes, run.unit)
+    evaluator = observers.Evaluator(recorder, run.model.num_classes, run.unit)
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
     )
@@ -314,7 +313,7 @@ def require_equal_processes(run: Run) -> None:
     if jax.process_count() == 1:
         return
     weights = hashlib.sha256()
-    for leaf in jax.tree.leaves(run.params):
+    for leaf in jax.tree.leaves(run.model.params):
         weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
     keys = flat_settings(run.settings).items()
     processes.require_equal(
@@ -322,7 +321,7 @@ def require_equal_processes(run: Run) -> None:
         | {f"the version of {name}": version for name, version in versions().items()}
         | {
             "model_shards, as found there": repr(run.spec.model_shards),
-            "attention, as found there": repr(attention(run.settings, run.spec.machine)),
+            "attention, as found there": repr(run.spec.attention),
             "the data": run.corpus.fingerprint,
             "the weights it starts from": weights.hexdigest(),
         },

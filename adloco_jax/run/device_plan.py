@@ -17,7 +17,7 @@ from adloco_jax.engine.spec import Compiled, Compiling, Machine, OnCompile
 from adloco_jax.engine.work import count
 from adloco_jax.errors import UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
-from adloco_jax.run.build import spec_of
+from adloco_jax.run.assemble import spec_of
 from adloco_jax.run.choose import Choice, Mode, NothingFits, Tried, first_keys
 from adloco_jax.run.folder import with_checkpoint
 from adloco_jax.run.machines import described, more_chips, rates

@@ -25,7 +25,7 @@ from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.files import replaced_folder
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import checkpoint
-from adloco_jax.run.build import (
+from adloco_jax.run.assemble import (
     build_network,
     class_count,
     load_data,

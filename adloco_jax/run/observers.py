@@ -24,7 +24,7 @@ from adloco_jax.loop.adloco import Boundary, Control, Engine, State
 from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, processes
-from adloco_jax.run.build import Run, attention
+from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import Ledger
@@ -329,7 +329,7 @@ def write_start(
         config=settings.model_dump(),
         num_params=spec.num_params,
         state_bytes=spec.state_bytes._asdict(),
-        attention=attention(settings, spec.machine),
+        attention=spec.attention,
         devices=spec.machine.describe(),
         jax=jax.__version__,
         versions=versions(),

@@ -24,8 +24,7 @@ from adloco_jax.loop.control import Control, merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import least_test_sequences
 from adloco_jax.run import processes
-from adloco_jax.run.build import (
-    attention,
+from adloco_jax.run.assemble import (
     build_model,
     require_same_network,
     spec_of,
@@ -115,7 +114,7 @@ def check_inputs(
     return unchecked
 
 
-def require_memory(settings: Settings, machine: Machine) -> None:
+def require_memory(spec: Spec, settings: Settings) -> None:
     """Refuse a run that cannot fit in the memory of a device, before anything is loaded.
 
     Only the states of all trainers and workers, and one gradient, are counted.
@@ -124,7 +123,7 @@ def require_memory(settings: Settings, machine: Machine) -> None:
       ResourceError: If the run does not fit. The message gives the bytes, and names a config that
         fits.
     """
-    spec = spec_of(settings, machine)
+    machine = spec.machine
     owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
     needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
     if needed > budget:
@@ -158,7 +157,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
-        f" {model.dtype}, attention by {attention(settings, spec.machine)};"
+        f" {model.dtype}, attention by {spec.attention};"
         f" {spec.machine.describe()}, {at.describe()}",
         f"trainers: {ensemble.num_trainers} with {counted(len(owners), 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")

@@ -12,7 +12,7 @@ from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, State, Trainer, start
 from adloco_jax.run import checkpoint, processes
-from adloco_jax.run.build import Run
+from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.choose import Choice, Mode, choose
 from adloco_jax.run.folder import versions
@@ -112,7 +112,7 @@ def begin_control(
 
     def chosen(allowed: Sequence[Mode]) -> Choice:
         how = {"size": size, "allowed": allowed, "on_compile": on_compile}
-        return choose(settings, run.spec, run.loss_of, **how)
+        return choose(settings, run.spec, run.model.loss_of, **how)
 
     choice = chosen(run.modes)
     mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)

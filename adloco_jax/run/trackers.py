@@ -17,7 +17,7 @@ from pathlib import Path
 from adloco_jax.errors import ConfigError, reason
 from adloco_jax.loop.adloco import Control
 from adloco_jax.run import processes
-from adloco_jax.run.build import Run
+from adloco_jax.run.assemble import Run
 from adloco_jax.run.folder import versions, write_config
 from adloco_jax.run.ledger import Ledger, cut, read
 from adloco_jax.run.terminal import Progress

@@ -27,7 +27,7 @@ from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.files import write_errors
 from adloco_jax.run import ledger
-from adloco_jax.run.build import build_model, load_data
+from adloco_jax.run.assemble import build_model, load_data
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.folder import check_workdir, refuse_fit
 from adloco_jax.settings import Settings

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,7 +24,7 @@ from adloco_jax.core.outer import Aggregator
 from adloco_jax.core.types import Ensemble, LossFn, init, of_owners
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.rows import NUM_FIELDS
-from adloco_jax.engine.evaluate import HeldOut
+from adloco_jax.engine.evaluate import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import placement
@@ -34,11 +34,42 @@ from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.choose import Mode
+from adloco_jax.run.choose import Mode, modes
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`: draws a model's parameters with a typed PRNG key."""
+
+
+class Model(NamedTuple):
+    """A model to train: what the settings describe, or what the caller of `fit` gives.
+
+    Attributes:
+      init_fn: Draws the parameters of one model.
+      loss_of: Returns the loss for a mode, which says how workers run and whether layers are
+        rematerialised.
+      num_classes: Number of classes of labelled rows; None for text.
+      attention: Kernel of its attention: "xla" or "cudnn".
+      params: Parameters to start from; None: `init_fn` draws them.
+      can_remat: Whether the loss can recompute layers in the backward pass.
+    """
+
+    init_fn: InitFn
+    loss_of: Callable[[Mode], LossFn]
+    num_classes: int | None = None
+    attention: str = "xla"
+    params: PyTree | None = None
+    can_remat: bool = True
+
+
+def configured_model(settings: Settings, machine: Machine) -> Model:
+    """Describe the model of a config, for programs that are compiled for a machine."""
+    return Model(
+        init_fn=build_model(settings)[0],
+        loss_of=lambda mode: build_model(settings, machine, mode)[1],
+        num_classes=class_count(settings),
+        attention=attention(settings, machine),
+    )
 
 
 def load_data(settings: Settings, commit: str = "") -> Corpus:
@@ -382,7 +413,7 @@ def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> S
     functions, classes = build_model(settings, machine, mode), class_count(settings)
     spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
     how = {} if mode is None else mode._asdict()
-    return dataclasses.replace(spec, **how)
+    return dataclasses.replace(spec, attention=attention(settings, machine), **how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,6 +425,7 @@ class Run:
     """
 
     settings: Settings
+    model: Model
     spec: Spec
     corpus: Rows
     heldout: HeldOut
@@ -401,13 +433,85 @@ class Run:
     command: str
     by_fit: bool  # whether the caller gave model and data, so that the config describes neither
     accept_data_change: bool
-    init_fn: InitFn
-    params: PyTree | None  # the first parameters of all trainers; None: `init_fn` draws them
-    num_classes: int | None  # number of classes of labelled rows; None for text
     unit: str  # unit of the loss; empty for a plain number
-    loss_of: Callable[[Mode], LossFn]  # returns the loss function for a mode
     modes: tuple[Mode, ...]  # ways to run a device's workers, from which one is chosen
     make_engine: Callable[..., Any]  # of the run, its programs, held-out rows, and a callback
+
+
+def assemble(
+    settings: Settings,
+    model: Model,
+    corpus: Rows,
+    *,
+    machine: Machine,
+    workdir: Path,
+    make_engine: Callable[..., Any],
+    inner_tx: optax.GradientTransformation | None = None,
+    outer_tx: optax.GradientTransformation | None = None,
+    unit: str | None = None,
+    command: str = "",
+    by_fit: bool = False,
+    accept_data_change: bool = False,
+) -> Run:
+    """Put a run together from checked settings, a model and rows.
+
+    Args:
+      settings: The run's settings.
+      model: The model to train.
+      corpus: The rows to train on, and the held-out rows.
+      machine: The devices of the run.
+      workdir: The run's folder.
+      make_engine: Makes the engine: of the run, its programs, the held-out rows, and a callback for
+        each call that has ended.
+      inner_tx: The workers' optimizer, if it is not the one that `inner.tx` names.
+      outer_tx: The trainers' optimizer, if it is not the one that `outer.tx` names.
+      unit: Unit of the loss. None: "nats/example" for a classifier, "nats/token" if the corpus
+        knows its tokens per byte of text, and otherwise no unit.
+      command: The command line, for the ledger.
+      by_fit: Whether the caller of `fit` gave model and data.
+      accept_data_change: Whether a resumed run may continue with other data.
+
+    Raises:
+      DataError: If there are too few held-out rows.
+      ConfigError: If `ensemble.model_shards` does not divide the number of devices.
+    """
+    allowed = modes(settings, machine.platform)
+    if not model.can_remat:
+        allowed = list(dict.fromkeys(mode._replace(remat=False) for mode in allowed))
+    spec = program_spec(
+        settings,
+        model.init_fn,
+        model.loss_of(Mode(in_turn=True, remat=bool(settings.model.remat))),
+        corpus.heldout_rows.shape[1],
+        model.num_classes,
+        machine=machine,
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
+    )
+    if unit is None:
+        is_text = model.num_classes is None and corpus.tokens_per_byte is not None
+        unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
+    heldout = split_heldout(
+        corpus.heldout_rows,
+        num_sequences=settings.eval.num_sequences,
+        batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
+        num_classes=model.num_classes,
+        num_trainers=settings.ensemble.num_trainers,
+    )
+    return Run(
+        settings=settings,
+        model=model,
+        spec=dataclasses.replace(spec, attention=model.attention),
+        corpus=corpus,
+        heldout=heldout,
+        workdir=workdir,
+        command=command,
+        by_fit=by_fit,
+        accept_data_change=accept_data_change,
+        unit=unit,
+        modes=tuple(allowed),
+        make_engine=make_engine,
+    )
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
@@ -421,11 +525,11 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
     def make(key, params):
         sizes = {"num_trainers": settings.num_trainers, "num_workers": len(control.owners)}
         txs = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
-        stack = init(run.init_fn(key) if params is None else params, **sizes, **txs)
+        stack = init(run.model.init_fn(key) if params is None else params, **sizes, **txs)
         if spec.outer.own_params:
             stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
         return stack
 
     at = placement(spec, ProgramKey("stats", tuple(control.owners)))
-    shardings = at.ensemble(jax.eval_shape(make, key, run.params))
-    return jax.jit(make, out_shardings=shardings)(key, run.params)
+    shardings = at.ensemble(jax.eval_shape(make, key, run.model.params))
+    return jax.jit(make, out_shardings=shardings)(key, run.model.params)
