@@ -449,6 +449,8 @@ class Eval(Group):
     """Rounds from one evaluation to the next."""
     num_sequences: Count = 64
     """Upper limit of the held-out rows of a reported loss."""
+    sample_tokens: Number = 0
+    """Tokens with which each evaluation continues a held-out text, to read how the model writes."""
 
 
 class Checkpoint(Group):
@@ -508,6 +510,8 @@ class Log(Group):
     """Write tensorboard/ in the run's folder; needs the extra tensorboard."""
     wandb: bool = False
     """Send metrics to Weights & Biases; needs the extra wandb."""
+    trackio: bool = False
+    """Send metrics to trackio; needs the extra trackio."""
 
 
 class Settings(Group):
@@ -543,6 +547,14 @@ class Settings(Group):
         if self.data.sequence_length > self.model.max_length:
             need = "rows must not be longer than the model's context; lower the first or raise the"
             yield "data.sequence_length model.max_length", f"{need} second"
+        if is_labelled and self.eval.sample_tokens:
+            yield (
+                "model.arch eval.sample_tokens",
+                "a classifier writes no text; set the second to 0",
+            )
+        if self.eval.sample_tokens >= self.model.max_length:
+            need = "a text and its continuation must fit into the model's context; lower the first"
+            yield "eval.sample_tokens model.max_length", need
         if is_labelled and "text_column" not in source.needs:
             need = "the model classifies rows of a text and a label; set data.source=jsonl, parquet"
             yield "model.arch data.source", f"{need} or hf"

@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key in KNOBS if plain_type(key) in (int, float)]
 # Repeated here, so that a test fails if a range in the schema loses its lower end.
 ZERO_IS_ALLOWED = """
-    checkpoint.every_s engine.grace_s seed model.loss_chunk inner.warmup_updates
+    checkpoint.every_s engine.grace_s eval.sample_tokens seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum
     outer.delay_updates outer.mixing batching.smoothing merge.max_barrier""".split()
 ONE_IS_REFUSED = """
@@ -209,6 +209,10 @@ CONTRADICTIONS = {
     "no test to join by": dict(ensemble__initial_workers=4, batching__test="constant"),
     "a share of what?": dict(ensemble__spawn_frac=0.1),
     "twice": dict(batching__growth=("batch", "batch")),
+    "no room for a sample": dict(eval__sample_tokens=512),
+    "a classifier's sample": dict(
+        model__arch="bert", data__source="jsonl", data__path="x", eval__sample_tokens=5
+    ),
     "inner decay": dict(inner__tx="sgd"),
     "fragments of unequal rounds": dict(outer__fragments=3),
     "a fragment late for the next": dict(outer__fragments=4, outer__delay_updates=50),

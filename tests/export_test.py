@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,6 +14,7 @@ from trees import assert_close, assert_equal
 from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.config import take_sizes, validate
+from adloco_jax.data.corpus import readable
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models.layers import param_shapes
@@ -37,7 +39,7 @@ def tiny(**model):
 def trained(tmp_path_factory):
     """A run of two rounds, whose two trainers have not merged."""
     config = tiny()
-    config.num_rounds = 2
+    config.num_rounds, config.eval.sample_tokens = 2, 5
     return train(config, tmp_path_factory.mktemp("trained") / "r")
 
 
@@ -55,6 +57,22 @@ def test_a_run_leaves_its_consensus_for_hugging_face(trained):
     config = json.loads((export / "config.json").read_text())
     ids = [config[key] for key in ("vocab_size", "eos_token_id", "bos_token_id")]
     assert ids == [257, 256, None]
+
+
+def test_each_evaluation_continues_the_same_heldout_text_with_the_consensus(trained):
+    lines = [e for e in read(trained.workdir / "ledger.jsonl") if e["event"] == "eval"]
+    samples = [e["sample"] for e in lines if e["trainer"] == "consensus"]
+    assert len(samples) == 2 and samples[0][0] == samples[1][0]
+    assert not any("sample" in e for e in lines if e["trainer"] != "consensus")
+    network = hf.load(trained.workdir / "export").network
+    tokenizer, (start, text) = load_tokenizer(str(trained.workdir / "export")), samples[-1]
+    (ids,) = tokenizer.encode_batch([start.encode().decode("unicode_escape")])
+    for _ in range(5):  # samples from softmax(logits / 0.8) by the Gumbel trick
+        logits_V = network.apply({"params": trained.params}, jnp.array([ids], jnp.int32))[0, -1]
+        noise_V = jax.random.gumbel(jax.random.fold_in(jax.random.key(0), len(ids)), (1, 257))[0]
+        ids = [*ids, int((logits_V + 0.8 * noise_V).argmax())]
+    assert text == readable(np.array(ids[-5:]), tokenizer, max_chars=99)
+    assert "How the consensus continues" in (trained.workdir / "report/index.html").read_text()
 
 
 def test_any_trainer_of_any_checkpoint_is_read_and_the_consensus_is_the_runs_own(trained):

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: the values they receive; no run depends on them."""
+"""TensorBoard, W&B and trackio: the values they receive; no run depends on them."""
 
 import importlib.machinery
 import os
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 RUN = GROWING | {"num_rounds": 4}
 BOTH = {"log": {"tensorboard": True, "wandb": True}}
+ALL = BOTH["log"] | {"trackio": True}
 
 
 class Standin:
@@ -58,11 +59,34 @@ class Standin:
         return [(step, value) for called, value, step in self.calls if called == name]
 
 
+class Trackio(Standin):
+    """Stands in for trackio: a project that does not exist yet, and runs that keep all steps."""
+
+    name = None
+
+    def open(self, project, name, **options):
+        self.name = name
+        return super().open(project, name=name, **options)
+
+    def runs(self, project):
+        if self.name is None:
+            raise ValueError(f"Project '{project}' does not exist")
+        return [types.SimpleNamespace(name="another", delete=pytest.fail), self]
+
+    def delete(self):
+        self.calls = []
+
+    def log(self, numbers, step):
+        for name, value in numbers.items():
+            self.receive(name, value, step)
+
+
 def install(monkeypatch, name, standin):
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     module.SummaryWriter = module.init = standin.open
-    module.Settings = dict
+    module.Settings, module.Api, module.finish = dict, lambda: standin, standin.__exit__
+    module.log = standin.log
     monkeypatch.setitem(sys.modules, name, module)
     return standin
 
@@ -75,6 +99,11 @@ def board(monkeypatch):
 @pytest.fixture
 def wandb(monkeypatch):
     return install(monkeypatch, "wandb", Standin())
+
+
+@pytest.fixture
+def trackio(monkeypatch):
+    return install(monkeypatch, "trackio", Trackio())
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +127,12 @@ def consensus_losses(plain):
     return [(e["round"], e["loss"]) for e in events(plain.workdir, "eval", trainer="consensus")]
 
 
-def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, plain):
-    assert feed(tmp_path, events(plain.workdir), **BOTH["log"]) == []
+def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, trackio, plain):
+    assert feed(tmp_path, events(plain.workdir), **ALL) == []
     rounds = events(plain.workdir, "round", trainer=0)
     evals = events(plain.workdir, "eval", trainer="consensus")
     (merge,) = events(plain.workdir, "merge")
-    for tracker in (board, wandb):
+    for tracker in (board, wandb, trackio):
         for name, lines, field in [
             ("train_loss/trainer_0", rounds, "train_loss"),
             ("requested_batch_size/trainer_0", rounds, "requested_batch_size"),
@@ -150,11 +179,11 @@ def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, monkeypatch):
-    for package in ("tensorboardX", "wandb"):
+    for package in ("tensorboardX", "wandb", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as refused:
-        run(tmp_path / "r", settings_of(**RUN, **BOTH))
-    for package in ("tensorboardX", "wandb"):
+        run(tmp_path / "r", settings_of(**RUN, log=ALL))
+    for package in ("tensorboardX", "wandb", "trackio"):
         assert f"pip install {package}, or" in str(refused.value)
     assert not (tmp_path / "r").exists()
 
@@ -176,14 +205,14 @@ def test_a_resumed_run_continues_in_the_same_place(tmp_path, board, wandb, plain
 
 
 def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
-    tmp_path, board, wandb, plain
+    tmp_path, board, wandb, trackio, plain
 ):
     lines = events(plain.workdir)
     again = [lines[0], *(e for e in lines if e.get("round", 0) > 2)]  # rounds 3 and 4
     history = [e for e in lines if e.get("round", 0) <= 2]
     for switched_on_late in (True, False):
-        assert feed(tmp_path, again, history=history, **BOTH["log"]) == []
-        for tracker in (board, wandb):
+        assert feed(tmp_path, again, history=history, **ALL) == []
+        for tracker in (board, wandb, trackio):
             assert tracker.values("loss/consensus") == consensus_losses(plain)
             assert len(tracker.opened) == (1 if switched_on_late else 2)
     feed(tmp_path, [lines[0] | {"time": "later"}], wandb=True)  # another run
@@ -229,3 +258,17 @@ def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plai
             if value.tag == "loss/consensus":
                 losses[event.step] = value.simple_value
     assert losses == pytest.approx(dict(consensus_losses(plain)))
+
+
+def test_the_real_wandb_and_trackio_take_the_ledger_offline(tmp_path, monkeypatch, plain):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    sqlite = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    lines = events(plain.workdir)
+    for _ in range(2):  # the second time is a run that is resumed
+        assert feed(tmp_path, lines, wandb=True, trackio=True) == []
+    (name,) = sqlite.get_runs("adloco-jax")
+    logs = sqlite.get_logs("adloco-jax", name)
+    losses = [(e["step"], e["loss/consensus"]) for e in logs if "loss/consensus" in e]
+    assert losses == consensus_losses(plain)

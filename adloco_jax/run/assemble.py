@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jaxtyping import PyTree
@@ -23,16 +24,19 @@ from adloco_jax.core.inner import label_by_shape
 from adloco_jax.core.outer import Aggregator
 from adloco_jax.core.types import Ensemble, LossFn, init, of_owners
 from adloco_jax.data import Corpus, load_corpus
+from adloco_jax.data.corpus import readable
 from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.engine.evaluate import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import placement
+from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
+from adloco_jax.models import llama
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.choose import Mode, modes
 from adloco_jax.settings import Settings
@@ -512,6 +516,37 @@ def assemble(
         modes=tuple(allowed),
         make_engine=make_engine,
     )
+
+
+def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
+    """Make a function that lets the configured model continue the first held-out text.
+
+    The function takes the model's parameters, and returns the beginning of the text and the tokens
+    that follow, both decoded. There is none if `eval.sample_tokens` is 0 or `fit` has the model.
+
+    Raises:
+      ConfigError: If the model is not a decoder.
+    """
+    settings = run.settings
+    count, length = settings.eval.sample_tokens, settings.data.sequence_length
+    if not count or run.by_fit:
+        return None
+    network, corpus = build_network(settings), run.corpus
+    if not isinstance(network, llama.Llama):
+        raise ConfigError(
+            f"eval.sample_tokens = {count}: a {type(network).__name__} writes no text; set 0"
+        )
+    assert isinstance(corpus, Corpus)
+    size = max(1, min(length // 2, settings.model.max_length - count))
+    prompt_1L = np.asarray(run.heldout.report_EL[:1, :size], np.int32)
+
+    def sample(params):
+        how = {"num_tokens": count, "temperature": 0.8, "key": jax.random.key(0)}
+        (tokens,) = fetch(llama.generate(network, params, prompt_1L, **how))
+        parts = np.split(tokens, [size])
+        return tuple(readable(part, corpus.tokenizer, max_chars=16 * len(tokens)) for part in parts)
+
+    return sample
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:

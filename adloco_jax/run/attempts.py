@@ -31,6 +31,7 @@ from adloco_jax.run import checkpoint, observers, processes
 from adloco_jax.run.assemble import (
     Run,
     initial_ensemble,
+    sampler,
 )
 from adloco_jax.run.changes import how_to_resume
 from adloco_jax.run.checkpoint import Saver
@@ -141,6 +142,7 @@ def begin(
       UserError: In the cases that `train` lists.
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
+    sample = sampler(run)
     restored, damage, end = restore(run)
     host = restored.host if restored else {"wall_s": 0.0, "loss": None}
     num_rounds = settings.num_rounds if settings.num_tokens is None else None
@@ -188,7 +190,7 @@ def begin(
         on_saved=lambda saved: ledger.write("checkpoint", **saved),
     )
     stack.callback(saver.close)
-    evaluator = observers.Evaluator(recorder, run.model.num_classes, run.unit)
+    evaluator = observers.Evaluator(recorder, run.model.num_classes, run.unit, sample)
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
     )

@@ -74,7 +74,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     | _fields(int, "tokens_total syncs_total bytes_total")
     | {"updates_total": Maybe(int), "source": Maybe(str)}
     | _fields(Maybe(float | None), "perplexity wall_s accuracy")
-    | {"classes": Maybe(list[_Class])},
+    | {"classes": Maybe(list[_Class]), "sample": Maybe(tuple[str, str])},
     "sync": {"round": int, "trainers": list[int]} | _COSTS,
     "merge": _MERGE | {"requested_batch_size": Maybe(int), "workers": Maybe(dict[str, int])},
     "refusal": _MERGE | {"action": Maybe(str)},

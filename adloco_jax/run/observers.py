@@ -180,6 +180,8 @@ class Evaluator:
     recorder: Recorder
     num_classes: int | None  # number of classes of labelled rows; None for text
     unit: str  # unit of the loss
+    # Continues a held-out text with a model; None: no evaluation has a sample.
+    sample: Callable[[PyTree], tuple[str, str]] | None = None
     params: PyTree | None = None  # parameters of the last consensus model
 
     def __call__(self, state: State, boundary: Boundary) -> None:
@@ -210,7 +212,11 @@ class Evaluator:
             state.ensemble, engine.programs, engine.heldout, state.control.demands
         )
         if record:
-            loss = self._record(state.control, "consensus", self.params, source=source)
+            more: dict[str, Any] = {"source": source}
+            if self.sample is not None:
+                more["sample"] = start, text = self.sample(self.params)
+                self.recorder.progress.note(f"  | {start} -> {text}")
+            loss = self._record(state.control, "consensus", self.params, **more)
             self.recorder.evaluated_round = state.control.round
         else:
             loss = evaluate.mean_loss(*self._given(self.params))

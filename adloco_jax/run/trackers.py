@@ -1,4 +1,4 @@
-"""Send the lines of a run's ledger to TensorBoard and Weights & Biases (off by default).
+"""Send the lines of a run's ledger to TensorBoard, Weights & Biases and trackio (off by default).
 
 A tracker is third-party code that uses disks and networks. It is called between two rounds, and the
 run waits until it returns. If a tracker raises an error, it is no longer called, and a `fault` line
@@ -114,11 +114,11 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     """
     import wandb
 
-    first = next(event for event in history if event["event"] == "start")
+    name, number = _name(history)
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT", "adloco-jax"),
-        id=hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
-        name=first["run"],
+        id=number,
+        name=name,
         config=history[-1]["config"],
         dir=str(workdir),
         resume="allow",
@@ -129,11 +129,9 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
         first_step, steps = run.step, itertools.count()
 
         def send(event):
-            numbers: dict[str, float | str] = {**scalars(event)}
-            if event["event"] in _AS_TEXT:
-                numbers[event["event"]] = json.dumps(event)
             rows = [named | {"updates": step} for step, named in losses_by_update(event)]
-            rows += [numbers | {"round": event["round"]}] if numbers else []
+            if numbers := _numbers_and_text(event):
+                rows.append(numbers | {"round": event["round"]})
             for row, step in zip(rows, steps, strict=False):
                 if step >= first_step:
                     run.log(row, step=step)
@@ -141,7 +139,56 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
         yield send
 
 
-_TRACKERS = {"tensorboard": ("tensorboardX", tensorboard), "wandb": ("wandb", wandb)}
+@contextlib.contextmanager
+def trackio(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
+    """Open a tracker that writes a run to trackio's own folder, or to the Space that it is told.
+
+    The context manager yields a function that sends a line of the ledger. The name of the run ends
+    with the beginning of the id that W&B gets. If a run is resumed, trackio's run is deleted, and
+    the whole history is sent again.
+
+    Args:
+      workdir: The run's folder, which is not used.
+      history: The lines of the ledger so far. The last one is the `start` line that this process
+        has written.
+    """
+    import trackio
+
+    project, name = "adloco-jax", "{}-{:.6}".format(*_name(history))
+    with contextlib.suppress(ValueError):  # the project does not exist yet
+        for earlier in trackio.Api().runs(project):
+            if earlier.name == name:
+                earlier.delete()
+    trackio.init(project, name=name, config=history[-1]["config"], embed=False)
+
+    def send(event):
+        rows = [*losses_by_update(event), (event.get("round"), _numbers_and_text(event))]
+        for step, row in rows:
+            if row:
+                trackio.log(row, step=step)
+
+    try:
+        yield send
+    finally:
+        trackio.finish()
+
+
+def _name(history: Sequence[dict]) -> tuple[str, str]:
+    """The name of the run's folder, and an id of the run: a hash of its first `start` line."""
+    first = next(event for event in history if event["event"] == "start")
+    return first["run"], hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]
+
+
+def _numbers_and_text(event: dict) -> dict[str, float | str]:
+    text = {event["event"]: json.dumps(event)} if event["event"] in _AS_TEXT else {}
+    return {**scalars(event), **text}
+
+
+_TRACKERS = {
+    "tensorboard": ("tensorboardX", tensorboard),
+    "wandb": ("wandb", wandb),
+    "trackio": ("trackio", trackio),
+}
 
 
 def check_installed(log: Log) -> None:

@@ -305,6 +305,10 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 def _parts_of(run: RunRecord) -> dict[str, str]:
     """The parts of a single run's page that open on a click: their HTML, by their headings."""
     parts = {"Training loss and learning rate": run_figures.training(run)}
+    if samples := [e for e in curves.lines(run.events, "eval") if e.get("sample")]:
+        rows = [{"round": str(e["round"]), "continued": e["sample"][1]} for e in samples]
+        caption = f"How the consensus continues this held-out text: {samples[-1]['sample'][0]}"
+        parts["Samples"] = page.table(caption, rows, texts=2)
     parts["Batches and their test"] = run_figures.batches(run)
     merges = [
         {
