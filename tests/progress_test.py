@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toy import settings_of
 
@@ -93,7 +94,8 @@ def test_the_bar_moves_within_a_round_and_counts_programs():
     progress.compiling(Compiling(3, 6))
     assert terminal.getvalue().endswith("00:00, compiling 3 of 6")
     progress._bar.mininterval = 0
-    progress.call(0.25, 2.41349)
+    progress.call(0.25, np.array([[2.4, math.nan], [math.inf, 2.42698]]))
+    progress.call(0.5, np.ones(2))  # too soon to be shown
     assert re.search(r" 25%.*00:00, loss 2.413, compiling 3 of 6$", terminal.getvalue())
 
 

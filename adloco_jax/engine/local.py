@@ -58,23 +58,22 @@ class Outcome(NamedTuple):
     @property
     def mean_loss(self) -> float:
         """Mean loss over the updates that were not skipped; NaN if there are none."""
-        return _finite_mean(self.loss_SR)
+        made = self.loss_SR[np.isfinite(self.loss_SR)]
+        return float(np.mean(made)) if made.size else math.nan
 
     def losses(self, every: int | None) -> list[tuple[int, float]]:
         """List the number of updates and their mean loss after each `every` updates of the round.
 
         The last pair may be of fewer updates. If `every` is None, there are at most ten pairs.
         """
-        num_updates = len(self.loss_SR)
-        every = every or -(-num_updates // 10)
-        parts = [self.loss_SR[start : start + every] for start in range(0, num_updates, every)]
-        ends = np.cumsum([len(part) for part in parts]).tolist()
-        return [(end, _finite_mean(part)) for end, part in zip(ends, parts, strict=True)]
-
-
-def _finite_mean(losses: np.ndarray) -> float:
-    made = losses[np.isfinite(losses)]
-    return float(np.mean(made)) if made.size else math.nan
+        num_updates, made_SR = len(self.loss_SR), np.isfinite(self.loss_SR)
+        starts = np.arange(0, num_updates, every or -(-num_updates // 10))
+        sums, counts = (
+            np.add.reduceat(values_SR.sum(axis=1), starts)
+            for values_SR in (np.where(made_SR, self.loss_SR, 0.0), made_SR)
+        )
+        means = np.where(counts, sums / np.maximum(counts, 1), np.nan).tolist()
+        return list(zip([*starts[1:].tolist(), num_updates], means, strict=True))
 
 
 class UnderWay(NamedTuple):
@@ -96,8 +95,8 @@ class Metrics(NamedTuple):
     stall_s: float  # seconds within `step_s` in which the round waited for compilation
 
 
-OnCall: TypeAlias = Callable[[float, float], None] | None
-"""Called with the share of the run that is done and a mean loss; None: nobody is called."""
+OnCall: TypeAlias = Callable[[float, Array], None] | None
+"""Called with the share of the run that is done and losses; None: nobody is called."""
 
 
 class LocalEngine:
@@ -125,7 +124,7 @@ class LocalEngine:
           heldout: The held-out rows in two parts. Decisions on merges use the losses on one part,
             the guard rows.
           on_call: Called for each call of the program `steps` after it has ended, in order, with
-            the share of the run that is done and the mean loss of the call.
+            the share of the run that is done and the losses of the call.
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self._on_call = on_call
@@ -277,7 +276,7 @@ class LocalEngine:
             if not wait and not loss_TR.is_ready():  # pyrefly: ignore[missing-attribute]
                 break
             self._unreported.popleft()
-            self._on_call(share, _finite_mean(jax.device_get(loss_TR)))
+            self._on_call(share, loss_TR.block_until_ready())
 
     def _run_stack(
         self,

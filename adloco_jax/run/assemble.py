@@ -537,14 +537,16 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
             f"eval.sample_tokens = {count}: a {type(network).__name__} writes no text; set 0"
         )
     assert isinstance(corpus, Corpus)
+    tokenizer = corpus.tokenizer
     size = max(1, min(length // 2, settings.model.max_length - count))
     prompt_1L = np.asarray(run.heldout.report_EL[:1, :size], np.int32)
 
     def sample(params):
         how = {"num_tokens": count, "temperature": 0.8, "key": jax.random.key(0)}
         (tokens,) = fetch(llama.generate(network, params, prompt_1L, **how))
-        parts = np.split(tokens, [size])
-        return tuple(readable(part, corpus.tokenizer, max_chars=16 * len(tokens)) for part in parts)
+        parts = (tokens[:size], tokens[size:])
+        start, text = (readable(part, tokenizer, max_chars=16 * len(part)) for part in parts)
+        return start, text
 
     return sample
 

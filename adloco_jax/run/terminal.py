@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 import numpy as np
+from jax import Array
 from tqdm import TqdmWarning
 
 from adloco_jax.engine.spec import Compiled, Compiling
@@ -71,6 +72,7 @@ class Progress:
         self._last_s, self._last_share = time.perf_counter(), share_done
         self._seconds_per_run: float | None = None
         self._bar = None
+        self._next_call_s = 0.0
         self._shown = {"loss": "", "left": "", "compiling": ""}  # the words beside the bar
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
         if self._file.isatty() or (in_notebook and importlib.util.find_spec("ipywidgets")):
@@ -84,11 +86,18 @@ class Progress:
         """Whether there is a bar, which `call` and `compiling` change."""
         return self._bar is not None
 
-    def call(self, share_done: float, loss: float) -> None:
-        """Move the bar within a round, after a call of a program that ran updates with this loss.
+    def call(self, share_done: float, losses: Array | np.ndarray) -> None:
+        """Move the bar within a round, after a call of a program whose updates had these losses.
 
-        `share_done` is the fraction of the whole run that is completed.
+        `share_done` is the fraction of the whole run that is completed. A call that ends less than
+        a tenth of a second after another one is not shown.
         """
+        now_s = time.perf_counter()
+        if now_s < self._next_call_s:
+            return
+        self._next_call_s = now_s + 0.1
+        made = np.asarray(losses)[np.isfinite(losses)]
+        loss = np.mean(made) if made.size else np.nan
         share, pace = min(share_done, 1.0), self._seconds_per_run
         left = "" if pace is None else f"{tqdm.format_interval((1 - share) * pace)} left"
         self._draw(share, loss=f"loss {loss:.4g}", left=left)
@@ -104,7 +113,7 @@ class Progress:
             text = ", ".join(filter(None, self._shown.values()))
             self._bar.set_postfix_str(text, refresh=share is None)
             if share is not None:
-                self._bar.update(share - self._bar.n)  # at most ten times a second it is drawn
+                self._bar.update(share - self._bar.n)
 
     def note(self, line: str) -> None:
         """Write a line to the terminal, above the progress bar if one is shown."""

@@ -129,7 +129,9 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
         first_step, steps = run.step, itertools.count()
 
         def send(event):
-            rows = [named | {"updates": step} for step, named in losses_by_update(event)]
+            rows: list[dict] = [
+                named | {"updates": step} for step, named in losses_by_update(event)
+            ]
             if numbers := _numbers_and_text(event):
                 rows.append(numbers | {"round": event["round"]})
             for row, step in zip(rows, steps, strict=False):
