@@ -70,7 +70,7 @@ def find(path: str, *, key: str) -> dict[str, File]:
     """
     if not is_address(path):
         return {**find_files(path, key=key)}
-    where = f"{key}={path}"
+    where, kind = f"{key}={path}", path.partition("://")[0]
     with _faults(where):
         system, path = _file_system(path, key)
         system.invalidate_cache()
@@ -94,7 +94,7 @@ def find(path: str, *, key: str) -> dict[str, File]:
     names = {name.removeprefix(base).lstrip("/"): name for name in sorted(found)}
     shows_hidden = "/." in path.removeprefix(base)
     files: dict[str, File] = {
-        short: _remote_file(system, found[name])
+        short: _remote_file(kind, found[name])
         for short, name in names.items()
         if found[name]["type"] == "file" and short and not name.endswith("/")
         if shows_hidden or about["type"] == "file" or not f"/{short}".count("/.")
@@ -127,11 +127,10 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
         ) from error
 
 
-def _remote_file(system: Any, about: Mapping[str, Any]) -> RemoteFile:
-    version = sorted(
-        f"{key}={value}" for key, value in about.items() if key.lower() in _VERSIONS and value
-    )
-    address = system.unstrip_protocol(about["name"])
+def _remote_file(kind: str, about: Mapping[str, Any]) -> RemoteFile:
+    name = about["name"]
+    address = name if is_address(name) else f"{kind}://{name}"
+    version = (f"{key}={about[key]}" for key in sorted(about) if key.lower() in _VERSIONS)
     return RemoteFile(address, about.get("size"), tuple(version))
 
 
