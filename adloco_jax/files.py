@@ -89,7 +89,7 @@ def fault(value: Any, kind: Any, name: str) -> str:
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         try:
-            kind.model_validate_json(json.dumps(value), extra="ignore")
+            kind.model_validate(with_tuples(value), extra="ignore")
         except ValidationError as error:
             first = error.errors()[0]
             where = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
@@ -126,6 +126,17 @@ def fault(value: Any, kind: Any, name: str) -> str:
         return f"{name}: have {repr(value)[:60]}, expected {expected}"
     faults = (fault(item, part, f"{name}{key}") for key, (item, part) in parts.items())
     return next(filter(None, faults), "")
+
+
+def with_tuples(value: Any) -> Any:
+    """Replace the lists of a JSON value by tuples, which settings have.
+
+    Pydantic would do so itself if it read JSON, but it refuses the surrogates in names of files
+    that are not UTF-8.
+    """
+    if isinstance(value, dict):
+        return {key: with_tuples(item) for key, item in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 def _is(value: Any, kind: Any, name: str) -> bool:

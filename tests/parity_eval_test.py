@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -110,3 +111,22 @@ def test_a_task_that_is_not_there_is_one_line(trained, capsys):
     assert cli.main(["eval", str(trained.workdir), "--tasks=arc_eas"]) == 2
     line = capsys.readouterr().err
     assert "did you mean arc_easy?" in line and line.count("\n") == 1
+
+
+def test_a_forged_export_runs_nothing(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder, canary = (
+        shutil.copytree(trained.workdir / "export", tmp_path / "m"),
+        tmp_path / "canary",
+    )
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+    (folder / "pytorch_model.bin").write_bytes(
+        b"cposix\nsystem\n(S'touch " + bytes(canary) + b"'\ntR."
+    )
+    forged = {"auto_map": {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil"}}
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | forged))
+    path = task(tmp_path, "tiny_rolling", ROLLING, [{"text": "def f(): return"}])
+    cli.main(["eval", str(folder), f"--tasks={path}"])
+    assert not canary.exists()

@@ -278,7 +278,7 @@ def recorded_values(path: Path) -> Settings:
         raise CheckpointError(f"{path}: a run of another version of adloco_jax; use that version")
     if fault := files.fault(record.get("config"), Settings, "config"):
         raise CheckpointError(f"{path}: {fault}; restore the file from a copy")
-    return Settings.model_validate_json(json.dumps(record["config"]), extra="ignore")
+    return Settings.model_validate(files.with_tuples(record["config"]), extra="ignore")
 
 
 def versions() -> dict[str, str]:
