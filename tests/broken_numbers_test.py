@@ -13,7 +13,8 @@ from toy_runs import events
 from trees import same
 
 from adloco_jax.engine import local as engine
-from adloco_jax.engine.local import Outcome, count_skips
+from adloco_jax.engine.local import count_skips
+from adloco_jax.engine.round import Outcome
 from adloco_jax.errors import DivergedError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.ledger import deterministic_lines

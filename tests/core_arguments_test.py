@@ -14,9 +14,10 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 from trees import assert_close
 
 from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
-from adloco_jax.engine.inputs import _group, _streams
+from adloco_jax.engine.inputs import Group, calls_of
 from adloco_jax.engine.programs import _keyed
 from adloco_jax.loop.adloco import start
+from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.machines import here
 from adloco_jax.training import fit
@@ -159,7 +160,11 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     control.trainers[2].cursors["3"] = 50
     keyed = lambda params, rows, key: bigram_loss(params, rows)  # noqa: E731
     spec = program_spec(settings, init_fn, keyed, 9, machine=here())
-    stream_R3 = _streams(control, _group(control, (0, 1, 2), here()), 8)
+    spec = dataclasses.replace(spec, num_micro_batches=1, in_turn=False)
+    group = Group((0, 1, 2), (0, 1, 2, 3), (0, 0, 1, 2), None, RoundPlan(4, 1, 3))
+    reads_R3 = np.array([control.reads(worker) for worker in range(4)])
+    rows_TRBL, rate_TR = np.zeros((3, 4, 4, 9), np.int32), np.zeros((3, 4), np.float32)
+    stream_R3 = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)[2].stream_R3
     assert stream_R3.tolist() == [[0, 0, 8], [0, 1, 8], [1, 2, 8], [2, 3, 58]]
     for shape in ((3, 4, 4, 9), (6, 4, 2, 9)):
         _, key_TRB = _keyed(spec, jnp.zeros(shape), jnp.asarray(stream_R3))

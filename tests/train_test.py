@@ -458,7 +458,7 @@ def test_a_program_still_in_the_queue_is_compiled_by_who_needs_it(monkeypatch):
     begun, needed, compiled = threading.Event(), threading.Event(), []
 
     def compile_slowly(programs, key, *, background):
-        compiled.append((key.kind, background))
+        compiled.append((key.kind, background, programs.compiling))
         if key.kind == "stats":
             begun.set()
             assert needed.wait(60)
@@ -472,7 +472,8 @@ def test_a_program_still_in_the_queue_is_compiled_by_who_needs_it(monkeypatch):
     needed.set()
     assert programs[ProgramKey("stats")] == "stats"
     programs.close()
-    assert compiled == [("stats", True), ("start", False)]
+    assert compiled == [("stats", True, False), ("start", False, True)]
+    assert not programs.compiling
 
 
 def test_few_programs_are_in_flight_and_donated_results_are_not_waited_for(monkeypatch):

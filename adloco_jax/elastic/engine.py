@@ -28,8 +28,9 @@ from adloco_jax.elastic.rounds import Round
 from adloco_jax.elastic.states import InnerStates
 from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
-from adloco_jax.engine.local import Metrics, Outcome, count_skips, without_broken
+from adloco_jax.engine.local import Metrics, count_skips, without_broken
 from adloco_jax.engine.programs import Programs, merged, replace, spawned
+from adloco_jax.engine.round import Outcome
 from adloco_jax.engine.spec import num_bytes
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import State, Stats

@@ -26,14 +26,14 @@ from jaxtyping import PyTree
 from adloco_jax.core.outer import Differences, pack_differences
 from adloco_jax.core.types import Ensemble, Workers, norms, of_owners, trainable
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import ProgramKey, Spec
+from adloco_jax.engine.spec import Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.loop.plans import update_flags
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.assemble import examples_per_pass, load_data
 from adloco_jax.run.folder import versions
@@ -140,7 +140,6 @@ class Learner:
         # Workers' inner states. The key is the trainer's id, the stream, and the position in it.
         self.held: dict[tuple[int, int, int], PyTree] = {}
         self.leaving = False
-        self.compiling = False
         self._log = Path(given.log) / f"{number}-{life}.jsonl"
         self._note(pid=os.getpid(), learner=number, life=life)
 
@@ -162,7 +161,7 @@ class Learner:
         The answer says whether the process was asked to leave the run, and whether it is compiling
         a program now.
         """
-        return {"leaving": self.leaving, "compiling": self.compiling}
+        return {"leaving": self.leaving, "compiling": self.programs.compiling}
 
     def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
         """Return the inner states of some workers, in the order of `wanted`.
@@ -191,14 +190,14 @@ class Learner:
           order: The request for the round. Only its batch size and accumulation are used.
           tests: Whether gradient statistics are measured in the round, for the batch-size test.
         """
-        start, steps, stats = _keys(order)
-        for key in (start, steps, stats) if tests else (start, steps):
+        group, accumulates = _group(order, 0), order.num_accum_steps > 1
+        keys = [group.key("start", accumulates=accumulates), group.steps_key()]
+        for key in keys + [group.key("stats")] * tests:
             self.programs[key]
 
     def _play(self, order: Order, work: Work, params_M: PyTree) -> Answer:
-        spec, size, accum = self.spec, order.micro_batch_size, order.num_accum_steps
-        plan = RoundPlan(size, accum, work.num_updates)
-        start_key, steps_key, stats_key = _keys(order)
+        spec, group = self.spec, _group(order, work.num_updates)
+        plan = group.plan
         key, end = (order.trainer, work.stream, work.start), work.start + plan.num_sequences
         before = self.held.get(key) if work.inner_state is None else work.inner_state
         for other in [k for k in self.held if k[1] == work.stream and k != key]:
@@ -207,39 +206,23 @@ class Learner:
         rows_BL = self.corpus.batch(order.trainer, work.stream, work.start, plan.num_sequences)
         stats_R = None
         if work.num_tested:
-            test_RBL = np.zeros((1, spec.max_test_sequences, spec.row_length), np.int32)
-            test_RBL[0, : work.num_tested] = rows_BL[: work.num_tested]
-            count_R = np.array([work.num_tested], np.int32)
-            stats_R = self._call(stats_key, params_M, test_RBL, count_R)
-        accumulates = accum > 1
-        bare = _alone(params_M).replace(round=None)
-        workers = self._call(start_key, bare)
+            test = padded_test(group, {0: rows_BL}, np.array([work.num_tested], np.int32), spec)
+            stats_R = measure(self.programs, params_M, test)
+        alone = _alone(params_M)
         if not spec.reset_inner_state:
             assert before is not None, f"no inner state of stream {work.stream} at {work.start}"
-            workers = workers.replace(inner_state_R=jax.tree.map(lambda leaf: leaf[None], before))
+            alone = alone.replace(inner_state_R=jax.tree.map(lambda leaf: leaf[None], before))
             self.held[key] = before
-        rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, size, -1)
-        flag_T, measured, steps = update_flags(plan), [], spec.num_micro_batches
-        for t in range(0, plan.num_micro_batches, steps):
-            stream_R3 = np.array([[order.trainer, work.stream, work.start + t * size]], np.int32)
-            workers, *pair = self._call(
-                steps_key,
-                workers,
-                rows_TRBL[t : t + steps],
-                work.rate_T[t : t + steps, None],
-                flag_T[t : t + steps] if accumulates else None,
-                None if spec.key_seed is None else stream_R3,
-            )
-            measured.append(pair)
-        ended = Workers(workers.params_R, None)
+        rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
+        rate_TR, reads_R3 = work.rate_T[:, None], np.array([key], np.int32)
+        calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
+        _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
+        ended = workers.replace(inner_state_R=None)
         sent, norm_R = _send(params_M, ended, spec.outer.precision, order.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
-        parts = zip(*jax.device_get(measured), strict=True)
-        loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in parts)
-        skipped_SR = skipped_TR[accum - 1 :: accum]
-        loss_SR = loss_TR.reshape(-1, accum, 1).sum(axis=1) / np.float64(accum)
+        loss_SR, skipped_SR = by_update(group, measured)
         sent, norm_R, stats_R = fetch((sent, norm_R, stats_R))
         waited_s = self.programs.stall_s - stalled_s
         seconds = time.perf_counter() - start_s - waited_s
@@ -252,18 +235,12 @@ class Learner:
             **counts,
             differences=sent,
             norm=float(norm_R[0]),
-            loss_SR=np.where(skipped_SR, np.nan, loss_SR),
+            loss_SR=loss_SR,
             skipped_SR=skipped_SR,
             num_tested=work.num_tested,
             stats_R=stats_R,
             seconds=seconds,
         )
-
-    def _call(self, key: ProgramKey, *arguments: PyTree) -> Any:
-        self.compiling = True
-        self.programs[key]
-        self.compiling = False
-        return self.programs.call(key, *arguments)
 
     def _note(self, **fields: int) -> None:
         """Add a line to the log file of this process.
@@ -278,17 +255,10 @@ class Learner:
         self.leaving = True
 
 
-def _keys(order: Order) -> tuple[ProgramKey, ProgramKey, ProgramKey]:
-    """Make the keys of a round's three programs: `start`, `steps` (inner steps) and `stats`.
-
-    The program `stats` measures gradient statistics.
-    """
-    accumulates = order.num_accum_steps > 1
-    return (
-        ProgramKey("start", (0,), accumulates=accumulates),
-        ProgramKey("steps", (0,), order.micro_batch_size, accumulates),
-        ProgramKey("stats", (0,)),
-    )
+def _group(order: Order, num_updates: int) -> Group:
+    """Make the group of one worker and its trainer that a learner runs."""
+    plan = RoundPlan(order.micro_batch_size, order.num_accum_steps, num_updates)
+    return Group((0,), (0,), (0,), None, plan)
 
 
 def _end_with(parent: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from adloco_jax.elastic import members
 from adloco_jax.elastic.learner import Answer, Order
-from adloco_jax.engine.local import Outcome
+from adloco_jax.engine.round import Outcome
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import Engine
 

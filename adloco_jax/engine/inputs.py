@@ -346,56 +346,73 @@ def make_batch(
     for m, plan in plans.items():
         workers = control.workers_of(m)
         count_R[workers] = test_count(plan, len(workers), settings)
-    tested = []
-    for group in classes(control, plans, spec):
-        if count_R[list(group.workers)].any():
-            shape = (len(group.workers), spec.max_test_sequences, spec.row_length)
-            at = placement(spec, group.key("stats")).workers
-            tested.append((group, at, np.zeros(shape, np.int32)))
-    tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
-    calls, extra_MX, lines, beginnings = [], {}, {}, {}
+    tested = [g for g in classes(control, plans, spec) if count_R[list(g.workers)].any()]
+    tested_here = {
+        group.workers[index]
+        for group in tested
+        for index in _here(placement(spec, group.key("stats")).workers, (len(group.workers),), 0)
+    }
+    rates = {
+        m: learning_rates(control, m, plan, settings, round_tokens=round_tokens)
+        for m, plan in sorted(plans.items())
+    }
+    calls, beginnings = [], {}
     for group in groups:
-        size, steps, key = group.plan.micro_batch_size, spec.num_micro_batches, group.steps_key()
-        devices = placement(spec, key)
-        at, turns = devices.tokens_TRBL(size), num_turns(spec, key, devices)
-        rows_TRBL = _sequences(control, group, spec, rows, at, tested_here)
+        rows_TRBL = _sequences(control, group, spec, rows, tested_here)
         for index, worker in enumerate(group.workers):
             flat = rows_TRBL[:, index].reshape(-1, spec.row_length)
             beginnings[worker] = flat[: max(count_R[worker], _COMPARED)]
-        flag_T, rates = update_flags(group.plan), []
-        for m in group.trainers:
-            how = {"round_tokens": round_tokens}
-            rates.append(learning_rates(control, m, group.plan, settings, **how))
-            lines[m] = planned(control, m, group.plan, rates[-1])
-        rate_TR = np.stack(rates, axis=1)[:, group.owners]
-        for m, rate_T in zip(group.trainers, rates, strict=True):
-            extra_MX[m] = [EXTRAS[name](rate_T, group.plan, settings) for name in spec.extras]
-        calls.append(
-            [
-                Call(
-                    reshard(rows_TRBL[t : t + steps, chosen], at),
-                    rate_TR[t : t + steps, chosen],
-                    flag_T[t : t + steps] if key.accumulates else None,
-                    None if spec.key_seed is None else _streams(control, group, t * size)[chosen],
-                    turn,
-                )
-                for chosen, turn in _turns(group, turns)
-                for t in range(0, group.plan.num_micro_batches, steps)
-            ]
-        )
+        rate_TR = np.stack([rates[m] for m in group.trainers], axis=1)[:, group.owners]
+        reads_R3 = np.array([control.reads(w) for w in group.workers], np.int32)
+        calls.append(calls_of(group, rows_TRBL, rate_TR, reads_R3, spec))
     if control.round == 0:
         _require_different_rows(control, beginnings)
-    tests = []
-    for group, at, test_RBL in tested:
-        for index, worker in enumerate(group.workers):
-            test_RBL[index, : count_R[worker]] = beginnings[worker][: count_R[worker]]
-        tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
-    values_XM = zip(*(extra_MX[m] for m in sorted(extra_MX)), strict=True)
+    tests = [padded_test(group, beginnings, count_R, spec) for group in tested]
     extra_M = {
-        name: np.array(values_M, np.float32)
-        for name, values_M in zip(spec.extras, values_XM, strict=True)
+        name: np.array([EXTRAS[name](rates[m], plans[m], settings) for m in rates], np.float32)
+        for name in spec.extras
     }
-    return Batch(plans, groups, calls, extra_M, tests, [lines[m] for m in sorted(lines)])
+    lines = [planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()]
+    return Batch(plans, groups, calls, extra_M, tests, lines)
+
+
+def calls_of(
+    group: Group, rows_TRBL: np.ndarray, rate_TR: np.ndarray, reads_R3: np.ndarray, spec: Spec
+) -> list[Call]:
+    """Divide the rows of a group's round into calls of `steps`, and send them to the devices.
+
+    `rate_TR` has the learning rates. `reads_R3` has for each worker the id of its trainer, its data
+    stream, and the position of the round's first row in this stream.
+    """
+    size, steps, key = group.plan.micro_batch_size, spec.num_micro_batches, group.steps_key()
+    devices = placement(spec, key)
+    at, flag_T = devices.tokens_TRBL(size), update_flags(group.plan)
+    read_3 = np.array([0, 0, size], np.int32)  # how far a micro-batch takes a worker
+    return [
+        Call(
+            reshard(rows_TRBL[t : t + steps, chosen], at),
+            rate_TR[t : t + steps, chosen],
+            flag_T[t : t + steps] if key.accumulates else None,
+            None if spec.key_seed is None else reads_R3[chosen] + t * read_3,
+            turn,
+        )
+        for chosen, turn in _turns(group, num_turns(spec, key, devices))
+        for t in range(0, group.plan.num_micro_batches, steps)
+    ]
+
+
+def padded_test(
+    group: Group, beginnings: Mapping[int, np.ndarray], count_R: np.ndarray, spec: Spec
+) -> Test:
+    """Send the first `count_R` rows of each worker, with padding, to the devices that measure them.
+
+    `beginnings` has these rows by the worker's position. There may be more.
+    """
+    shape = (len(group.workers), spec.max_test_sequences, spec.row_length)
+    test_RBL, count_R = np.zeros(shape, np.int32), count_R[list(group.workers)]
+    for test_BL, worker, count in zip(test_RBL, group.workers, count_R, strict=True):
+        test_BL[:count] = beginnings[worker][:count]
+    return Test(group, reshard(test_RBL, placement(spec, group.key("stats")).workers), count_R)
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
@@ -438,17 +455,6 @@ def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarra
             )
 
 
-def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
-    """Return where each worker of a group reads in a call of the program `steps`: int32 [R, 3].
-
-    The row of a worker has three numbers: the id of the worker's trainer, the id of the worker's
-    data stream, and the position of the call's first sequence in this stream. Before the call, the
-    worker has read `offset` sequences in this round.
-    """
-    reads_R3 = np.array([control.reads(w) for w in group.workers], np.int32)
-    return reads_R3 + np.array([0, 0, offset], np.int32)
-
-
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
     """Find the indices along an axis of an array whose entries are on devices of this process."""
     slices = sharding.addressable_devices_indices_map(shape).values()
@@ -460,7 +466,6 @@ def _sequences(
     group: Group,
     spec: Spec,
     rows: Rows,
-    tokens_at: NamedSharding,
     tested_here: Set[int],
 ) -> np.ndarray:
     """Read the rows that a group's workers train on in a round: int32 [T, R, B, L + 1].
@@ -472,6 +477,7 @@ def _sequences(
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)
     rows_TRBL = np.zeros(shape, np.int32)
+    tokens_at = placement(spec, group.steps_key()).tokens_TRBL(size)
     trained_here = _here(tokens_at, shape, 1)
     for index, worker in enumerate(group.workers):
         if index not in trained_here and worker not in tested_here:

@@ -8,7 +8,6 @@ separate devices. A synchronisation then moves exactly as many bytes as the ledg
 
 import copy
 import functools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +19,11 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.compress import packed_bytes
-from adloco_jax.core.types import Ensemble, Workers, put
+from adloco_jax.core.types import Ensemble, put
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss
 from adloco_jax.engine.inputs import (
     Batch,
-    Call,
     Group,
     Rows,
     classes,
@@ -36,6 +34,7 @@ from adloco_jax.engine.inputs import (
     whole_pool,
 )
 from adloco_jax.engine.programs import Programs, merged, placement, replace, spawned, taken
+from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.loop.adloco import State, Stats
@@ -45,35 +44,6 @@ from adloco_jax.settings import Settings
 
 # A trainer is removed if each of its workers has skipped this many updates in a row.
 SKIPS_BEFORE_QUARANTINE = 3
-_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields that only gradient accumulation uses
-
-
-class Outcome(NamedTuple):
-    """What one trainer's round gave: losses, skipped updates, and the outer gradient's norm."""
-
-    loss_SR: np.ndarray  # loss of each update of each worker; NaN for a skipped update
-    skipped_SR: np.ndarray  # bool: whether the update was skipped
-    pseudo_grad_norm: float  # norm of the outer gradient; NaN if no worker's difference is finite
-
-    @property
-    def mean_loss(self) -> float:
-        """Mean loss over the updates that were not skipped; NaN if there are none."""
-        made = self.loss_SR[np.isfinite(self.loss_SR)]
-        return float(np.mean(made)) if made.size else math.nan
-
-    def losses(self, every: int | None) -> list[tuple[int, float]]:
-        """List the number of updates and their mean loss after each `every` updates of the round.
-
-        The last pair may be of fewer updates. If `every` is None, there are at most ten pairs.
-        """
-        num_updates, made_SR = len(self.loss_SR), np.isfinite(self.loss_SR)
-        starts = np.arange(0, num_updates, every or -(-num_updates // 10))
-        sums, counts = (
-            np.add.reduceat(values_SR.sum(axis=1), starts)
-            for values_SR in (np.where(made_SR, self.loss_SR, 0.0), made_SR)
-        )
-        means = np.where(counts, sums / np.maximum(counts, 1), np.nan).tolist()
-        return list(zip([*starts[1:].tolist(), num_updates], means, strict=True))
 
 
 class UnderWay(NamedTuple):
@@ -187,12 +157,12 @@ class LocalEngine:
     def gradient_stats(self, state: State, batch: Batch) -> Stats:
         """Start to measure gradient statistics of all trainers on the round's first sequences."""
         stats = []
-        for group, rows_RBL, count_R in batch.tests:
-            params_M = state.ensemble.params_M
+        for test in batch.tests:
+            params_M, group = state.ensemble.params_M, test.group
             if len(group.trainers) < state.ensemble.num_trainers:
                 params_M = _rows(params_M, group.trainers)
-            stats_R = self.programs.call(group.key("stats"), params_M, rows_RBL, count_R)
-            stats.append((group.trainers, group.owners, count_R, stats_R))
+            stats_R = measure(self.programs, params_M, test)
+            stats.append((group.trainers, group.owners, test.count_R, stats_R))
         return stats
 
     def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
@@ -257,16 +227,26 @@ class LocalEngine:
             extra_M = {
                 name: values_M[list(stack.trainers)] for name, values_M in batch.extra_M.items()
             }
-            sub, stack_measured, stack_norms = self._run_stack(
-                self._take(ensemble, stack), stack, inputs, extra_M
+            sub, workers, stack_measured, stack_norms = inner_round(
+                self.programs, self._take(ensemble, stack), stack, inputs, self._note
             )
-            ensemble = self._put(ensemble, stack, sub)
+            inner_state_R, workers = workers.inner_state_R, workers.replace(inner_state_R=None)
+            if self.spec.outer.own_params:
+                sub = sub.replace(params_R=workers.params_R)
+            else:
+                sub, norm_M = self.programs.call(stack.key("outer"), sub, workers, extra_M)
+                stack_norms.append(norm_M)
+            ensemble = self._put(ensemble, stack, sub.replace(inner_state_R=inner_state_R))
             measured += stack_measured
             norms.append(stack_norms)
         if len(stacks) > 1:
             at = ensemble.round.sharding
             ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
         return ensemble, measured, [stack for stack, _ in stacks], norms
+
+    def _note(self, loss_TR: Array) -> None:
+        self._unreported.append((next(self._shares), loss_TR))
+        self._report(wait=False)
 
     def _report(self, *, wait: bool) -> None:
         """Report the calls that have ended; with `wait`, all calls of the round."""
@@ -277,59 +257,6 @@ class LocalEngine:
                 break
             self._unreported.popleft()
             self._on_call(share, loss_TR.block_until_ready())
-
-    def _run_stack(
-        self,
-        sub: Ensemble,
-        stack: Group,
-        work: list[tuple[Group, list[Call]]],
-        extra_M: dict[str, np.ndarray],
-    ) -> tuple[Ensemble, list, list]:
-        """Dispatch a round of trainers whose arrays are one stack (AdLoCo algorithm 1, lines 6-16).
-
-        `sub` is the ensemble of these trainers. Returns the ensemble after the round, the losses
-        and skipped updates by group and call, and the norms of the outer gradients.
-        """
-        spec = self.spec
-        accumulates = any(group.steps_key().accumulates for group, _ in work)
-        workers = Workers(sub.params_R, sub.inner_state_R)
-        sub = sub.replace(params_R=None, inner_state_R=None)
-        if not spec.outer.own_params or accumulates or spec.reset_inner_state:
-            bare = sub.replace(outer_state_M=None, round=None)
-            if spec.outer.own_params:
-                bare = bare.replace(params_M=None, params_R=workers.params_R)
-            started = self.programs.call(stack.key("start", accumulates=accumulates), bare)
-            kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}
-            workers = started.replace(**kept)
-        measured, norms = [], []
-        for group, calls in work:
-            steps, pairs = group.steps_key(), []
-            unused = {} if steps.accumulates else dict.fromkeys(_SUMS)
-            sums = {name: getattr(workers, name) for name in unused}
-            workers = workers.replace(**unused)
-            num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
-            for i, inputs in enumerate(calls):
-                fragment, rest = divmod(i + 1, num_calls)
-                if spec.outer.own_params and not rest:
-                    key = steps._replace(kind="fragment", owners=group.owners)
-                    sub, workers, pair, norm_M = self.programs.call(
-                        key, sub, workers, *inputs[:-1], np.int32(fragment - 1)
-                    )
-                    norms.append(norm_M)
-                else:
-                    workers, *pair = self.programs.call(steps, workers, *inputs[:-1], *inputs.turn)
-                pairs.append(tuple(pair))
-                self._unreported.append((next(self._shares), pair[0]))
-                self._report(wait=False)
-            workers = workers.replace(**sums)
-            measured.append(pairs)
-        inner_state_R, workers = workers.inner_state_R, Workers(workers.params_R, None)
-        if spec.outer.own_params:
-            sub = sub.replace(params_R=workers.params_R)
-        else:
-            sub, norm_M = self.programs.call(stack.key("outer"), sub, workers, extra_M)
-            norms.append(norm_M)
-        return sub.replace(inner_state_R=inner_state_R), measured, norms
 
     def guard_losses(self, state: State) -> list[float]:
         """Compute each trainer's loss on the guard rows, the held-out rows for decisions."""
@@ -479,29 +406,11 @@ def _outcomes(underway: UnderWay) -> list[Outcome]:
         norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
         norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
     for group, measured in zip(underway.groups, underway.measured, strict=True):
-        loss_TR, skipped_TR = (
-            _by_worker(group, parts) for parts in zip(*jax.device_get(measured), strict=True)
-        )
-        accum = group.plan.num_accum_steps
-        loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
-        skipped_SR = skipped_TR[accum - 1 :: accum]
-        loss_SR = np.where(skipped_SR, np.nan, loss_SAR.sum(axis=1) / np.float64(accum))
+        loss_SR, skipped_SR = by_update(group, measured)
         for position, trainer in enumerate(group.trainers):
             own = np.array(group.owners) == position
             outcomes[trainer] = Outcome(loss_SR[:, own], skipped_SR[:, own], norm_of[trainer])
     return [outcomes[m] for m in sorted(outcomes)]
-
-
-def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the results of a group's calls of the program `steps` into one array [T, R].
-
-    If workers run one after another, the calls are divided into turns. A turn runs one worker of
-    each device for the whole round. All calls of the first turn come first, then those of the next.
-    """
-    num_turns = len(group.workers) // parts[0].shape[1]
-    calls = len(parts) // num_turns
-    turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]
-    return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)  # each device's workers in order
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -66,6 +66,7 @@ class Programs:
         """
         self.spec = spec
         self.stall_s = 0.0  # seconds that callers have waited for compilation so far
+        self.compiling = False  # whether a caller waits for a compilation now
         self._on_compile = on_compile
         self._known: set[ProgramKey] = set()  # compiled, being compiled, or queued
         self._numbers = itertools.count(1)
@@ -103,11 +104,14 @@ class Programs:
         begun = self._programs.get(key)
         if begun is None or begun.cancel():  # it was queued for the background, and is taken out
             begun = self._programs[key] = Future()
+            self.compiling = True
             try:
                 begun.set_result(self._compile(key, background=False))
             except BaseException:
                 del self._programs[key]
                 raise
+            finally:
+                self.compiling = False
         program = begun.result()
         self.stall_s += time.perf_counter() - start_s
         return program

@@ -1,0 +1,137 @@
+"""A worker's round: gradient statistics, start, inner steps, and what they gave.
+
+The local engine runs a round of all its workers with these functions, a learner (`elastic`) a round
+of one worker. Between rounds a trainer is synchronised, which is not written here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import PyTree
+
+from adloco_jax.core.types import Ensemble, GradientStats, Workers
+from adloco_jax.engine.inputs import Call, Group, Test
+from adloco_jax.engine.programs import Programs
+
+_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields that only gradient accumulation uses
+
+
+class Outcome(NamedTuple):
+    """What one trainer's round gave: losses, skipped updates, and the outer gradient's norm."""
+
+    loss_SR: np.ndarray  # loss of each update of each worker; NaN for a skipped update
+    skipped_SR: np.ndarray  # bool: whether the update was skipped
+    pseudo_grad_norm: float  # norm of the outer gradient; NaN if no worker's difference is finite
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss over the updates that were not skipped; NaN if there are none."""
+        made = self.loss_SR[np.isfinite(self.loss_SR)]
+        return float(np.mean(made)) if made.size else math.nan
+
+    def losses(self, every: int | None) -> list[tuple[int, float]]:
+        """List the number of updates and their mean loss after each `every` updates of the round.
+
+        The last pair may be of fewer updates. If `every` is None, there are at most ten pairs.
+        """
+        num_updates, made_SR = len(self.loss_SR), np.isfinite(self.loss_SR)
+        starts = np.arange(0, num_updates, every or -(-num_updates // 10))
+        sums, counts = (
+            np.add.reduceat(values_SR.sum(axis=1), starts)
+            for values_SR in (np.where(made_SR, self.loss_SR, 0.0), made_SR)
+        )
+        means = np.where(counts, sums / np.maximum(counts, 1), np.nan).tolist()
+        return list(zip([*starts[1:].tolist(), num_updates], means, strict=True))
+
+
+def measure(programs: Programs, params_M: PyTree, test: Test) -> GradientStats:
+    """Start to measure gradient statistics of a group's workers, at their trainers' parameters."""
+    return programs.call(test.group.key("stats"), params_M, test.rows_RBL, test.count_R)
+
+
+def inner_round(
+    programs: Programs,
+    sub: Ensemble,
+    stack: Group,
+    work: Sequence[tuple[Group, Sequence[Call]]],
+    on_call: Callable[[Array], object] = lambda loss_TR: None,
+) -> tuple[Ensemble, Workers, list[list[tuple[Array, Array]]], list[Array]]:
+    """Dispatch a round of workers whose arrays are one stack (AdLoCo algorithm 1, lines 6-15).
+
+    Parameters of fragments (Streaming DiLoCo) are synchronised within the round, others after it.
+
+    Args:
+      programs: The run's programs.
+      sub: The ensemble of these workers and their trainers.
+      stack: The workers and trainers of `sub`.
+      work: Groups of workers that run the same program, with all calls of the group's round.
+      on_call: Called with the losses [T, R] of each call that has been dispatched.
+
+    Returns:
+      The ensemble without the workers' arrays; the workers after the round; the losses and skipped
+      updates by group and call, [T, R]; and the norms of the fragments' outer gradients, [M].
+    """
+    spec = programs.spec
+    accumulates = any(group.steps_key().accumulates for group, _ in work)
+    workers = Workers(sub.params_R, sub.inner_state_R)
+    sub = sub.replace(params_R=None, inner_state_R=None)
+    if not spec.outer.own_params or accumulates or spec.reset_inner_state:
+        bare = sub.replace(outer_state_M=None, round=None)
+        if spec.outer.own_params:
+            bare = bare.replace(params_M=None, params_R=workers.params_R)
+        kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}
+        workers = programs.call(stack.key("start", accumulates=accumulates), bare).replace(**kept)
+    measured, norms = [], []
+    for group, calls in work:
+        steps, pairs = group.steps_key(), []
+        unused = {} if steps.accumulates else dict.fromkeys(_SUMS)
+        sums = {name: getattr(workers, name) for name in unused}
+        workers = workers.replace(**unused)
+        num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
+        for i, inputs in enumerate(calls):
+            fragment, rest = divmod(i + 1, num_calls)
+            if spec.outer.own_params and not rest:
+                key = steps._replace(kind="fragment", owners=group.owners)
+                sub, workers, pair, norm_M = programs.call(
+                    key, sub, workers, *inputs[:-1], np.int32(fragment - 1)
+                )
+                norms.append(norm_M)
+            else:
+                workers, *pair = programs.call(steps, workers, *inputs[:-1], *inputs.turn)
+            pairs.append(tuple(pair))
+            on_call(pair[0])
+        workers = workers.replace(**sums)
+        measured.append(pairs)
+    return sub, Workers(workers.params_R, workers.inner_state_R), measured, norms
+
+
+def by_update(
+    group: Group, measured: Sequence[tuple[Array, Array]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Wait for a group's calls; return each update's loss, and whether it was skipped, [S, R].
+
+    `measured` has the losses and skipped updates of each call. The loss of a skipped update is NaN.
+    """
+    loss_TR, skipped_TR = (
+        _by_worker(group, parts) for parts in zip(*jax.device_get(measured), strict=True)
+    )
+    accum = group.plan.num_accum_steps
+    loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
+    skipped_SR = skipped_TR[accum - 1 :: accum]
+    return np.where(skipped_SR, np.nan, loss_SAR.sum(axis=1) / np.float64(accum)), skipped_SR
+
+
+def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the results of a group's calls of the program `steps` into one array [T, R].
+
+    If workers run one after another, the calls are divided into turns. A turn runs one worker of
+    each device for the whole round. All calls of the first turn come first, then those of the next.
+    """
+    num_turns = len(group.workers) // parts[0].shape[1]
+    calls = len(parts) // num_turns
+    turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]
+    return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)  # each device's workers in order
