@@ -1,7 +1,6 @@
 """A worker's round: gradient statistics, start, inner steps, and what they gave.
 
-The local engine runs a round of all its workers with these functions, a learner (`elastic`) a round
-of one worker. Between rounds a trainer is synchronised, which is not written here.
+The local engine runs the round of many workers with these functions, a learner that of one.
 """
 
 import math
