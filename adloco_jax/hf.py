@@ -17,6 +17,7 @@ from types import EllipsisType
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,6 +220,7 @@ def save(
     network: nn.Module,
     dtype: str = "float32",
     config: Mapping[str, Any] | None = None,
+    shard_size: str = "5GB",
 ) -> None:
     """Write a model to a folder in Hugging Face layout.
 
@@ -232,6 +234,8 @@ def save(
       dtype: Type in which weights are stored: "float32", which is lossless, or "bfloat16".
       config: The content of the `config.json` of the checkpoint from which the model comes. What it
         says of the tokenizer, of generation and for other programs is kept. None: there is none.
+      shard_size: Size of the largest file of weights, such as "500MB". More weights are divided
+        into several files with an index.
 
     Raises:
       ConfigError: If no architecture has a weight map for this model, or if no model of
@@ -264,8 +268,20 @@ def save(
         tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
         for tensor in tensors(network, names)
     }
+    split = huggingface_hub.split_state_dict_into_shards_factory(
+        arrays,
+        get_storage_size=lambda array: array.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_size,
+    )
     with replaced_folder(folder) as partial:
-        save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
+        for file, members in split.filename_to_tensors.items():
+            part = {name: arrays[name] for name in members}
+            save_file(part, partial / file, metadata={"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            path = partial / "model.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2) + "\n")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(partial, getattr(network, "max_length", None))

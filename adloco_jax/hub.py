@@ -110,6 +110,59 @@ def download(
     return folder
 
 
+def make_repository(name: str, *, private: bool) -> None:
+    """Create a model's repository on the hub, unless it exists.
+
+    Raises:
+      ConfigError: If the token in use may not write there, or if `private` and it is public.
+      Unreachable: If the hub does not answer.
+    """
+    with _pushing(name) as api:
+        api.create_repo(name, private=private, exist_ok=True)
+        if private and not api.model_info(name, timeout=FIRST_ANSWER_S).private:
+            raise ConfigError(f"--push {name}: exists and is public; make it private on the hub")
+
+
+def upload(folder: Path, name: str) -> str:
+    """Upload the files of a folder to a model's repository; return the address of the repository.
+
+    Files of weights that the folder does not have, such as those of another number of shards, are
+    deleted there.
+
+    Raises:
+      ConfigError: If the token in use may not write there.
+      Unreachable: If the hub does not answer.
+    """
+    with _pushing(name) as api:
+        api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Export of a run",
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+        )
+        return f"{api.endpoint}/{name}"
+
+
+@contextlib.contextmanager
+def _pushing(name: str) -> Iterator[Any]:
+    import huggingface_hub
+
+    try:
+        yield huggingface_hub.HfApi()
+    except UserError:
+        raise
+    except Exception as error:  # deliberately broad, as in `faults`
+        answers = [getattr(cause, "response", None) for cause in (error, error.__cause__)]
+        if {401, 403} & {getattr(answer, "status_code", 0) for answer in answers}:
+            raise ConfigError(
+                f"--push {name}: refused; log in with a token that may write there (hf auth login,"
+                " or HF_TOKEN)"
+            ) from error
+        raise Unreachable(
+            f"--push {name}: not uploaded ({reason(error)}); run the same command again"
+        ) from error
+
+
 def _check_content(file: Path, where: str) -> None:
     """Check that the content of a file in the hub's cache has the hash that is its name.
 

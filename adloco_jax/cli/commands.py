@@ -57,22 +57,40 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 
 def export(options: argparse.Namespace, command: str) -> None:
-    """Write the model in a checkpoint of a run to a folder that `transformers` can load."""
-    from adloco_jax import hf
+    """Write the model in a checkpoint of a run to a folder that `transformers` can load.
+
+    With `--push` the folder is uploaded to the Hugging Face hub. The run's own export is uploaded
+    as it is, with what the user has changed in its card, unless an option asks for another one.
+    """
+    from adloco_jax import hf, hub
     from adloco_jax.run.assemble import build_network
     from adloco_jax.run.export import read_trained
     from adloco_jax.run.folder import require_utf8
     from adloco_jax.run.machines import here
+    from adloco_jax.study import card
     from adloco_jax.study.summary import SOURCES
 
+    if options.private and not options.push:
+        raise ConfigError("--private: needs --push OWNER/NAME")
     add_entries(options.config)
     out = options.out or Path(options.run) / "export"
     require_utf8("--out", out)
-    trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
-    network = build_network(trained.settings)
-    hf.save(trained.params, out, trained.tokenizer, network=network, dtype=options.dtype)
-    source = SOURCES.get(trained.source, trained.source)
-    print(f"{out}: round {trained.round}, {source}, {options.dtype}")
+    how = {name: vars(options)[name] for name in ("dtype", "shard_size")}
+    how = {name: value for name, value in how.items() if value is not None}
+    chosen = how or {options.out, options.round, options.trainer} != {None}
+    trained = None
+    if chosen or not options.push or not out.exists():
+        trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
+    if options.push:
+        hub.make_repository(options.push, private=options.private)
+    if trained is not None:
+        network = build_network(trained.settings)
+        hf.save(trained.params, out, trained.tokenizer, network=network, **how)
+        card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
+        source = SOURCES.get(trained.source, trained.source)
+        print(f"{out}: round {trained.round}, {source}, {how.get('dtype', 'float32')}")
+    if options.push:
+        print(f"pushed: {hub.upload(out, options.push)}")
 
 
 def gradients(options: argparse.Namespace, command: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from adloco_jax.cli.parser import is_run
 from adloco_jax.errors import ConfigError, DataError, reason
-from adloco_jax.study import benchmarks
+from adloco_jax.study import benchmarks, card
 from adloco_jax.study.report import write
 
 
@@ -15,7 +15,8 @@ def evaluate(options: argparse.Namespace, command: str) -> None:
     """Run tasks of lm-evaluation-harness on a model; print the table, and keep it in the run.
 
     The model is the export of a run, or a folder in Hugging Face layout. The results of a run are
-    added to the file `benchmarks.json` in its folder, and its report is written again.
+    added to the file `benchmarks.json` in its folder and to the card of its export, and its report
+    is written again.
 
     Raises:
       ConfigError: If the extra `eval` is not installed, there is no such task, or the model cannot
@@ -69,4 +70,5 @@ def evaluate(options: argparse.Namespace, command: str) -> None:
     print(make_table(found))
     if is_run(model):
         benchmarks.add(model, found, limit=options.limit, command=command)
+        card.add_benchmarks(folder, benchmarks.read(model))
         print(f"report: {write([model], model / 'report')}")

@@ -169,6 +169,15 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text}: expected integers such as 4,16,64") from error
 
 
+def _shaped(pattern: str, example: str) -> Callable[[str], str]:
+    def shaped(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text}: expected for instance {example}")
+        return text
+
+    return shaped
+
+
 def _configs(parser: Parser) -> None:
     parser.describe("[--schema]", "Lists the configs that come with the package.")
     text = "print a JSON schema of all config keys, for editors and other programs"
@@ -230,14 +239,22 @@ def _report(parser: Parser) -> None:
 
 def _export(parser: Parser) -> None:
     parser.describe(
-        "RUN [--out FOLDER] [--round 12] [--trainer 3]",
-        "Turns a checkpoint of a run into a folder that transformers loads.",
+        "RUN [--out FOLDER] [--round 12] [--trainer 3] [--push OWNER/NAME]",
+        "Turns a checkpoint of a run into a folder that transformers loads, with a model card. With"
+        "\n--push the folder is uploaded to the Hugging Face hub; the run's own export is uploaded"
+        " as it is.",
     )
     parser.checkpoint()
     text = "a folder that is empty or does not exist; default: export in the run's folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     kinds, text = ("float32", "bfloat16"), "type of the written weights; default: float32"
-    parser.add_argument("--dtype", choices=kinds, default="float32", help=text)
+    parser.add_argument("--dtype", choices=kinds, help=text)
+    text = "size of the largest file of weights; default: 5GB"
+    size = _shaped(r"[1-9]\d*[KMGT]B", "500MB")
+    parser.add_argument("--shard-size", type=size, metavar="SIZE", help=text)
+    name, text = _shaped(r"[\w-][\w.-]*/[\w-][\w.-]*", "OWNER/NAME"), "repository on the hub"
+    parser.add_argument("--push", type=name, metavar="OWNER/NAME", help=f"upload to this {text}")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
 
 
 def _generate(parser: Parser) -> None:

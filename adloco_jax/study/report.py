@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adloco_jax.errors import DataError, counted
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.study import benchmarks, chart, curves, loss, page, run_figures, summary
+from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
 from adloco_jax.study.page import Cell
@@ -118,9 +118,10 @@ def watch(
 
 
 def conclude(workdir: str | os.PathLike[str]) -> None:
-    """Print the final table of a finished run, and write its report to the subfolder `report/`.
+    """Print the final table of a finished run; write its report, and the card of its export.
 
-    If the report cannot be written, a line on stderr says so. The run itself is saved already.
+    If one of them cannot be written, a line on stderr says so. The run itself is saved already. A
+    card that is there already is kept.
 
     Args:
       workdir: The run's folder.
@@ -131,8 +132,11 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
     print(summary.closing_table(workdir))
     try:
         print(f"report: {write([workdir], Path(workdir) / 'report')}")
+        export = Path(workdir) / "export"
+        if export.exists() and not (export / card.FILE).exists():
+            card.write(export, Path(workdir))
     except (DataError, OSError) as error:
-        print(f"the report was not written: {error}", file=sys.stderr)
+        print(f"the report or the card was not written: {error}", file=sys.stderr)
 
 
 def describe_run(run: str | os.PathLike[str]) -> str:

@@ -55,14 +55,15 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *table, "", *facts])
 
 
-def totals(events: Sequence[dict]) -> dict:
-    """The totals of a run, by name.
+def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
+    """The totals of a run, by name; the loss is that of the consensus, or of a trainer.
 
     A total is None if the ledger lacks it, or if it was not finite.
     """
     rounds, programs, spent = (lines(events, *n) for n in (["round"], ["compile"], SPENDING))
     start, end = last(events, "start"), last(events, "end")
-    final = last([e for e in events if e.get("trainer") == "consensus"], "eval")
+    who = "consensus" if trainer is None else trainer
+    final = last([e for e in events if e.get("trainer") == who], "eval")
     gathered = gathering(events).get(final.get("round", 0), {})
     loss, classes = final.get("loss"), final.get("classes")
     unit = start.get("loss_unit", "nats/example" if classes else "nats/token")

@@ -1,0 +1,169 @@
+"""The card of an export, its shards, and its way to the Hugging Face hub."""
+
+import json
+import shutil
+import xml.etree.ElementTree as xml
+
+import huggingface_hub
+import pytest
+from hubs import receiving
+from huggingface_hub import ModelCard, constants
+from ledgers import round_line, start_line
+from toy import tiny_config
+from trees import assert_equal
+
+from adloco_jax import hf
+from adloco_jax import main as cli
+from adloco_jax.run.ledger import Ledger
+from adloco_jax.study import card
+from adloco_jax.training import train
+
+pytestmark = [
+    pytest.mark.usefixtures("one_device"),
+    # By huggingface_hub, whose upload without Xet calls httpx in an old way.
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    config = tiny_config(num_rounds=2, checkpoint={"every_rounds": 1})
+    return train(config, tmp_path_factory.mktemp("trained") / "demo", command="adloco train x")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that accepts uploads, and the folder with its repositories."""
+    root = tmp_path / "hub"
+    root.mkdir()
+    for name, value in {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "writer")
+    huggingface_hub.close_session()  # of another test, which may be offline
+    with receiving(root) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        yield root
+    huggingface_hub.close_session()
+
+
+def export(run, *words):
+    return cli.main(["export", str(run), *map(str, words)])
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- The card ---------------------------------------------------------------------------------
+
+
+def test_every_export_of_a_run_says_how_it_was_trained(trained, tmp_path):
+    folder = trained.workdir / "export"
+    totals = json.loads((trained.workdir / "report" / "summary.json").read_text())
+    found = ModelCard.load(folder / "README.md")
+    assert (found.data.library_name, found.data.pipeline_tag) == ("transformers", "text-generation")
+    assert found.data.license is None and found.data.base_model is None
+    scores = {each.metric_type: each.metric_value for each in found.data.eval_results}
+    assert scores == {name: totals[name] for name in ("loss", "perplexity", "bits_per_byte")}
+    assert "| updates | 4 |" in found.text and "\n    adloco train x\n" in found.text
+    assert xml.parse(folder / "loss.svg") and "](loss.svg)" in found.text
+
+    assert export(trained.workdir, "--out", tmp_path / "first", "--round=1", "--trainer=0") == 0
+    first = ModelCard.load(tmp_path / "first" / "README.md")
+    lines = map(json.loads, (trained.workdir / "ledger.jsonl").read_text().splitlines())
+    (loss,) = [e["loss"] for e in lines if e["event"] == "eval" and e["trainer"] == e["round"] - 1]
+    assert first.data.eval_results[0].metric_value == loss and "| updates | 2 |" in first.text
+
+
+def test_the_card_names_what_is_on_the_hub_and_nothing_local(tmp_path):
+    data = {"source": "hf", "path": "allenai/c4", "name": "en"}
+    folder = tmp_path / "out"
+    for init_from, base in (("a/base", "a/base"), ("hf://a/b", "a/b"), (str(tmp_path), None)):
+        more = {"data": data, "model": {"vocab_size": 257, "init_from": init_from}}
+        run = tmp_path / str(base)
+        run.mkdir(parents=True)
+        with Ledger(run / "ledger.jsonl") as ledger:
+            ledger.write(**start_line(config=more))
+            ledger.write(**round_line(1))
+        card.write(folder, run)
+        found = ModelCard.load(folder / "README.md")
+        assert (found.data.base_model, found.data.datasets) == (base, ["allenai/c4"])
+        assert found.data.language == "en" and str(tmp_path) not in str(found)
+
+
+def test_benchmarks_join_the_metadata_and_the_users_text_stays(trained, tmp_path):
+    folder = shutil.copytree(trained.workdir / "export", tmp_path / "copy")
+    text = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(text.replace("\n---\n", "\nlicense: mit\n---\nMine.\n", 1))
+    for value in (0.25, 0.5):
+        tasks = {"arc": {"metrics": {"acc,none": value, "acc_stderr,none": 0.1}}}
+        card.add_benchmarks(folder, tasks)
+    found = ModelCard.load(folder / "README.md")
+    assert found.data.license == "mit" and found.text.startswith("Mine.\n# demo")
+    (arc,) = [each for each in found.data.eval_results if each.dataset_type == "arc"]
+    assert (arc.metric_type, arc.metric_value) == ("acc", 0.5)
+    assert len(found.data.eval_results) == 4
+
+
+# --- Shards -----------------------------------------------------------------------------------
+
+
+def test_a_model_in_shards_is_the_same_model_here_and_in_a_run(trained, tmp_path):
+    folder = tmp_path / "shards"
+    assert export(trained.workdir, "--out", folder, "--shard-size=10KB") == 0
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert shards == sorted(set(index["weight_map"].values()))
+    assert shards[-1] == f"model-{len(shards):05}-of-{len(shards):05}.safetensors"
+    assert len(shards) == 3 and index["metadata"]["total_size"] == 40_768
+    assert_equal(hf.load(folder).params, trained.params)
+    still = tiny_config(model={"init_from": str(folder)}, inner={"learning_rate": 1e-30})
+    assert_equal(train(still, tmp_path / "run").params, trained.params)
+
+
+# --- To the hub -------------------------------------------------------------------------------
+
+
+def test_the_runs_export_is_pushed_with_the_users_changes(trained, tmp_path, hub, capsys):
+    run = shutil.copytree(trained.workdir, tmp_path / "run")
+    path = run / "export" / "README.md"
+    path.write_text(path.read_text().replace("\n---\n", "\nlicense: mit\n---\n", 1))
+    assert export(run, "--push=me/model") == 0
+    assert "/me/model\n" in capsys.readouterr().out
+    assert files(hub / "me" / "model") == files(run / "export")
+    assert export(run, "--push=me/model", "--dtype=bfloat16", "--shard-size=10KB") == 0
+    assert files(hub / "me" / "model") == files(run / "export")
+    assert b"license: mit" not in files(run / "export")["README.md"]
+    assert hf.load(run / "export").stored_as == ("bfloat16",)
+
+
+def test_a_private_repository_is_private_or_nothing_is_pushed(trained, hub, capsys):
+    assert export(trained.workdir, "--push=me/secret", "--private") == 0
+    assert (hub / "me" / "secret" / "private").exists()
+    (hub / "me" / "open").mkdir()
+    capsys.readouterr()
+    assert export(trained.workdir, "--push=me/open", "--private") == 2
+    assert "me/open: exists and is public" in capsys.readouterr().err
+    assert files(hub / "me" / "open") == {}
+
+
+@pytest.mark.parametrize(
+    "words, code, fault",
+    [
+        (["--push=me/model"], 2, "a token that may write there"),
+        (["--push=me/model"], 5, "not uploaded"),
+        (["--push=model"], 2, "model: expected for instance OWNER/NAME"),
+        (["--private"], 2, "--private: needs --push OWNER/NAME"),
+        (["--shard-size=5"], 2, "5: expected for instance 500MB"),
+    ],
+)
+def test_what_cannot_be_pushed_is_one_line(
+    words, code, fault, trained, tmp_path, hub, monkeypatch, capsys
+):
+    monkeypatch.setenv("HF_TOKEN", "reader")
+    if code == 5:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert export(trained.workdir, *words, "--out", tmp_path / "out") == code
+    line = capsys.readouterr().err
+    assert fault in line and line.count("\n") == 1
+    assert not (tmp_path / "out").exists() and not any(hub.iterdir())
