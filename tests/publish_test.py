@@ -57,7 +57,7 @@ def files(folder):
 # --- The card ---------------------------------------------------------------------------------
 
 
-def test_every_export_of_a_run_says_how_it_was_trained(trained, tmp_path):
+def test_every_export_of_a_run_says_how_it_was_trained(trained, tmp_path, capsys):
     folder = trained.workdir / "export"
     totals = json.loads((trained.workdir / "report" / "summary.json").read_text())
     found = ModelCard.load(folder / "README.md")
@@ -73,6 +73,12 @@ def test_every_export_of_a_run_says_how_it_was_trained(trained, tmp_path):
     lines = map(json.loads, (trained.workdir / "ledger.jsonl").read_text().splitlines())
     (loss,) = [e["loss"] for e in lines if e["event"] == "eval" and e["trainer"] == e["round"] - 1]
     assert first.data.eval_results[0].metric_value == loss and "| updates | 2 |" in first.text
+
+    damaged = shutil.copytree(trained.workdir, tmp_path / "damaged")
+    (damaged / "ledger.jsonl").write_text("{}\n")
+    assert export(damaged, "--out", tmp_path / "model") == 0
+    assert capsys.readouterr().err.startswith("the card was not written: ")
+    assert_equal(hf.load(tmp_path / "model").params, trained.params)
 
 
 def test_the_card_names_what_is_on_the_hub_and_nothing_local(tmp_path):

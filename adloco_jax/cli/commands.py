@@ -12,7 +12,7 @@ from pathlib import Path
 
 from adloco_jax.cli.parser import is_run, runs_in
 from adloco_jax.config import SHIPPED, add_entries
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Settings
 
 
@@ -86,7 +86,10 @@ def export(options: argparse.Namespace, command: str) -> None:
     if trained is not None:
         network = build_network(trained.settings)
         hf.save(trained.params, out, trained.tokenizer, network=network, **how)
-        card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
+        try:
+            card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
+        except DataError as error:  # a damaged ledger, which the model does not need
+            print(f"the card was not written: {error}", file=sys.stderr)
         source = SOURCES.get(trained.source, trained.source)
         print(f"{out}: round {trained.round}, {source}, {how.get('dtype', 'float32')}")
     if options.push:
