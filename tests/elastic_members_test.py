@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from adloco_jax.elastic.members import (
-    Learner,
+    Member,
     assign,
     deadline,
     has_quorum,
@@ -16,7 +16,7 @@ from adloco_jax.elastic.members import (
 
 
 def there(*streams):
-    return [Learner(n, 0, 0.0, joined=True, streams=[*own]) for n, own in enumerate(streams)]
+    return [Member(n, 0, 0.0, joined=True, streams=[*own]) for n, own in enumerate(streams)]
 
 
 TRAINERS = {0: 0, 1: 0, 2: 1, 3: 1}  # trainer by stream
@@ -85,12 +85,12 @@ def test_where_fewer_live_than_the_quorum_they_are_the_quorum():
 
 def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_speed():
     limits = {"heartbeat_s": 10.0, "restart_s": 60.0}
-    starting = Learner(0, 0, 100.0)
+    starting = Member(0, 0, 100.0)
     assert starting.fault(160.0, **limits) == ""
     assert "start" in starting.fault(161.0, **limits)
-    asked = Learner(0, 0, 0.0, joined=True, asked_s=100.0)
+    asked = Member(0, 0, 0.0, joined=True, asked_s=100.0)
     assert asked.fault(110.0, **limits) == "" and "no sign" in asked.fault(110.1, **limits)
-    idle = Learner(0, 0, 0.0, joined=True)
+    idle = Member(0, 0, 0.0, joined=True)
     assert idle.fault(1e9, **limits) == ""
     assert deadline(idle, 100, 50.0, heartbeat_s=10.0) is None  # its speed is unknown
     idle.sequence_s = 0.1

@@ -9,7 +9,7 @@ import time
 import jax
 
 from adloco_jax.elastic import engine, fleet, learner, rounds
-from adloco_jax.elastic.cluster import Outcome
+from adloco_jax.elastic.cluster import Reply
 
 
 class Here:
@@ -75,9 +75,9 @@ class Here:
                 continue
             if fate == "answer" or callable(fate):
                 value = getattr(self.learner(handle), method)(*arguments)
-                ended[call] = Outcome(fate(value) if callable(fate) else value, "")
+                ended[call] = Reply(fate(value) if callable(fate) else value, "")
             else:
-                ended[call] = Outcome(None, fate)
+                ended[call] = Reply(None, fate)
         self.now_s += 0.01 if ended else timeout_s
         return ended
 

@@ -78,7 +78,7 @@ _lost: list[str] = []  # which of Ray's own processes has ended; empty while all
 _raylet: list[int] = []  # a file that can be read once Ray's process on this machine has ended
 
 
-class Outcome(NamedTuple):
+class Reply(NamedTuple):
     """The result of a call to a learner's method, or the error that ended the call."""
 
     value: Any  # the result; None if the call failed
@@ -333,7 +333,7 @@ def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> An
     return function.remote(*arguments)
 
 
-def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
+def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
     """Wait until at least one of some calls to learners has ended, or the time is over.
 
     Args:
@@ -359,7 +359,7 @@ def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
     except ray.exceptions.RayError as error:
         _lost.append(reason(error, 200))
         raise _gone() from error
-    return {call: _outcome(call) for call in ended}
+    return {call: _reply(call) for call in ended}
 
 
 def _check() -> None:
@@ -367,18 +367,18 @@ def _check() -> None:
         raise _gone()
 
 
-def _outcome(call: Any) -> Outcome:
+def _reply(call: Any) -> Reply:
     import ray
 
     try:
-        return Outcome(ray.get(call), "")
+        return Reply(ray.get(call), "")
     except ray.exceptions.RayTaskError as error:
-        return Outcome(None, f"{type(error.cause).__name__}: {error.cause}"[:300])
+        return Reply(None, f"{type(error.cause).__name__}: {error.cause}"[:300])
     except ray.exceptions.RayError as error:
         for words, cause in _DEATHS.items():
             if words in str(error):
-                return Outcome(None, cause)
-        return Outcome(None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"[:300])
+                return Reply(None, cause)
+        return Reply(None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"[:300])
 
 
 def kill(handle: Any, process: tuple[str, int] | None) -> None:

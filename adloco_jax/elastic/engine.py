@@ -23,7 +23,7 @@ from adloco_jax.core.outer import Differences, apply_differences
 from adloco_jax.core.types import Ensemble, GradientStats, put, take
 from adloco_jax.elastic import members
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.learner import Answer, Order, Work
+from adloco_jax.elastic.learner import Answer, Order, WorkerOrder
 from adloco_jax.elastic.rounds import Round
 from adloco_jax.elastic.states import InnerStates
 from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss, trainer_params
@@ -46,7 +46,7 @@ _apply = jax.jit(
 _TRIES = 3
 
 
-class UnderWay(NamedTuple):
+class EndedRounds(NamedTuple):
     """The results of rounds that learners have completed, for the method `ElasticEngine.finish`."""
 
     trainers: list[int]  # positions of the trainers that ran these rounds
@@ -151,7 +151,7 @@ class ElasticEngine:
                 stats.append(((position,), (0,) * len(tested), counts, stats_R))
         return stats
 
-    def outer_step(self, state: State, batch: dict[int, Round]) -> tuple[State, UnderWay]:
+    def outer_step(self, state: State, batch: dict[int, Round]) -> tuple[State, EndedRounds]:
         """Apply the outer update to each trainer whose round has ended.
 
         The update uses the differences of parameters that learners have sent for the trainer's
@@ -188,12 +188,12 @@ class ElasticEngine:
         step_s = now_s - max(self._finished_s, min(each.start_s for each in batch.values()))
         self._finished_s = now_s
         ensemble = ensemble.replace(round=np.int32(control.round))
-        return State(ensemble, control), UnderWay([*batch], lines, outcomes, step_s)
+        return State(ensemble, control), EndedRounds([*batch], lines, outcomes, step_s)
 
     def look_ahead(self, control: Control) -> None:
         """Do nothing: learners read their own rows, and compile their own programs."""
 
-    def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
+    def finish(self, state: State, underway: EndedRounds) -> tuple[State, Metrics, list[dict]]:
         """Count skipped updates, and remove broken trainers.
 
         Returns the new state, the metrics of the ended rounds, and one dict for each trainer that
@@ -322,7 +322,9 @@ class ElasticEngine:
                     inner_state = self._states.to_send(stream, self.fleet.learners[number])
                     each.wire_bytes += num_bytes(inner_state)
                     tested = min(count, updates[worker] * plan.num_sequences // plan.num_updates)
-                    work.append(Work(stream, start, updates[worker], tested, rate_T, inner_state))
+                    work.append(
+                        WorkerOrder(stream, start, updates[worker], tested, rate_T, inner_state)
+                    )
                 self._play(number, order._replace(work=tuple(work)), reference)
                 each.awaited.add(number)
             self.rounds[order.trainer] = each

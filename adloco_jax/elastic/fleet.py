@@ -28,7 +28,7 @@ _POLL_S = 0.2  # seconds to wait for answers before learners are checked for fau
 TRANSPORTS: dict[str, Any] = {"ray": cluster}
 
 
-class Call(NamedTuple):
+class PendingCall(NamedTuple):
     """A call of a method of a learner that has not been answered yet."""
 
     learner: int  # number of the learner
@@ -40,7 +40,7 @@ class Event(NamedTuple):
     """Something that the driver must process: an answer of a learner, or the loss of a learner."""
 
     what: str  # "lost", or the method that was answered: "play", "states" or "prepare"
-    learner: members.Learner  # the record of the learner's process that has answered or ended
+    learner: members.Member  # the record of the learner's process that has answered or ended
     about: Any  # the field `about` of the answered call; None for a loss
     value: Any  # the answer, or the cause of the loss
 
@@ -52,12 +52,12 @@ class Fleet:
         """Store the run; `start_all` later starts the learners."""
         self._run, self._settings = run, run.settings
         self._transport = TRANSPORTS[run.settings.engine.kind]
-        self.learners: dict[int, members.Learner] = {}
+        self.learners: dict[int, members.Member] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
         self._handles: dict[int, Any] = {}
         self._processes: dict[int, tuple[str, int]] = {}
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, PendingCall] = {}
         self._causes: dict[int, str] = {}  # why a learner was lost the last time, by its number
         self._connection = contextlib.ExitStack()
         self._given: Any = None
@@ -101,7 +101,7 @@ class Fleet:
         )
         self._given = self.put(given)
         for number in range(count):
-            self.learners[number] = members.Learner(number, 0, time.monotonic())
+            self.learners[number] = members.Member(number, 0, time.monotonic())
             self._launch(self.learners[number])
         deadline_s = time.monotonic() + rule.restart_s
         while time.monotonic() < deadline_s and self._absent():
@@ -122,26 +122,26 @@ class Fleet:
 
         The method waits at most a fraction of a second for answers. It asks learners for
         heartbeats, and treats a learner as lost if its process has ended, sends no heartbeat, or
-        works for too long (`members.Learner.fault`).
+        works for too long (`members.Member.fault`).
 
         Raises:
           ConfigError: If, at the start, a learner has other data or versions than the driver.
           ResourceError: If no learner can be reached any more.
         """
         rule, events = self._settings.engine, []
-        for call, outcome in self._transport.poll([*self._calls], _POLL_S).items():
+        for call, reply in self._transport.poll([*self._calls], _POLL_S).items():
             asked = self._calls.pop(call, None)
             if asked is None:
                 continue  # a call to a process that has ended
             learner = self.learners[asked.learner]
-            if outcome.error:
-                events.append(self._lose(learner, outcome.error, has_run=True))
+            if reply.error:
+                events.append(self._lose(learner, reply.error, has_run=True))
             elif asked.what == "hello":
-                events += self._greet(learner, outcome.value)
+                events += self._greet(learner, reply.value)
             elif asked.what == "ping":
-                self._hear(learner, outcome.value)
+                self._hear(learner, reply.value)
             else:
-                events.append(Event(asked.what, learner, asked.about, outcome.value))
+                events.append(Event(asked.what, learner, asked.about, reply.value))
         now_s = time.monotonic()
         for number, learner in [*self.learners.items()]:
             if number not in self._handles and now_s >= learner.started_s:
@@ -168,7 +168,7 @@ class Fleet:
     def _absent(self) -> list[int]:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
-    def _launch(self, learner: members.Learner) -> None:
+    def _launch(self, learner: members.Member) -> None:
         """Start the process of a learner."""
         self._handles[learner.number] = self._transport.start(
             Learner, self._count, learner.number, learner.life, self._given
@@ -190,7 +190,7 @@ class Fleet:
         """
         aside = what in ("ping", "states")
         call = self._transport.submit(self._handles[number], what, *arguments, aside=aside)
-        self._calls[call] = Call(number, what, about)
+        self._calls[call] = PendingCall(number, what, about)
 
     def host(self, stream: int) -> int | None:
         """Return the number of the learner that runs the worker with the data stream `stream`.
@@ -219,7 +219,7 @@ class Fleet:
         line = {"event": "learner", "round": self.control.round, "learner": number}
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
 
-    def _greet(self, learner: members.Learner, found: dict) -> list[Event]:
+    def _greet(self, learner: members.Member, found: dict) -> list[Event]:
         """Process the first answer of a learner's process: record that the learner has joined.
 
         A learner that has other data or other versions of packages than the driver does not join,
@@ -246,7 +246,7 @@ class Fleet:
         self.note(number, "joined", found["devices"])
         return []
 
-    def _hear(self, learner: members.Learner, found: dict) -> None:
+    def _hear(self, learner: members.Member, found: dict) -> None:
         """Process a learner's answer to a heartbeat request.
 
         If the learner is compiling a program, the time by which its round must end is extended.
@@ -256,7 +256,7 @@ class Fleet:
         if found["compiling"] and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
 
-    def _lose(self, learner: members.Learner, cause: str, *, has_run: bool = False) -> Event:
+    def _lose(self, learner: members.Member, cause: str, *, has_run: bool = False) -> Event:
         """Record the loss of a learner for the ledger, end its process, and plan the next one.
 
         `has_run` says that the process has run, although it may not have joined. Otherwise it may
@@ -285,7 +285,7 @@ class Fleet:
         self._kill(number)
         failures = 0 if before.joined else before.failures + has_run
         start_s = now_s + members.pause_s(failures)
-        learner = self.learners[number] = members.Learner(number, before.life + 1, start_s)
+        learner = self.learners[number] = members.Member(number, before.life + 1, start_s)
         learner.failures, learner.streams = failures, before.streams
         learner.lost_s = before.lost_s or now_s
 

@@ -54,7 +54,7 @@ class Given(NamedTuple):
     log: str  # folder of the learners' logs
 
 
-class Work(NamedTuple):
+class WorkerOrder(NamedTuple):
     """The part of a request that is about one worker: where to read rows, and what to compute."""
 
     stream: int  # the worker's data stream
@@ -73,7 +73,7 @@ class Order(NamedTuple):
     micro_batch_size: int
     num_accum_steps: int
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
-    work: tuple[Work, ...]  # one entry for each worker
+    work: tuple[WorkerOrder, ...]  # one entry for each worker
 
 
 class Answer(NamedTuple):
@@ -195,7 +195,7 @@ class Learner:
         for key in keys + [group.key("stats")] * tests:
             self.programs[key]
 
-    def _play(self, order: Order, work: Work, params_M: PyTree) -> Answer:
+    def _play(self, order: Order, work: WorkerOrder, params_M: PyTree) -> Answer:
         spec, group = self.spec, _group(order, work.num_updates)
         plan = group.plan
         key, end = (order.trainer, work.stream, work.start), work.start + plan.num_sequences

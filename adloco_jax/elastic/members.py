@@ -17,7 +17,7 @@ SLOW = 5.0
 
 
 @dataclass
-class Learner:
+class Member:
     """What the driver (the process with the training loop) knows about a learner's process."""
 
     number: int  # the learner's number, which its next processes keep
@@ -62,7 +62,7 @@ def pause_s(failures: float) -> float:
     return failures if failures in (0, math.inf) else min(2.0 ** (failures - 1), 60.0)
 
 
-def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
+def deadline(learner: Member, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
     """Return the time by which a learner must have processed some sequences, or counts as lost.
 
     The time allows `SLOW` times as long as the measured speed of the learner predicts, and at least
@@ -74,7 +74,7 @@ def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: flo
 
 
 def assign(
-    learners: Sequence[Learner],
+    learners: Sequence[Member],
     trainers: Mapping[int, int],
     movable: Collection[int],
     *,

@@ -32,13 +32,13 @@ class Round:
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
     reported: set[int] = field(default_factory=set)  # learners that have answered
     answers: dict[int, Answer] = field(default_factory=dict)  # the answers, by the worker's stream
-    senders: dict[int, members.Learner] = field(default_factory=dict)  # who sent them, by stream
+    senders: dict[int, members.Member] = field(default_factory=dict)  # who sent them, by stream
     broken: set[int] = field(default_factory=set)  # streams of answers with numbers not finite
     counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
     is_judged: bool = True  # whether `judge` could tell which updates are too large
     quorum_s: float | None = None  # when the quorum was reached; None: not yet
 
-    def take(self, learner: members.Learner, answers: Sequence[Answer]) -> None:
+    def take(self, learner: members.Member, answers: Sequence[Answer]) -> None:
         """Store the answers of a learner, unless the round does not wait for this learner."""
         if learner.number not in self.awaited:
             return

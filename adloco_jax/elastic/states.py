@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.members import Learner
+from adloco_jax.elastic.members import Member
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
@@ -34,7 +34,7 @@ class InnerStates:
         """
         self._spec, self._fleet, self._poll = spec, fleet, poll
         self._here: dict[int, PyTree] = {}  # states in this process, by the worker's stream
-        self._holders: dict[int, Learner] = {}  # process of the last counted answer, by stream
+        self._holders: dict[int, Member] = {}  # process of the last counted answer, by stream
         # States that learners have sent, by trainer id, stream, and position in the stream.
         self._found: dict[tuple[int, int, int], PyTree | None] = {}
 
@@ -57,7 +57,7 @@ class InnerStates:
             for worker, stream in enumerate(state.control.streams)
         }
 
-    def bring(self, control: Control, targets: Mapping[int, Learner | None]) -> None:
+    def bring(self, control: Control, targets: Mapping[int, Member | None]) -> None:
         """Bring inner states into this process, except those that the target processes have.
 
         The method waits for the processes that have the states. `targets` has the process that will
@@ -74,7 +74,7 @@ class InnerStates:
         )
         self._here |= {key[1]: state for key, state in self._found.items() if state is not None}
 
-    def to_send(self, stream: int, learner: Learner) -> PyTree | None:
+    def to_send(self, stream: int, learner: Member) -> PyTree | None:
         """Return the inner state that a learner needs for a worker's round; None if it has it."""
         if self._spec.reset_inner_state:
             return None
@@ -82,7 +82,7 @@ class InnerStates:
             self._here[stream] = self._fresh()
         return self._here.get(stream)
 
-    def counted(self, stream: int, learner: Learner) -> None:
+    def counted(self, stream: int, learner: Member) -> None:
         """Record that a worker's round was counted: only `learner` has the state after it."""
         self._here.pop(stream, None)
         self._holders[stream] = learner
