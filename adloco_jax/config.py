@@ -24,7 +24,7 @@ from ml_collections import ConfigDict, FieldReference
 from pydantic import ValidationError
 
 from adloco_jax.errors import ConfigError, UserError
-from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Model, Settings, default_of, shown
+from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Settings, default_of, shown
 
 # The folder of the configs that come with the package. In the repository it is a link to the folder
 # `configs` at the top level.
@@ -114,7 +114,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
             holder.pop(name, None)
             wrong.append(f"{part}.{name} = " if rest else f"{part} = ")
     else:
-        values["model"] |= _unset_sizes(settings.model, known["ARCHITECTURES"])
+        values["model"] |= _unset_sizes(settings, known["ARCHITECTURES"])
     try:
         settings = Settings.model_validate(values, context=known)
     except ValidationError as error:
@@ -136,8 +136,9 @@ def tables() -> dict[str, Mapping[str, Any]]:
     return {entry.table: getattr(package, entry.table) for entry in ENTRIES.values()}
 
 
-def _unset_sizes(model: Model, architectures: Mapping[str, Any]) -> dict[str, Any]:
+def _unset_sizes(settings: Settings, architectures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes that a config leaves unset: from the checkpoint, or else the defaults."""
+    model = settings.model
     sizes = {name: getattr(model, name) for name in SIZES if name not in model.model_fields_set}
     names = architectures[model.arch].weight_map if model.arch in architectures else None
     read = set() if names is None else sizes.keys() & {ours for ours, _ in names.sizes.values()}

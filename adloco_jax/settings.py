@@ -73,7 +73,7 @@ class Entry:
         return handler(schema) | {"examples": self.names.split()}
 
 
-class Group(
+class SettingsGroup(
     BaseModel,
     strict=True,
     frozen=True,
@@ -94,9 +94,10 @@ class Group(
         return self
 
     def _values(self, keys: str) -> str:
-        group = "" if isinstance(self, Settings) else f"{type(self).__name__.lower()}."
+        group = type(self).__name__.removesuffix("Settings").lower()
         values = {key: operator.attrgetter(key)(self) for key in keys.split()}
-        return ", ".join(f"{group}{key} = {shown(value)}" for key, value in values.items())
+        prefix = group and f"{group}."
+        return ", ".join(f"{prefix}{key} = {shown(value)}" for key, value in values.items())
 
 
 def shown(value: object) -> str:
@@ -105,7 +106,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-class Model(Group):
+class ModelSettings(SettingsGroup):
     """The model; the defaults are a Llama for bytes that a CPU trains in a minute."""
 
     arch: Annotated[str, Entry("ARCHITECTURES", "llama bert")] = "llama"
@@ -161,7 +162,7 @@ class Model(Group):
                 yield " ".join(names), need
 
 
-class Data(Group):
+class DataSettings(SettingsGroup):
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
     source: Annotated[str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf tokens")] = "stdlib"
@@ -211,7 +212,7 @@ class Data(Group):
                 yield f"source {name}", need
 
 
-class Ensemble(Group):
+class EnsembleSettings(SettingsGroup):
     """The trainers, and the workers that are divided among them."""
 
     num_trainers: Count = 4
@@ -245,7 +246,7 @@ class Ensemble(Group):
             yield "spawn_frac initial_workers", need
 
 
-class Inner(Group):
+class InnerSettings(SettingsGroup):
     """What a worker does between two synchronisations: optimizer, learning rate, round length."""
 
     steps_per_round: Count = 200
@@ -297,7 +298,7 @@ class Inner(Group):
             yield "tx weight_decay", "sgd decays no weights; set inner.weight_decay=0.0"
 
 
-class Outer(Group):
+class OuterSettings(SettingsGroup):
     """How a trainer is updated with the differences of its workers, and how these are sent."""
 
     tx: Annotated[
@@ -343,7 +344,7 @@ class Outer(Group):
             yield "mixing fragments delay_updates", need
 
 
-class Batching(Group):
+class BatchingSettings(SettingsGroup):
     """How a worker's requested batch, counted in sequences, grows (docs/algorithm.md, 2 and 3)."""
 
     test: Annotated[str, Entry("BATCH_TESTS", "norm inner_product augmented constant ramp")] = (
@@ -413,7 +414,7 @@ class Batching(Group):
             yield "ramp initial_batch_size batch_cap", f"{need} to the cap"
 
 
-class Switch(Group):
+class SwitchSettings(SettingsGroup):
     """When a batch that is too large for a device is accumulated (docs/algorithm.md, 3)."""
 
     mode: Literal["threshold", "accumulate", "clip"] = "threshold"
@@ -423,7 +424,7 @@ class Switch(Group):
     """Multiple of max_batch_size above which threshold accumulates."""
 
 
-class Merge(Group):
+class MergeSettings(SettingsGroup):
     """Which trainers are merged into one, and when (docs/algorithm.md, 4)."""
 
     policy: Annotated[str, Entry("MERGE_POLICIES", "worst_with_worst best_with_worst none")] = (
@@ -442,7 +443,7 @@ class Merge(Group):
     request continues."""
 
 
-class Eval(Group):
+class EvalSettings(SettingsGroup):
     """When the loss on held-out text is measured; the seed of the run does not change the rows."""
 
     every_rounds: Count = 1
@@ -453,7 +454,7 @@ class Eval(Group):
     """Tokens with which each evaluation continues a held-out text, to read how the model writes."""
 
 
-class Checkpoint(Group):
+class CheckpointSettings(SettingsGroup):
     """When the whole state is saved; it is also saved at the end and at a signal."""
 
     every_rounds: Count | None = None
@@ -467,7 +468,7 @@ class Checkpoint(Group):
     than a round takes with compilation, evaluation and save. Unset: never."""
 
 
-class Engine(Group):
+class EngineSettings(SettingsGroup):
     """Where workers run: in this process, or in learner processes that may come and go."""
 
     kind: Literal["local", "ray"] = "local"
@@ -499,7 +500,7 @@ class Engine(Group):
             yield "quorum max_learners", need
 
 
-class Log(Group):
+class LogSettings(SettingsGroup):
     """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
     every_rounds: Count = 1
@@ -514,21 +515,21 @@ class Log(Group):
     """Send metrics to trackio; needs the extra trackio."""
 
 
-class Settings(Group):
+class Settings(SettingsGroup):
     """All checked settings of a run as plain Python values; a knob that is unset is None."""
 
-    model: Annotated[Model, "refused"]
-    data: Annotated[Data, "refused"]
-    ensemble: Annotated[Ensemble, "refused"]
-    inner: Annotated[Inner, "accepted"]
-    outer: Annotated[Outer, "accepted"]
-    batching: Annotated[Batching, "accepted"]
-    switch: Annotated[Switch, "accepted"]
-    merge: Annotated[Merge, "accepted"]
-    eval: Annotated[Eval, "harmless"]
-    checkpoint: Annotated[Checkpoint, "harmless"]
-    log: Annotated[Log, "harmless"]
-    engine: Annotated[Engine, "harmless"]
+    model: Annotated[ModelSettings, "refused"]
+    data: Annotated[DataSettings, "refused"]
+    ensemble: Annotated[EnsembleSettings, "refused"]
+    inner: Annotated[InnerSettings, "accepted"]
+    outer: Annotated[OuterSettings, "accepted"]
+    batching: Annotated[BatchingSettings, "accepted"]
+    switch: Annotated[SwitchSettings, "accepted"]
+    merge: Annotated[MergeSettings, "accepted"]
+    eval: Annotated[EvalSettings, "harmless"]
+    checkpoint: Annotated[CheckpointSettings, "harmless"]
+    log: Annotated[LogSettings, "harmless"]
+    engine: Annotated[EngineSettings, "harmless"]
     seed: Annotated[int, Field(ge=0, le=2**32 - 1), "refused"] = 0
     """Random seed of the parameters, the data order, and the keys of a loss."""
     num_rounds: Annotated[Count, "harmless"] = 20
@@ -592,10 +593,10 @@ class Settings(Group):
             yield "outer.delay_updates outer.fragments inner.steps_per_round", f"{need} the steps"
 
 
-GROUPS: dict[str, type[Group]] = {
+GROUPS: dict[str, type[SettingsGroup]] = {
     name: field.annotation
     for name, field in Settings.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Group)
+    if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup)
 }
 KNOBS: dict[str, FieldInfo] = {
     name: field for name, field in Settings.model_fields.items() if name not in GROUPS

@@ -231,9 +231,9 @@ def test_the_schema_has_every_key_with_its_meaning_and_limits(capsys):
     schema = json.loads(capsys.readouterr().out)
     for key in KNOBS:
         group, _, name = key.rpartition(".")
-        part = schema["$defs"][group.capitalize()] if group else schema
+        part = schema["$defs"][f"{group.capitalize()}Settings"] if group else schema
         assert " ".join(part["properties"][name]["description"].split()) == meaning(key)
-    eta = schema["$defs"]["Batching"]["properties"]["eta"]
+    eta = schema["$defs"]["BatchingSettings"]["properties"]["eta"]
     assert (eta["exclusiveMinimum"], eta["maximum"], eta["default"]) == (0, 100, 0.8)
 
 

@@ -28,7 +28,7 @@ from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, counted
-from adloco_jax.settings import Data, Settings
+from adloco_jax.settings import DataSettings, Settings
 
 _SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
 Note = Callable[[str], None]
@@ -186,7 +186,9 @@ def load_corpus(
     return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)
 
 
-def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, Any]) -> Opened:
+def _kept_rows(
+    data: DataSettings, tokenizer: Tokenizer, note: Note, options: dict[str, Any]
+) -> Opened:
     """Open the rows in the user's cache; make them first if they are not there.
 
     If the hub does not answer, the newest rows that were made with the same settings are used. If
@@ -223,7 +225,7 @@ def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, 
         return manifest, prepared.open_rows(folder, manifest)
 
 
-def _open_prepared(data: Data, tokenizer: Tokenizer) -> Opened:
+def _open_prepared(data: DataSettings, tokenizer: Tokenizer) -> Opened:
     """Open the rows in the folder `data.path`, which `adloco prepare` made.
 
     Raises:
@@ -293,7 +295,7 @@ def check_corpus(settings: Settings) -> list[str]:
     return [f"{where_of(data)}: its content after the first text"]
 
 
-def is_on_hub(data: Data) -> bool:
+def is_on_hub(data: DataSettings) -> bool:
     """Whether `data.path` is the name of a data set on the hub, and not the path of files.
 
     Raises:
@@ -314,7 +316,7 @@ def is_on_hub(data: Data) -> bool:
     return on_hub
 
 
-def where_of(data: Data, *, heldout: bool = False) -> str:
+def where_of(data: DataSettings, *, heldout: bool = False) -> str:
     """Name the setting that says where the text is from, as "key=value", for messages.
 
     With `heldout`, this is the setting for separate held-out text, if there is one.
@@ -324,7 +326,7 @@ def where_of(data: Data, *, heldout: bool = False) -> str:
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
-def find_sides(data: Data) -> tuple[dict[str, File], dict[str, File]]:
+def find_sides(data: DataSettings) -> tuple[dict[str, File], dict[str, File]]:
     """Find the files with training text, and the files with held-out text if there are any.
 
     Args:
@@ -364,7 +366,7 @@ def find_sides(data: Data) -> tuple[dict[str, File], dict[str, File]]:
 
 
 def make_job(
-    data: Data,
+    data: DataSettings,
     tokenizer: Tokenizer,
     *,
     num_classes: int | None = None,
@@ -459,6 +461,6 @@ def _python_identity() -> str:
     return f"{sys.version} {hashlib.sha256(files.encode()).hexdigest()}"
 
 
-def _cut_file(file: Path, data: Data) -> Iterator[str]:
+def _cut_file(file: Path, data: DataSettings) -> Iterator[str]:
     if text := sources.read_text(file):
         yield from sources.cut_in_two(text, where=where_of(data), heldout_frac=data.heldout_frac)

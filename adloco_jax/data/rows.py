@@ -38,7 +38,7 @@ from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import file_sha256, sync
-from adloco_jax.settings import Data
+from adloco_jax.settings import DataSettings
 
 # Held-out rows have two uses: most measure the losses that are reported, and some (guard rows)
 # measure the losses on which decisions about merges depend.
@@ -70,7 +70,7 @@ class Job:
       cuts: Whether the text is a single document, which is cut in two. The end of it is held out.
     """
 
-    data: Data
+    data: DataSettings
     encoder: Tokenizer
     num_classes: int | None
     request: dict

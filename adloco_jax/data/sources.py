@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from adloco_jax import hub
 from adloco_jax.data.remote import File
 from adloco_jax.errors import ConfigError, DataError, reason
-from adloco_jax.settings import Data
+from adloco_jax.settings import DataSettings
 
 # The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
 MAX_LINE_BYTES = 2**24
@@ -85,7 +85,7 @@ class DataSource:
       is_folder: Whether `data.path` is a folder that `adloco prepare` made.
     """
 
-    documents: Callable[[Any, Data], Iterable[str | Record]] | None = None
+    documents: Callable[[Any, DataSettings], Iterable[str | Record]] | None = None
     needs: Sequence[str] = ("path",)
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cuts_single_file: bool = False
@@ -95,7 +95,7 @@ class DataSource:
 
 
 def documents_of(
-    found: Iterable[str | Record], data: Data, *, where: str, num_classes: int | None
+    found: Iterable[str | Record], data: DataSettings, *, where: str, num_classes: int | None
 ) -> Iterator[Document]:
     """Convert the texts and records of a source to documents; skip records with empty text.
 
@@ -137,7 +137,7 @@ def _text(row: Record, column: str) -> str:
     return text
 
 
-def _label(row: Record, text: str, data: Data, num_classes: int) -> int:
+def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
     if not text:
         raise DataError(f"{row.where}: {data.text_column!r} is empty")
     require_columns(row.columns, [data.label_column], row.where)
@@ -166,7 +166,7 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -
 # -- The sources -----------------------------------------------------------------------------
 
 
-def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
+def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
     """Yield the source files of Python's standard library, in the order of their paths.
 
     The file with the topics of Python's help is replaced by the topics, one document each. Tests,
@@ -191,13 +191,13 @@ def stdlib_files() -> list[Path]:
     return sorted(files, key=Path.as_posix)
 
 
-def text_documents(file: Path, data: Data) -> Iterator[str]:
+def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
     """Yield the whole text of a file as one document, unless the file is empty."""
     if text := read_text(file):
         yield text
 
 
-def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
+def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each line of a file of JSON lines; skip blank lines.
 
     If the name ends in `.gz`, the file is decompressed.
@@ -227,7 +227,7 @@ def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
         raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
 
-def table_documents(file: Path, data: Data) -> Iterator[Record]:
+def table_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a table, with the reader for the ending of the file's name.
 
     Raises:
@@ -242,7 +242,7 @@ def table_documents(file: Path, data: Data) -> Iterator[Record]:
     return read(file, data)
 
 
-def csv_documents(file: Path, data: Data) -> Iterator[Record]:
+def csv_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
     The value of a cell is text, except that a whole number in the column of classes becomes an int.
@@ -268,7 +268,7 @@ def csv_documents(file: Path, data: Data) -> Iterator[Record]:
         raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
 
-def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
+def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a parquet file; read only the columns that the config names.
 
     Raises:
@@ -282,7 +282,7 @@ def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
         yield from _arrow_records(rows.iter_batches(batch_size=1024, columns=_used(data)), file)
 
 
-def arrow_documents(file: Path, data: Data) -> Iterator[Record]:
+def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of an Arrow file; read only the columns that the config names.
 
     The library `datasets` saves data sets in such files.
@@ -314,7 +314,7 @@ def _arrow_faults(file: Path) -> Iterator[None]:
         raise DataError(f"{file}: damaged or unreadable ({reason(error, 200)})") from error
 
 
-def _used(data: Data) -> list[str]:
+def _used(data: DataSettings) -> list[str]:
     """Return the names of the columns to read: the text column, and that of labels if it is set."""
     return [column for column in (data.text_column, data.label_column) if column]
 
@@ -369,7 +369,7 @@ def _opened(file: Path) -> Any:
     return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
 
 
-def _json_object(line: bytes, where: str, data: Data) -> dict:
+def _json_object(line: bytes, where: str, data: DataSettings) -> dict:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
@@ -389,7 +389,7 @@ def _number(digits: str) -> int | float:
     return int(digits) if len(digits) < 20 else float(digits)  # Python limits the digits of an int
 
 
-def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
+def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> list[Part]:
     """List the files of a split of a data set on the hub; a file is downloaded while it is read.
 
     Raises:
@@ -431,7 +431,7 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
     ]
 
 
-_BY_ENDING: dict[str, Callable[[Path, Data], Iterator[Record]]] = {
+_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record]]] = {
     **dict.fromkeys((".csv", ".tsv"), csv_documents),
     **dict.fromkeys((".json", ".jsonl"), jsonl_documents),
     **{".parquet": parquet_documents, ".arrow": arrow_documents},

@@ -224,8 +224,7 @@ class Learner:
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
         loss_SR, skipped_SR = by_update(group, measured)
         sent, norm_R, stats_R = fetch((sent, norm_R, stats_R))
-        waited_s = self.programs.stall_s - stalled_s
-        seconds = time.perf_counter() - start_s - waited_s
+        seconds = time.perf_counter() - start_s - (self.programs.stall_s - stalled_s)
         counts = {"num_updates": work.num_updates, "num_sequences": plan.num_sequences}
         where = {"trainer": order.trainer, "round": order.round, "stream": work.stream}
         self._note(**where, start=work.start, count=plan.num_sequences)

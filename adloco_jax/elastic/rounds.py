@@ -17,7 +17,7 @@ from adloco_jax.elastic import members
 from adloco_jax.elastic.learner import Answer, Order
 from adloco_jax.engine.round import Outcome
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.settings import Engine
+from adloco_jax.settings import EngineSettings
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Round:
                 self.broken.add(answer.stream)
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
-    def is_over(self, rule: Engine) -> bool:
+    def is_over(self, rule: EngineSettings) -> bool:
         """Whether the round ends now, because all learners have answered, or enough of them.
 
         `rule` is the config's group `engine`, with the quorum. The time at which the quorum was
@@ -63,7 +63,7 @@ class Round:
         how = {"quorum": rule.quorum, "since_quorum_s": since_s, "grace_s": rule.grace_s}
         return members.is_over(reported, awaited, **how)
 
-    def judge(self, rule: Engine, before: Sequence[float]) -> None:
+    def judge(self, rule: EngineSettings, before: Sequence[float]) -> None:
         """Decide which answers count in the outer update, once the round is over.
 
         An answer does not count if its numbers are not finite, or if the update is too large

@@ -462,11 +462,7 @@ def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int
 
 
 def _sequences(
-    control: Control,
-    group: Group,
-    spec: Spec,
-    rows: Rows,
-    tested_here: Set[int],
+    control: Control, group: Group, spec: Spec, rows: Rows, tested_here: Set[int]
 ) -> np.ndarray:
     """Read the rows that a group's workers train on in a round: int32 [T, R, B, L + 1].
 

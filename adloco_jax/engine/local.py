@@ -224,9 +224,7 @@ class LocalEngine:
         if self.spec.by_position:
             stacks = [(whole_pool(state.control, self.spec), work)]
         for stack, inputs in stacks:
-            extra_M = {
-                name: values_M[list(stack.trainers)] for name, values_M in batch.extra_M.items()
-            }
+            extra_M = {name: x_M[list(stack.trainers)] for name, x_M in batch.extra_M.items()}
             sub, workers, stack_measured, stack_norms = inner_round(
                 self.programs, self._take(ensemble, stack), stack, inputs, self._note
             )

@@ -19,7 +19,7 @@ from adloco_jax.core.gradstats import Estimator
 from adloco_jax.core.outer import Aggregator, mean
 from adloco_jax.core.types import LossFn, block_size, trainable
 from adloco_jax.loop.adloco import StateBytes
-from adloco_jax.settings import Outer
+from adloco_jax.settings import OuterSettings
 
 Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
@@ -117,7 +117,7 @@ class Spec:
     params: PyTree  # shapes and dtypes of one model's parameters
     inner_tx: optax.GradientTransformation
     outer_tx: optax.GradientTransformation
-    outer: Outer  # schedule, delay and precision of synchronisations
+    outer: OuterSettings  # schedule, delay and precision of synchronisations
     num_micro_batches: int  # micro-batches per call of `steps`: S, or S / F with F fragments
     row_length: int  # integers of a row: L + 1, or 2 + L if class and length come first
     sequence_length: int  # L

@@ -21,7 +21,7 @@ from adloco_jax.run.assemble import Run
 from adloco_jax.run.folder import versions, write_config
 from adloco_jax.run.ledger import Ledger, cut, read
 from adloco_jax.run.terminal import Progress
-from adloco_jax.settings import Log
+from adloco_jax.settings import LogSettings
 
 Send = Callable[[dict], None]
 
@@ -193,7 +193,7 @@ _TRACKERS = {
 }
 
 
-def check_installed(log: Log) -> None:
+def check_installed(log: LogSettings) -> None:
     """Check that the trackers that the config names are installed.
 
     Raises:
@@ -214,7 +214,7 @@ class Trackers:
 
     def __init__(
         self,
-        log: Log,
+        log: LogSettings,
         workdir: Path,
         history: Sequence[dict],
         on_fault: Callable[[str, int, str], None],
