@@ -8,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from hubs import ROOT, TOKENIZER, add_bert, make_hub, served
+from hubs import ROOT, TOKENIZER, add_bert, add_qwen3, make_hub, served
 
 from adloco_jax import hf
+from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.run.ledger import read
 
 pytestmark = pytest.mark.slow
@@ -143,3 +144,25 @@ def test_long_each_name_of_the_hub_works_by_itself(hub, tmp_path, data_dir):
     assert (done.returncode, done.stderr) == (0, "")
     done = adloco(environment, "plan", *CARD, *options(), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_trained_qwen3_continues_on_own_text_as_the_readme_says(hub_root, hub, tmp_path):
+    """The command's options only make the run short; sizes and tokenizer are the checkpoint's."""
+    name = "Qwen/Qwen3-0.6B"
+    add_qwen3(hub_root / "models" / name)
+    environment, _ = hub
+    (tmp_path / "texts").mkdir()
+    lines = (json.dumps({"text": f"Text {n} of one's own. " * 8}) for n in range(200))
+    (tmp_path / "texts" / "a.jsonl").write_text("\n".join(lines))
+    words = ["train", "finetune", f"--config.model.init_from={name}", "--workdir=run"]
+    words += ["--config.data.path=texts/*.jsonl", "--config.data.sequence_length=32"]
+    words += ["--config.num_rounds=1", "--config.inner.steps_per_round=2"]
+    words += ["--config.inner.warmup_updates=1", "--config.model.dtype=float32"]
+    done = adloco(environment, *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    exported = hf.load(tmp_path / "run" / "export")
+    assert exported.network.tied and exported.network.qk_norm and exported.network.head_size == 6
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert settings["data"]["tokenizer"] == name and settings["model"]["vocab_size"] == 384
+    first, last = (tmp_path / "run" / "export", hub_root / "models" / name)
+    assert load_tokenizer(str(first)).fingerprint == load_tokenizer(str(last)).fingerprint

@@ -77,6 +77,32 @@ def add_bert(root, data_dir) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(named))
 
 
+def add_qwen3(model) -> None:
+    """Adds a tiny Qwen3 with a byte-level tokenizer."""
+    import jax
+    import tokenizers
+
+    from adloco_jax import hf
+    from adloco_jax.models import Llama
+    from adloco_jax.models.layers import param_shapes
+
+    sizes = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}
+    network = Llama(vocab_size=384, max_length=64, head_size=6, qk_norm=True, tied=True, **sizes)
+    model.parent.mkdir(parents=True)
+    key = jax.random.key(0)
+    params = jax.tree.map(
+        lambda leaf: 0.02 * jax.random.normal(key, leaf.shape), param_shapes(network)
+    )
+    hf.save(params, model, network=network)
+    assert json.loads((model / "config.json").read_text())["model_type"] == "qwen3"
+    backend = tokenizers.ByteLevelBPETokenizer()
+    ends = ["<|endoftext|>", "<|im_end|>"]
+    backend.train_from_iterator(["Text of one's own. " * 40], vocab_size=300, special_tokens=ends)
+    backend.save(str(model / "tokenizer.json"))
+    named = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": ends[1], "pad_token": ends[0]}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+
+
 @contextlib.contextmanager
 def served(root: Path, folder: Path):
     """Serves a hub; yields the environment of commands, and a function that stops it.
