@@ -20,6 +20,8 @@ from ledgers import write_run
 
 from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
 from adloco_jax import main as cli
+from adloco_jax.cli import train as train_command
+from adloco_jax.cli.train import configure, parse_options
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import changes
@@ -43,7 +45,7 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 
 def configured(*words: str, config: str = "quickstart"):
-    return cli._configure(*cli._parse([f"--config={config}", *words]))[1]
+    return configure(*parse_options([f"--config={config}", *words]))[1]
 
 
 def refused(capsys, *argv: str) -> list[str]:
@@ -210,7 +212,7 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
     words = ["--config.seed=3", "--workdir", "x"]
     for config in ("quickstart", "configs/quickstart.py", str(ROOT / "configs" / "quickstart.py")):
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
-            path, made = cli._configure(*cli._parse(given))
+            path, made = configure(*parse_options(given))
             assert path.stem == "quickstart" and made.seed == 3
 
 
@@ -286,7 +288,7 @@ def test_a_bad_command_is_refused(capsys):
 def test_text_of_the_command_line_replaces_the_configs_data_set(monkeypatch):
     made = []
     monkeypatch.setattr(
-        cli, "_execute", lambda options, path, config, *_, **more: made.append(config)
+        train_command, "_execute", lambda options, path, config, *_, **more: made.append(config)
     )
     for words in (
         ["--config.data.path=c4/*.json.gz"],
@@ -507,7 +509,7 @@ def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, c
     assert cli.main(TINY) == 0
     out, err = capsys.readouterr()
     assert "tokens          17,920" in out
-    assert err.startswith("the report was not written: ") and len(err.splitlines()) == 1
+    assert err.startswith("the report or the card was not written: ") and len(err.splitlines()) == 1
 
 
 def test_flags_let_a_run_resume_with_changes(run, capsys):

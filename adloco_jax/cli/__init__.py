@@ -1,5 +1,5 @@
-"""The commands after `adloco` except `train` and `plan`, which are in `adloco_jax.main`.
+"""The commands after `adloco`.
 
-Each command is a function `command(options, line)`. It takes the parsed options and the command
-line as text, and returns the exit code; None means 0.
+Each command except `train` and `plan` is a function `command(options, line)`. It takes the parsed
+options and the command line as text, and returns the exit code; None means 0.
 """
