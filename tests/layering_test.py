@@ -58,7 +58,7 @@ HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakp
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
 # Modules that may ask JAX for the devices of this program, and modules that may call `here`, which
 # does. All others are given a machine, so that described devices go the same way as real ones.
-ASK_JAX = {"run/machines.py", "main.py"}
+ASK_JAX = {"run/machines.py", "cli/train.py"}
 ASK_HERE = {"training.py", "elastic/learner.py", "cli/commands.py", "run/plan.py"}
 # The pure packages.
 PURE = ("core", "contrib", "models", "settings", "loop")

@@ -17,7 +17,6 @@ from typing import Any
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-import adloco_jax
 from adloco_jax import config
 from adloco_jax.cli.parser import (
     allowed,
@@ -216,6 +215,7 @@ def _execute(
     If the run is already finished, nothing is trained, and its table and report are made again.
     """
     # Imported only here, so that an error in the config is reported before JAX is imported.
+    from adloco_jax import training
     from adloco_jax.run import processes
     from adloco_jax.run.changes import changes, finished, how_to_resume, unfinished
     from adloco_jax.run.plan import plan
@@ -248,9 +248,7 @@ def _execute(
     damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, made, **accept)))
     if damage is None:
         accept_data = options.accept_data_change
-        adloco_jax.train(
-            made, folder, command=command_line, accept_data_change=accept_data, **accept
-        )
+        training.train(made, folder, command=command_line, accept_data_change=accept_data, **accept)
         return
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
