@@ -137,6 +137,7 @@ def test_the_runs_export_is_pushed_with_the_users_changes(trained, tmp_path, hub
     assert export(run, "--push=me/model") == 0
     assert "/me/model\n" in capsys.readouterr().out
     assert files(hub / "me" / "model") == files(run / "export")
+    assert b"license: mit" in files(run / "export")["README.md"]
     assert export(run, "--push=me/model", "--dtype=bfloat16", "--shard-size=10KB") == 0
     assert files(hub / "me" / "model") == files(run / "export")
     assert b"license: mit" not in files(run / "export")["README.md"]

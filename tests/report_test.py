@@ -175,7 +175,7 @@ def forty(tmp_path_factory):
     rounds = [(n, 0, 2, 4, 4, 1, 2 + 3 / n, 4, "kept") for n in range(1, 61)]
     settings = {"rounds": rounds, "merge": False}
     runs = [
-        write_run(folder / str(i), learning_rate=float(i), loss_shift=i / 40, **settings)
+        write_run(folder / str(i), learning_rate=i + 1.0, loss_shift=i / 40, **settings)
         for i in range(40)
     ]
     labels = [f"a variant with a long name {i}" for i in range(40)]
