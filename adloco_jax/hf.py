@@ -566,7 +566,7 @@ def _checked(
     leaves = _leaves(param_shapes(network))
     copies = {other for name, other in ties.items() if {name, other} <= stored.keys()}
     wanted = {
-        tensor: tensor.name if tensor.name in stored else ties.get(tensor.name, tensor.name)
+        tensor: next((n for n in (tensor.name, ties.get(tensor.name)) if n in stored), tensor.name)
         for tensor in tensors(network, names)
     }
     head = {tensor: name for tensor, name in wanted.items() if tensor.path[0] == names.head}

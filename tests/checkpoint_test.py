@@ -137,7 +137,7 @@ def test_checkpoints_deleted_during_a_save_are_reported_with_what_is_left(
 
 def test_a_first_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
     fail_at(monkeypatch, "save.manifest")
-    with pytest.raises(ResourceError, match="no other checkpoint is left; make room, and run"):
+    with pytest.raises(ResourceError, match="no other checkpoint is left; make room"):
         save(tmp_path, 1)
     save(tmp_path, 1)
     assert {p.name for p in tmp_path.iterdir()} == {"1"}

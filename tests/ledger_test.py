@@ -116,7 +116,10 @@ def sample(kind):
     if kind is Settings:
         settings = json.loads(validate(default_config()).model_dump_json())
         for group, _, name in (key.rpartition(".") for key in KNOBS):
-            holder, allowed = settings[group] if group else settings, {int: 8, float: 0.5}
+            holder, allowed = (
+                settings[group] if group else settings,
+                {int: 8, float: 0.5, str: "text"},
+            )
             if holder[name] is None:
                 holder[name] = allowed.get(plain_type(f"{group}.{name}".strip(".")), True)
         return settings

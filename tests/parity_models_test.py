@@ -206,7 +206,8 @@ def test_tied_and_untied_tensors_are_those_of_hugging_face(tmp_path, is_tied, st
     if info["missing_keys"]:
         with pytest.raises(DataError) as caught:
             hf.load(tmp_path)
-        assert all(f"{name}: missing" in str(caught.value) for name in info["missing_keys"])
+        names = set(info["missing_keys"]) - ({HEAD} if is_tied else set())  # tied: one tensor
+        assert names and all(f"{name}: missing" in str(caught.value) for name in names)
     else:
         loaded = hf.load(tmp_path)
         assert_same_logits(loaded.network, loaded.params, model, make_rows(loaded.network))
