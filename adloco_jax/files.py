@@ -94,6 +94,8 @@ def fault(value: Any, kind: Any, name: str) -> str:
             first = error.errors()[0]
             where = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
             need = first["msg"].replace("Input should be", "expected")
+            if first["type"] == "model_type":
+                need = f"expected {_WORDS[dict]}"
             return f"{name}{''.join(where)}: have {repr(first['input'])[:60]}, {need}"
         return ""
     if origin in (typing.Union, UnionType):

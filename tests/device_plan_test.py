@@ -204,7 +204,7 @@ def test_a_plan_is_saved_and_ends_with_5_if_nothing_fits(tmp_path, capsys, monke
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     record = {"fits": True}
     monkeypatch.setattr(device_plan_module, "device_plan", lambda *_: (["a table"], record))
-    monkeypatch.setattr(main_module, "_require_devices", lambda: None)
+    monkeypatch.setattr("adloco_jax.cli.train.require_devices", lambda: None)
     words = ["plan", "quickstart", "--device", "h100", "--save", str(tmp_path / "plan.json")]
     assert main(words) == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == record

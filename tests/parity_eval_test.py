@@ -19,6 +19,8 @@ from adloco_jax.run.machines import here
 from adloco_jax.study import benchmarks
 from adloco_jax.training import train
 
+pytest.importorskip("lm_eval", reason="not installed (the parity extra)")
+
 pytestmark = [
     pytest.mark.usefixtures("one_device"),
     # Libraries that the harness imports are not ours.
