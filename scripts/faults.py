@@ -392,7 +392,7 @@ def r3(bench: Bench, devices: tuple[int, int]) -> Iterator[Trial]:
     bench.run(workdir, ADLOCO_CRASH_AT="round.decided:5", XLA_FLAGS=before)
     code, err = bench.run(workdir, XLA_FLAGS=after)
     measured = {"perplexity", "noise", "signal", "test_value", "pseudo_grad_norm"}
-    measured |= {"train_loss", "loss", "loss_before", "loss_after", "barrier"}
+    measured |= {"train_loss", "train_losses", "loss", "loss_before", "loss_after", "barrier"}
     lines = deterministic_lines(read(workdir / "ledger.jsonl")) if code == 0 else []
     expected = bench.reference[0]["ledger"]
     alike = len(lines) == len(expected)

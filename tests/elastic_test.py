@@ -81,7 +81,16 @@ def when_it_has_read(workdir, number, rounds, act):
 @slow
 def test_a_run_in_learners_decides_reads_and_counts_as_a_local_one(tmp_path):
     local, elastic = run(tmp_path / "local"), run(tmp_path / "ray", settings_of(**ELASTIC))
-    apart = ("train_loss", "pseudo_grad_norm", "noise", "signal", "test_value", "step_s", "stall_s")
+    apart = (
+        "train_loss",
+        "train_losses",
+        "pseudo_grad_norm",
+        "noise",
+        "signal",
+        "test_value",
+        "step_s",
+        "stall_s",
+    )
     apart += ("workers_counted", "wire_bytes", "up_s")
 
     def decided(lines):

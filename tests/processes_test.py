@@ -19,7 +19,7 @@ from adloco_jax.run.ledger import deterministic_lines, read
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("train_loss", "noise", "signal", "test_value", "pseudo_grad_norm", "perplexity")
-MEASURED += ("loss", "loss_before", "loss_after", "barrier")
+MEASURED += ("train_losses", "loss", "loss_before", "loss_after", "barrier")
 
 
 class Coordinator(dict):
@@ -165,7 +165,13 @@ def assert_alike(lines, expected):
     for ours, theirs in zip(lines, expected, strict=True):
         decided = [{k: v for k, v in e.items() if k not in MEASURED} for e in (ours, theirs)]
         assert decided[0] == decided[1]
-        for name in {"train_loss", "loss", "loss_before", "loss_after"} & theirs.keys():
+        for name in {
+            "train_loss",
+            "train_losses",
+            "loss",
+            "loss_before",
+            "loss_after",
+        } & theirs.keys():
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
             assert np.all(np.isfinite(np.asarray(ours[name])))
 
