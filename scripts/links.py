@@ -1,0 +1,482 @@
+"""Time training over slow links: four sites of this machine that share a bucket (Linux, root).
+
+    python scripts/links.py [--model half] [--rates 50 10 200] [--seeds 21 22 23] [--share 0.4]
+
+Each site is a network namespace with one link to a hub, which has the bucket's server. Both ends of
+a link are limited to the same rate (`tc tbf`), and each site to the same share of a processor. The
+links have no delay. The driver runs at the first site.
+
+- recommended, DiLoCo: through the bucket, until the loss of docs/RESULTS.md is reached; once with a
+  learner that is killed after a third of the run, and starts again
+- one worker: alone at one site
+- data parallel: 200 updates are timed (jax.distributed with gloo). Its number of updates to the
+  loss comes from the run without links in studies/*.jsonl.
+
+Every run is a file in `--folder`, and the same command continues. Compiling is not counted, but it
+disturbs other sites: to fill the compilation cache, first run the command with `--loss 2.3
+--folder DISCARDED`.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from timing import machine
+
+from adloco_jax.study import results
+from adloco_jax.study.summary import markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from studies import compare_study_half_seeds, compare_study_small  # noqa: E402
+from studies.compare_study import get_base  # noqa: E402
+from studies.compare_study_again import named  # noqa: E402
+
+NUM_SITES = 4
+NET = "10.78.0"  # seen inside the namespaces alone
+BUCKET = f"http://{NET}.254:9000"
+PERIOD_US = 20_000  # a site's processor time is given out in parts of this length
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "links",
+    "AWS_SECRET_ACCESS_KEY": "links",
+    "AWS_REGION": "us-east-1",
+    "AWS_ENDPOINT_URL": BUCKET,
+    "AWS_ALLOW_HTTP": "true",
+}
+# Of each model the names of its trials in studies/, and the loss to reach.
+MODELS = {
+    "small": (compare_study_small.CHOSEN, 1.6),
+    "half": (compare_study_half_seeds.CHOSEN, 1.32),
+}
+KILLED = "recommended, a learner killed"
+VARIANTS = {"recommended": "ours", KILLED: "ours", "DiLoCo": "DiLoCo"}  # what the studies call them
+
+
+class Case(NamedTuple):
+    """A run to make: the method, the rate of all links in Mbit/s (None: no link), and the seed."""
+
+    method: str
+    rate: int | None
+    seed: int
+
+    def __str__(self) -> str:
+        rate = "no-link" if self.rate is None else f"{self.rate}mbit"
+        return f"{self.method}-{rate}-{self.seed}".replace(", ", "-").replace(" ", "-")
+
+
+def cases(rates: list[int], seeds: list[int]) -> Iterator[Case]:
+    """The runs, the first rate and the first seed first."""
+    pairs = [(rate, seeds[0]) for rate in rates] + [(rates[0], seed) for seed in seeds[1:]]
+    for rate, seed in pairs:
+        yield from (Case(method, rate, seed) for method in ("recommended", "DiLoCo"))
+        if seed == seeds[0]:
+            yield Case("data parallel", rate, seed)
+        if rate == rates[0]:
+            yield Case("one worker", None, seed)
+    yield Case(KILLED, rates[0], seeds[0])
+
+
+def variant(model: str, method: str) -> str:
+    """What the studies call a method: its name and setting."""
+    prefix = VARIANTS.get(method, method) + ":"
+    return next(name for name in MODELS[model][0] if name.startswith(prefix))
+
+
+def config_of(model: str, method: str, seed: int, **changes: Any) -> Any:
+    """The config of a method, as it ran in the studies."""
+    config, name = get_base(model, "stdlib"), variant(model, method)
+    tried = named(model, [name])[name]
+    config.update_from_flattened_dict({**tried, "seed": seed, **changes})
+    return config
+
+
+# -- Sites -----------------------------------------------------------------------------------
+
+
+def ip(*words: object) -> str:
+    """Run `ip` and return what it prints."""
+    command = ["ip", *map(str, words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+class Site:
+    """A network namespace with a share of a processor, in which commands are started."""
+
+    def __init__(self, name: str, number: int, share: float | None):
+        """Make a namespace with an address on the network, and a control group for its processes.
+
+        Args:
+          name: Name of the namespace and of the control group.
+          number: Last part of the address.
+          share: How much of one processor all processes of the site have; None: no limit.
+        """
+        self.name, self.address, self._started = name, f"{NET}.{number}", []
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+        hosts = Path("/etc/netns") / name / "hosts"  # gloo looks up the host's name
+        hosts.parent.mkdir(parents=True)
+        hosts.write_text(f"127.0.0.1 localhost\n{self.address} {os.uname().nodename}\n")
+        group, per_period = _group(name), int((share or 0) * PERIOD_US)
+        group.mkdir()
+        if per_period and (group / "cpu.max").exists():
+            (group / "cpu.max").write_text(f"{per_period} {PERIOD_US}")
+        elif per_period:
+            (group / "cpu.cfs_period_us").write_text(f"{PERIOD_US}")
+            (group / "cpu.cfs_quota_us").write_text(f"{per_period}")
+
+    def start(self, *command: object, log: Path, **environ: str) -> subprocess.Popen:
+        """Start a command in the site; its output is added to a file."""
+        enter = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', _group(self.name) / "cgroup.procs"]
+        words = [*enter, "ip", "netns", "exec", self.name, *command]
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environ
+        with open(log, "a") as file:
+            process = subprocess.Popen([*map(str, words)], stdout=file, stderr=file, env=environ)
+        self._started.append(process)
+        return process
+
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes that the site's interface has sent (`up`) and received (`down`)."""
+        found = json.loads(ip("-n", self.name, "-s", "-j", "link", "show", "eth0"))[0]["stats64"]
+        return {"up": found["tx"]["bytes"], "down": found["rx"]["bytes"]}
+
+    def close(self) -> None:
+        """End all processes of the site, and remove its namespace and control group."""
+        group = _group(self.name)
+        while pids := (group / "cgroup.procs").read_text().split():
+            for pid in map(int, pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self._started:
+                process.wait()
+            time.sleep(0.02)
+        group.rmdir()
+        ip("netns", "del", self.name)
+        shutil.rmtree(Path("/etc/netns") / self.name)
+
+
+def _group(name: str) -> Path:
+    """The folder of a control group, of the first version or of the second."""
+    root = Path("/sys/fs/cgroup")
+    return (root / "cpu" if (root / "cpu" / "cpu.cfs_quota_us").exists() else root) / name
+
+
+@contextlib.contextmanager
+def network(rate: int | None, share: float | None) -> Iterator[tuple[Site, list[Site]]]:
+    """Make the hub, and the sites with one link each to it, of `rate` Mbit/s in both directions."""
+    with contextlib.ExitStack() as stack:
+
+        def site(name: str, number: int, part: float | None) -> Site:
+            made = Site(f"links{os.getpid()}-{name}", number, part)
+            stack.callback(made.close)
+            return made
+
+        hub = site("hub", 254, None)
+        ip("-n", hub.name, "link", "add", "dev", "bridge0", "type", "bridge")
+        ip("-n", hub.name, "addr", "add", f"{hub.address}/24", "dev", "bridge0")
+        ip("-n", hub.name, "link", "set", "bridge0", "up")
+        sites = [site(f"{number}", number, share) for number in range(1, NUM_SITES + 1)]
+        for number, each in enumerate(sites, 1):
+            ends = ((hub.name, f"site{number}"), (each.name, "eth0"))
+            ip("-n", hub.name, "link", "add", ends[0][1], "type", "veth", "peer", "name", "eth0",
+               "netns", each.name)  # fmt: skip
+            ip("-n", hub.name, "link", "set", ends[0][1], "master", "bridge0")
+            ip("-n", each.name, "addr", "add", f"{each.address}/24", "dev", "eth0")
+            for name, device in ends:
+                ip("-n", name, "link", "set", device, "up")
+                if rate is not None:
+                    limit = f"tbf rate {rate}mbit burst 32kb latency 400ms".split()
+                    command = ["tc", "-n", name, "qdisc", "add", "dev", device, "root", *limit]
+                    subprocess.run(command, check=True)
+        yield hub, sites
+
+
+# -- Data parallel ---------------------------------------------------------------------------
+
+
+def parallel_updates(config: Any, count: int, num_updates: int) -> dict[str, Any]:
+    """Make updates of AdamW on the mean gradient of `count` devices, each with its own rows.
+
+    Gradients are reduced as one vector of float32.
+
+    Returns:
+      Seconds of each update but the first, the bytes sent and received meanwhile if there is a link
+      `eth0`, the loss of the last update, and the sum of the parameters.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.flatten_util import ravel_pytree
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from adloco_jax.config import validate
+    from adloco_jax.run.assemble import build_model, inner_transform, load_data
+    from adloco_jax.run.machines import here
+
+    settings = validate(config)
+    corpus, (init_fn, loss_fn) = load_data(settings), build_model(settings, here())
+    tx, batch = inner_transform(settings), settings.batching.initial_batch_size
+    mesh = jax.make_mesh((count,), ("site",), devices=jax.devices()[:count])
+    params = jax.jit(init_fn)(jax.random.key(settings.seed))
+    vector, unravel = ravel_pytree(params)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("site")), out_specs=P(), check_vma=False
+    )
+    def update(vector, state, rows_BL):
+        loss, grad = jax.value_and_grad(lambda v: loss_fn(unravel(v), rows_BL))(vector)
+        loss, grad = jax.lax.pmean((loss, grad), "site")
+        change, state = tx.update(unravel(grad), state, unravel(vector))
+        change = jax.tree.map(lambda leaf: settings.inner.learning_rate * leaf, change)
+        return ravel_pytree(optax.apply_updates(unravel(vector), change))[0], state, loss
+
+    everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("site"))
+    vector, state = jax.device_put((np.asarray(vector), jax.jit(tx.init)(params)), everywhere)
+    seconds, before, loss = [], {}, jnp.nan
+    for number in range(num_updates + 1):
+        if number == 1:
+            before = _counted()
+        rows_BL = corpus.batch(0, 0, number * batch, batch)
+        rows_BL = jax.make_array_from_callback(rows_BL.shape, split, rows_BL.__getitem__)
+        start_s = time.perf_counter()
+        vector, state, loss = jax.block_until_ready(update(vector, state, rows_BL))
+        seconds.append(time.perf_counter() - start_s)
+    moved = {name: num_bytes - before[name] for name, num_bytes in _counted().items()}
+    found = {"loss": float(loss), "sum": float(vector.sum())}
+    return {"seconds": seconds[1:], "bytes": moved, **found}
+
+
+def _counted() -> dict[str, int]:
+    folder = Path("/sys/class/net/eth0/statistics")
+    names = {"up": "tx_bytes", "down": "rx_bytes"}
+    return {way: int((folder / n).read_text()) for way, n in names.items() if folder.exists()}
+
+
+def one_site(model: str, number: int, num_updates: int) -> None:
+    """Be one process of data parallel, at the site with this number; print the result."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"{NET}.1:9001", NUM_SITES, number)
+    config = config_of(model, "data parallel", 0)
+    print(json.dumps(parallel_updates(config, NUM_SITES, num_updates)), flush=True)
+
+
+def data_parallel(sites: list[Site], model: str, num_updates: int, folder: Path) -> dict[str, Any]:
+    """Time updates of data parallel between sites."""
+    logs = [folder / f"{number}.log" for number in range(NUM_SITES)]
+    processes = [
+        site.start(sys.executable, __file__, "--site", number, "--model", model,
+                   "--updates", num_updates, log=log)
+        for number, (site, log) in enumerate(zip(sites, logs, strict=True))
+    ]  # fmt: skip
+    for process, log in zip(processes, logs, strict=True):
+        if process.wait():
+            raise SystemExit(f"failed, see {log}")
+    every = [json.loads(log.read_text().splitlines()[-1]) for log in logs]
+    return {
+        "update_s": round(statistics.mean(every[0]["seconds"]), 5),
+        "quartiles_s": [round(s, 5) for s in statistics.quantiles(every[0]["seconds"])],
+        "bytes": [each["bytes"] for each in every],
+        "updates": num_updates,
+    }
+
+
+# -- Runs of the command ---------------------------------------------------------------------
+
+
+def trained(
+    hub: Site, sites: list[Site], case: Case, model: str, loss: float, folder: Path
+) -> dict[str, Any]:
+    """Train until a loss is reached, through the bucket or alone; return the costs."""
+    run, config, python = folder / "run", folder / "config.py", [sys.executable, "-m", "adloco_jax"]
+    changes: dict[str, Any] = {}
+    through_bucket = case.method != "one worker"
+    if through_bucket:
+        changes = {"engine.kind": "bucket", "engine.address": "s3://links/run"}
+    config.write_text(
+        f"import sys\n\nsys.path.insert(0, {str(ROOT / 'scripts')!r})\nimport links\n\n\n"
+        f"def get_config():\n    changes = {changes!r}\n"
+        f"    return links.config_of({model!r}, {case.method!r}, {case.seed}, **changes)\n"
+    )
+    learners: list[subprocess.Popen] = []
+    join = functools.partial(Site.start, **CREDENTIALS)
+    if through_bucket:
+        serve_bucket(hub, folder)
+        learners = [
+            join(site, *python, "join", "s3://links/run", log=folder / f"{number}.log")
+            for number, site in enumerate(sites)
+        ]
+    before = [site.num_bytes() for site in sites]
+    train = [*python, "train", config, "--workdir", run]
+    driver = sites[0].start(*train, log=folder / "driver.log", **CREDENTIALS)
+    curve: list[dict[str, float]] = []
+    third, log = recorded(model, case, loss)["updates"] / 3, folder / "3.log"
+    while driver.poll() is None and not (curve and curve[-1]["loss"] <= loss):
+        time.sleep(0.2)
+        curve = curve_of(run)
+        at_third = bool(curve) and curve[-1]["updates"] >= third
+        if case.method == KILLED and at_third and len(learners) == NUM_SITES:
+            learners[-1].kill()
+            learners.append(join(sites[-1], *python, "join", "s3://links/run", log=log))
+    moved = [
+        {way: num_bytes - was[way] for way, num_bytes in site.num_bytes().items()}
+        for site, was in zip(sites, before, strict=True)
+    ]
+    driver.send_signal(signal.SIGTERM)
+    if (code := driver.wait(300)) not in (0, 75) or not curve:
+        raise SystemExit(f"failed ({code}), see {folder / 'driver.log'}")
+    found = {"reached": curve[-1]["loss"] <= loss, "bytes": moved, "curve": curve}
+    return {
+        **{name: curve[-1][name] for name in ("seconds", "updates", "tokens", "syncs")},
+        **found,
+    }
+
+
+def serve_bucket(hub: Site, folder: Path) -> None:
+    """Start the bucket's server at the hub, and make the bucket."""
+    host, port = BUCKET.removeprefix("http://").split(":")
+    hub.start(sys.executable, "-m", "moto.server", "-H", host, "-p", port, log=folder / "s3.log")
+    make = f"""import time, urllib.request as web
+for _ in range(300):
+    try:
+        web.urlopen(web.Request("{BUCKET}/links", method="PUT")); break
+    except OSError: time.sleep(0.1)
+else: raise SystemExit("the bucket's server does not start")"""
+    if hub.start(sys.executable, "-c", make, log=folder / "s3.log").wait():
+        raise SystemExit(f"failed, see {folder / 's3.log'}")
+
+
+def curve_of(run: Path) -> list[dict[str, float]]:
+    """What a run has spent at each evaluation, and the loss; nothing before the second round ends.
+
+    The first round counts as long as the second, so that compiling is left out.
+    """
+    path = run / "ledger.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("}")]
+    evals = [e for e in events if e["event"] == "eval" and e["trainer"] == "consensus"]
+    if len(evals) < 2:
+        return []
+    begin_s = 2 * evals[0]["wall_s"] - evals[1]["wall_s"]
+    return [
+        {"seconds": round(e["wall_s"] - begin_s, 3), "loss": e["loss"]}
+        | {name: e[f"{name}_total"] for name in ("updates", "tokens", "syncs")}
+        for e in evals
+    ]
+
+
+def recorded(model: str, case: Case, loss: float) -> dict[str, Any]:
+    """The run without links of the same method and seed: updates to the loss, and its curve."""
+    found = results.read(ROOT / "studies" / f"{model}.jsonl").values()
+    name = variant(model, case.method)
+    line = next(e for e in found if e["variant"] == name and e["seed"] == case.seed)
+    curve = [{"updates": point["updates"], "loss": point["loss"]} for point in line["curve"]]
+    reached = [point["updates"] for point in curve if point["loss"] <= loss]
+    return {"updates": min(reached, default=math.nan), "curve": curve}
+
+
+# -- All of them -----------------------------------------------------------------------------
+
+
+def run_case(case: Case, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Make one run in a network of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with network(case.rate, given.share) as (hub, sites):
+        if case.method == "data parallel":
+            return data_parallel(sites, given.model, given.updates, folder)
+        return trained(hub, sites, case, given.model, given.loss, folder)
+
+
+def costs(found: list[dict[str, Any]], model: str, loss: float) -> list[dict[str, Any]]:
+    """Complete the costs of data parallel: its updates to the loss are those without links."""
+    completed = []
+    for run in found:
+        if run["method"] == "data parallel":
+            for seed in sorted({other["seed"] for other in found}):
+                line = recorded(model, Case("data parallel", None, seed), loss)
+                each = run | {"seed": seed, "updates": line["updates"]}
+                each["seconds"] = round(run["update_s"] * line["updates"], 1)
+                ratio = line["updates"] / run["updates"]
+                each["bytes"] = [
+                    {way: round(count * ratio) for way, count in site.items()}
+                    for site in run["bytes"]
+                ]
+                each["curve"] = [
+                    {"seconds": round(run["update_s"] * point["updates"], 1), "loss": point["loss"]}
+                    for point in line["curve"]
+                    if point["updates"] <= line["updates"]
+                ]
+                completed.append(each)
+        else:
+            completed.append(run)
+    return completed
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Seconds and bytes to the loss of all runs, as a table in Markdown."""
+    rows = []
+    for run in runs:
+        others = {e["method"]: e["seconds"] for e in runs
+                  if e["seed"] == run["seed"] and e["rate"] in (run["rate"], None)}  # fmt: skip
+        ratios = [
+            f"{run['seconds'] / others[name]:.2f}" if name in others else "-"
+            for name in ("data parallel", "DiLoCo", "one worker")
+        ]
+        moved = sum(site["up"] for site in run["bytes"]) / 1e6
+        link = "-" if run["rate"] is None else f"{run['rate']} Mbit/s"
+        took = f"{run['seconds']:,.0f}" if run.get("reached", True) else "not reached"
+        rows.append((link, run["method"], f"{run['seed']}", took, f"{moved:,.1f}", *ratios))
+    head = ("link", "method", "seed", "seconds", "MB sent by all sites")
+    return markdown_table([(*head, "/ data parallel", "/ DiLoCo", "/ one worker"), *rows])
+
+
+def main() -> None:
+    """Make the runs whose files are missing, and print the table of all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="half", choices=MODELS)
+    parser.add_argument("--rates", type=int, nargs="+", default=[50, 10, 200], help="Mbit/s")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[21, 22, 23])
+    parser.add_argument("--share", type=float, default=0.4, help="of a processor, for each site")
+    parser.add_argument("--updates", type=int, default=200, help="of data parallel, to be timed")
+    parser.add_argument("--loss", type=float, help="to reach; as in docs/RESULTS.md")
+    parser.add_argument("--methods", nargs="+", help="only these")
+    parser.add_argument("--folder", type=Path, default=Path("links"))
+    parser.add_argument("--site", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.site is not None:
+        one_site(given.model, given.site, given.updates)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    given.loss = given.loss or MODELS[given.model][1]
+    found = []
+    for case in cases(given.rates, given.seeds):
+        if given.methods and case.method not in given.methods:
+            continue
+        path = given.folder.resolve() / f"{given.model}-{case}.json"
+        if not path.exists():
+            print(case, flush=True)
+            result = run_case(case, given, path.with_suffix(""))
+            how = {"machine": machine(), "share": given.share, "loss": given.loss}
+            path.write_text(json.dumps({**case._asdict(), **result, **how}, indent=1) + "\n")
+        found.append(json.loads(path.read_text()))
+        print(table(costs(found, given.model, given.loss)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

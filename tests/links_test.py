@@ -1,0 +1,95 @@
+"""scripts/links.py: sites with slow links, and what is computed from their runs."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import links  # noqa: E402
+
+import adloco_jax  # noqa: E402
+from adloco_jax.config import validate  # noqa: E402
+from adloco_jax.run import assemble  # noqa: E402
+
+CAN_MAKE_SITES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+
+
+@pytest.mark.slow
+def test_data_parallel_is_adamw_on_the_batch_of_all_sites():
+    changes = {"model.num_layers": 1, "data.source": "text", "eval.num_sequences": 8}
+    changes["data.path"] = str(links.ROOT / "docs" / "*.md")
+    config = links.config_of("small", "data parallel", 0, **changes)
+    found = links.parallel_updates(config, links.NUM_SITES, 2)
+    settings = validate(config)
+    init_fn, loss_fn = assemble.build_model(settings)
+    tx, batch = assemble.inner_transform(settings), settings.batching.initial_batch_size
+    assert batch == 16
+    how = {"num_trainers": 1, "num_workers": 1, "inner_tx": tx, "outer_tx": tx}
+    workers = adloco_jax.start_round(adloco_jax.init(init_fn(jax.random.key(0)), **how))
+    rows_BL = assemble.load_data(settings).batch(0, 0, 0, 3 * batch)
+    rates_TR = jnp.full((3, 1), settings.inner.learning_rate)
+    rows_TRBL = rows_BL.reshape(3, 1, batch, -1)
+    how = {"inner_tx": tx, "learning_rate_TR": rates_TR}
+    _, loss_TR, _ = adloco_jax.inner_steps(workers, rows_TRBL, loss_fn, **how)
+    assert found["loss"] == pytest.approx(float(loss_TR[-1, 0]), rel=1e-5)
+
+
+def test_the_first_rate_and_seed_come_first_and_what_needs_no_link_runs_once():
+    found = [*links.cases([50, 10], [1, 2])]
+    assert [(case.rate, case.seed) for case in found[:4]] == [(50, 1)] * 3 + [(None, 1)]
+    assert len({*map(str, found)}) == len(found) == 11
+    assert {case.rate for case in found if case.method == "one worker"} == {None}
+
+
+def test_seconds_leave_out_compiling_and_those_of_data_parallel_are_its_updates(tmp_path):
+    rows = [{"wall_s": s, "loss": 3 - s / 100} for s in (50.0, 52.0, 55.0)]
+    totals = {"updates_total": 1, "tokens_total": 2, "syncs_total": 0, "trainer": "consensus"}
+    lines = [json.dumps({"event": "eval", **row, **totals}) for row in rows]
+    (tmp_path / "ledger.jsonl").write_text("\n".join([*lines, '{"event": "ev']))
+    curve = links.curve_of(tmp_path)
+    assert [point["seconds"] for point in curve] == [2.0, 4.0, 7.0]
+    one = {"method": "one worker", "rate": None, "seed": 21, "seconds": 8.0, "bytes": []}
+    timed = {"method": "data parallel", "rate": 50, "seed": 21, "update_s": 0.5, "updates": 10}
+    _, found = links.costs([one, timed | {"bytes": [{"up": 100, "down": 90}]}], "small", 1.6)
+    updates = found["updates"]
+    assert updates == links.recorded("small", links.Case("data parallel", None, 21), 1.6)["updates"]
+    assert found["seconds"] == 0.5 * updates == found["curve"][-1]["seconds"]
+    assert found["bytes"] == [{"up": 10 * updates, "down": 9 * updates}]
+    assert f"| 21 | {0.5 * updates:,.0f} |" in links.table([one, found])
+
+
+@pytest.mark.skipif(not CAN_MAKE_SITES, reason="needs root, ip and tc")
+def test_a_site_has_a_slow_link_and_a_share_of_a_processor_and_leaves_nothing(tmp_path):
+    log, python, size = tmp_path / "log", sys.executable, 500_000
+    listen = f"""import socket
+with socket.create_server(("", 9000)) as server:
+    peer, left = server.accept()[0], {size}
+    while left: left -= len(peer.recv(left))
+    peer.send(b".")"""
+    send = f"""import socket, time
+for _ in range(100):
+    try: peer = socket.create_connection(("{links.NET}.254", 9000)); break
+    except OSError: time.sleep(0.1)
+start_s = time.time(); peer.sendall(bytes({size})); peer.recv(1)
+print(time.time() - start_s)
+while time.time() < start_s + 2: pass
+print(time.process_time())"""
+    with links.network(8, 0.25) as (hub, sites):
+        names = [site.name for site in (hub, *sites)]
+        hub.start(python, "-c", listen, log=tmp_path / "hub.log")
+        assert sites[0].start(python, "-c", send, log=log).wait() == 0
+        sites[1].start("sleep", "1000", log=log)
+        assert size < sites[0].num_bytes()["up"] < 1.1 * size
+    seconds, processor_s = map(float, log.read_text().split())
+    assert 0.4 < seconds < 0.8  # 0.5 s at 8 Mbit/s
+    assert processor_s < 0.25 * 2 + 0.3
+    there = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert not any(name in there for name in names)
+    assert not [name for name in names if links._group(name).exists()]
