@@ -154,12 +154,13 @@ class Site:
     def close(self) -> None:
         """End all processes of the site, and remove its namespace and control group."""
         group = _group(self.name)
+        for process in self._started:
+            process.kill()
+            process.wait()
         while pids := (group / "cgroup.procs").read_text().split():
             for pid in map(int, pids):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for process in self._started:
-                process.wait()
             time.sleep(0.02)
         group.rmdir()
         ip("netns", "del", self.name)
