@@ -22,14 +22,11 @@ def shakespeare() -> list[Row]:
         heldout = _heldout(lines)
         middle = statistics.median(heldout)
         train = statistics.median(line["train_loss"] for line in lines)
-        seeds = f"{len(lines)} of {len(comparison.seeds)} seeds"
         rows.append(
             Row(
-                "nanoGPT, README: Shakespeare by characters on a CPU",
-                f"4 layers of width 128, 1.54 M characters; {name}",
-                f"loss {NANOGPT_CHAR_LOSS}",
-                f"held out {middle:.3f} ({heldout[0]:.3f} to {heldout[-1]:.3f}, {seeds}), last"
-                f" training round {train:.3f}",
+                name,
+                f"{NANOGPT_CHAR_LOSS}",
+                f"{middle:.3f} ({heldout[0]:.3f} to {heldout[-1]:.3f}), training {train:.3f}",
                 f"{middle - NANOGPT_CHAR_LOSS:+.3f}",
             )
         )
@@ -42,15 +39,14 @@ def order() -> list[Row]:
     found = {name: _heldout(lines) for name, lines in _recorded(comparison, "order").items()}
     for low, high in itertools.pairwise(SCALING_ORDER):
         first, second = found[low], found[high]
-        verdict = "the same order" if first[-1] < second[0] else "not resolved: the ranges overlap"
+        verdict = "same order" if first[-1] < second[0] else "not resolved: the ranges overlap"
         shown = (f"{statistics.median(x):.3f} ({x[0]:.3f} to {x[-1]:.3f})" for x in (first, second))
         rows.append(
             Row(
-                "Scaling Laws, table of losses: 35 M parameters",
-                f"0.39 M parameters, 7.9 M tokens, {len(first)} seeds; {low} below {high}",
+                f"{low} below {high}",
                 f"{SCALING_ORDER[low]} < {SCALING_ORDER[high]}",
-                " against ".join(shown),
-                "the reverse order" if second[-1] < first[0] else verdict,
+                ", ".join(shown),
+                "reverse order" if second[-1] < first[0] else verdict,
             )
         )
     return rows

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A row of the table, without its command."""
+    """A row of the table, without its name."""
 
-    whose: str
-    run: str
+    case: str
     theirs: str
     ours: str
     difference: str
