@@ -21,8 +21,9 @@ from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.local import LocalEngine, OnCall
-from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
+from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_arguments
@@ -39,12 +40,10 @@ from adloco_jax.run.assemble import (
 from adloco_jax.run.attempts import Result, require_equal_processes, run_to_end
 from adloco_jax.run.changes import check_config
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.choose import Mode
+from adloco_jax.run.choose import Mode, require_memory
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import recorded_commit, require_usable, with_checkpoint
-from adloco_jax.run.machines import here, use_compilation_cache
 from adloco_jax.run.observers import RunEngine
-from adloco_jax.run.plan import require_memory
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 from adloco_jax.study import report

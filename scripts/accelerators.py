@@ -26,15 +26,13 @@ from hlo import collectives  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from adloco_jax.config import load_config, validate  # noqa: E402
-from adloco_jax.engine.memory import resting_bytes  # noqa: E402
 from adloco_jax.engine.programs import lower, num_turns, placement  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.engine.work import Work, count  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
 from adloco_jax.run.assemble import attention, spec_of  # noqa: E402
-from adloco_jax.run.choose import Mode  # noqa: E402
-from adloco_jax.run.device_plan import device_plan  # noqa: E402
-from adloco_jax.run.machines import described  # noqa: E402
+from adloco_jax.run.choose import Mode, resting_bytes  # noqa: E402
+from adloco_jax.run.plan import described, device_plan  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)
 DEVICES = ("h100x1", "h100x2", "h100x8", "v5ex4", "v5px4")

@@ -41,14 +41,15 @@ from side_by_side import (
 from timing import interleave, machine, ratio, report
 
 from adloco_jax.config import validate
-from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs, needed_bytes
+from adloco_jax.engine.spec import here
 from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.assemble import spec_of
-from adloco_jax.run.machines import here
-from adloco_jax.run.plan import configured_choice, plan, reachable_keys
+from adloco_jax.run.choose import reachable_keys
+from adloco_jax.run.observers import measured_peaks
+from adloco_jax.run.plan import configured_choice, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PART_LIMIT_S = 450

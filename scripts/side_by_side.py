@@ -29,13 +29,13 @@ from adloco_jax import hf
 from adloco_jax.config import Settings, default_config, validate
 from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.engine.programs import needed_bytes
+from adloco_jax.engine.spec import here
 from adloco_jax.run.assemble import (
     build_model,
     build_network,
     examples_per_pass,
     inner_transform,
 )
-from adloco_jax.run.machines import here
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,9 @@ import accelerators  # noqa: E402
 
 from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.engine.programs import lower  # noqa: E402
-from adloco_jax.engine.spec import ProgramKey  # noqa: E402
+from adloco_jax.engine.spec import ProgramKey, here  # noqa: E402
 from adloco_jax.engine.work import Work  # noqa: E402
 from adloco_jax.run.assemble import build_model, program_spec, row_length  # noqa: E402
-from adloco_jax.run.machines import here  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

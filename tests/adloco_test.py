@@ -15,13 +15,13 @@ from toy import settings_of
 from adloco_jax.core.types import GradientStats
 from adloco_jax.engine import inputs as batches
 from adloco_jax.engine.local import without_trainers
+from adloco_jax.engine.spec import here
 from adloco_jax.loop import adloco
 from adloco_jax.loop import control as accounting
 from adloco_jax.loop import growth as batch_sizes
 from adloco_jax.loop import plans as planning
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
-from adloco_jax.run.machines import here
 from adloco_jax.run.restore import control_from_json
 
 pytestmark = pytest.mark.usefixtures("one_device")

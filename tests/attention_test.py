@@ -5,10 +5,9 @@ import types
 import pytest
 import toy
 
-from adloco_jax.engine.spec import Machine
+from adloco_jax.engine.spec import Machine, here
 from adloco_jax.run.assemble import attention, build_network
 from adloco_jax.run.ledger import read
-from adloco_jax.run.machines import here
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -7,13 +7,20 @@ import pytest
 from toy import settings_of
 
 from adloco_jax.config import default_config, validate
-from adloco_jax.engine.memory import find_max_batch
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.spec import Machine
+from adloco_jax.engine.spec import Machine, here
 from adloco_jax.run import choose as choose_module
 from adloco_jax.run.assemble import build_model, program_spec, row_length
-from adloco_jax.run.choose import MODES, Mode, NothingFits, Tried, choose, modes, program_peaks
-from adloco_jax.run.machines import here
+from adloco_jax.run.choose import (
+    MODES,
+    Mode,
+    NothingFits,
+    Tried,
+    choose,
+    find_max_batch,
+    modes,
+    program_peaks,
+)
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -15,11 +15,11 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.sampling import interleave
 from adloco_jax.engine import evaluate
+from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.assemble import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.run.machines import here
 from adloco_jax.study import summary
 from adloco_jax.training import train
 

@@ -16,10 +16,9 @@ from adloco_jax import AGGREGATORS, ARCHITECTURES, start_round
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
-from adloco_jax.engine.spec import ProgramKey
+from adloco_jax.engine.spec import ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.assemble import aggregator, program_spec
-from adloco_jax.run.machines import here
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
 OTHERS = [name for name in AGGREGATORS if name != "mean"]

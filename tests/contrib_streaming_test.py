@@ -34,13 +34,12 @@ from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.engine.programs import lower
-from adloco_jax.engine.spec import ProgramKey
+from adloco_jax.engine.spec import ProgramKey, here
 from adloco_jax.errors import Preempted
 from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.ledger import deterministic_lines, read
-from adloco_jax.run.machines import here
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit

@@ -16,10 +16,10 @@ from trees import assert_close
 from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
 from adloco_jax.engine.inputs import Group, calls_of
 from adloco_jax.engine.programs import _keyed
+from adloco_jax.engine.spec import here
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.assemble import program_spec
-from adloco_jax.run.machines import here
 from adloco_jax.training import fit
 
 W = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)

@@ -12,14 +12,13 @@ import pytest
 
 from adloco_jax import main as main_module
 from adloco_jax.config import default_config, validate
-from adloco_jax.engine.spec import Machine
+from adloco_jax.engine.spec import TAKEN, Machine, here
 from adloco_jax.engine.work import Work
 from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
-from adloco_jax.run import device_plan as device_plan_module
+from adloco_jax.run import plan as plan_module
 from adloco_jax.run.choose import MODES, Choice, NothingFits, Tried
-from adloco_jax.run.device_plan import device_plan
-from adloco_jax.run.machines import TAKEN, described, here, kinds, rates
+from adloco_jax.run.plan import described, device_plan, kinds, rates
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -37,7 +36,7 @@ def tiny_config(**ensemble):
 def of_bytes(monkeypatch, device_bytes):
     """Replaces every described device by one of this machine, with this memory."""
     machine = Machine(here().devices, device_bytes)
-    monkeypatch.setattr(device_plan_module, "described", lambda name: machine)
+    monkeypatch.setattr(plan_module, "described", lambda name: machine)
 
 
 def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
@@ -112,8 +111,8 @@ def test_the_smallest_change_that_fits_is_named(monkeypatch, fits, expected):
     def of_count(name):
         return Machine(here().devices * int(name.partition("x")[2]), 2**30)
 
-    monkeypatch.setattr(device_plan_module, "configured_choice", choice)
-    monkeypatch.setattr(device_plan_module, "described", of_count)
+    monkeypatch.setattr(plan_module, "configured_choice", choice)
+    monkeypatch.setattr(plan_module, "described", of_count)
     _, record = device_plan(config, "h100x4")
     if expected is None:
         assert "take more or larger devices" in record["change"]
@@ -203,7 +202,7 @@ def test_the_extra_that_is_missing_is_named_in_a_line(capsys, monkeypatch):
 def test_a_plan_is_saved_and_ends_with_5_if_nothing_fits(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     record = {"fits": True}
-    monkeypatch.setattr(device_plan_module, "device_plan", lambda *_: (["a table"], record))
+    monkeypatch.setattr(plan_module, "device_plan", lambda *_: (["a table"], record))
     monkeypatch.setattr("adloco_jax.cli.train.require_devices", lambda: None)
     words = ["plan", "quickstart", "--device", "h100", "--save", str(tmp_path / "plan.json")]
     assert main(words) == 0

@@ -19,13 +19,12 @@ from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower, needed_bytes, placement, workers_spec
-from adloco_jax.engine.spec import Compiling, ProgramKey
+from adloco_jax.engine.spec import Compiling, ProgramKey, here
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.assemble import program_spec
-from adloco_jax.run.machines import here
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

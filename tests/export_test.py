@@ -16,13 +16,13 @@ from adloco_jax import main as cli
 from adloco_jax.config import take_sizes, validate
 from adloco_jax.data.corpus import readable
 from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.engine.spec import here
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import RopeScaling
 from adloco_jax.run.assemble import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.run.machines import here
 from adloco_jax.settings import KNOBS, SIZES
 from adloco_jax.training import train
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import gpu  # noqa: E402
 
 from adloco_jax.config import load_config, validate  # noqa: E402
-from adloco_jax.run.plan import check_inputs  # noqa: E402
+from adloco_jax.run.arguments import check_inputs  # noqa: E402
 
 SPEED = {"tokens": {"low": 9e4, "median": 1e5, "high": 2e5}, "flops_per_s": 4945e11}
 SPEED |= {"torch": {"ratio": 1.25, "tokens": 8e4, "eager": 6e4}}

@@ -15,11 +15,11 @@ from toy import Table, tiny_config
 
 from adloco_jax import main as cli
 from adloco_jax.config import default_config, validate
+from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, DivergedError
 from adloco_jax.run.assemble import build_model, load_data
 from adloco_jax.run.export import Trained, read_trained
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.run.machines import here
 from adloco_jax.study import gradients
 from adloco_jax.study.gradients_figure import describe, figure
 from adloco_jax.training import train

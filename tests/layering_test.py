@@ -58,7 +58,7 @@ HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakp
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
 # Modules that may ask JAX for the devices of this program, and modules that may call `here`, which
 # does. All others are given a machine, so that described devices go the same way as real ones.
-ASK_JAX = {"run/machines.py", "cli/train.py"}
+ASK_JAX = {"engine/spec.py", "cli/train.py"}
 ASK_HERE = {"training.py", "elastic/learner.py", "cli/commands.py", "run/plan.py"}
 # The pure packages.
 PURE = ("core", "contrib", "models", "settings", "loop")
@@ -129,7 +129,7 @@ def test_only_entry_points_ask_for_the_devices_of_this_program():
         }
         of_jax |= {name.removeprefix("jax.") for name in imported(path)}
         jax_askers |= {name_of(path)} if of_jax & asks else set()
-        if ["run", "machines", "here"] in ours(path):
+        if ["engine", "spec", "here"] in ours(path):
             here_askers.add(name_of(path))
     assert (jax_askers, here_askers) == (ASK_JAX, ASK_HERE)
 

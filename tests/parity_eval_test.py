@@ -13,9 +13,9 @@ from toy import tiny_config
 from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.engine.spec import here
 from adloco_jax.run.assemble import build_model
 from adloco_jax.run.export import read_trained
-from adloco_jax.run.machines import here
 from adloco_jax.study import benchmarks
 from adloco_jax.training import train
 

@@ -11,16 +11,15 @@ from toy import LENGTH, bigram_loss, init_fn, settings_of
 from adloco_jax import hf
 from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.engine.memory import peak
 from adloco_jax.engine.programs import Programs, needed_bytes
-from adloco_jax.engine.spec import Machine, ProgramKey
+from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama
-from adloco_jax.run import plan as plan_module
+from adloco_jax.run import describe
+from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.assemble import program_spec
-from adloco_jax.run.choose import choose
+from adloco_jax.run.choose import choose, peak
 from adloco_jax.run.folder import write_config
-from adloco_jax.run.machines import here
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -58,7 +57,7 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     )
     assert spec.state_bytes == expected
     params, momentum, moments = expected
-    assert plan_module._merge_lines(settings, spec) == [
+    assert describe._merge_lines(settings, spec) == [
         f"bytes of a merge, one communication: {params + momentum} bytes per absorbed trainer"
         f" ({params} bytes if refused), {params + moments} bytes per worker that joins a trainer"
     ]
@@ -133,7 +132,7 @@ def test_a_plan_refuses_what_the_run_would(exported, tmp_path, monkeypatch):
         for group, values in changes.items():
             config[group].update(values)
         with pytest.raises(UserError) as by_plan:
-            plan_module.check_inputs(validate(config))
+            check_inputs(validate(config))
         assert message in str(by_plan.value) and "\n" not in str(by_plan.value)
         with pytest.raises(UserError) as by_run:
             train(config, tmp_path / "run")
@@ -152,30 +151,30 @@ def test_the_header_says_what_gradient_noise_decides(cap, workers, said):
     batching = {"initial_batch_size": 2, "batch_cap": cap, "test": "norm", "eta": 0.8}
     ensemble = {"num_trainers": 1, "num_workers": 2, "initial_workers": workers}
     settings = settings_of(batching=batching, ensemble=ensemble, merge={"policy": "none"})
-    assert plan_module._growth(settings) == said
+    assert describe._growth(settings) == said
 
 
 def test_a_plan_refuses_a_folder_of_another_run(tmp_path):
     settings = settings_of(num_rounds=1)
     write_config(tmp_path, settings)
-    assert plan_module.check_inputs(settings, tmp_path)
+    assert check_inputs(settings, tmp_path)
     with pytest.raises(ConfigError, match="seed: was 0, is 1"):
-        plan_module.check_inputs(settings_of(num_rounds=1, seed=1), tmp_path)
+        check_inputs(settings_of(num_rounds=1, seed=1), tmp_path)
 
 
 def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     config = tiny_config()
     config.data.update(TEXT)
-    (line,) = plan_module.check_inputs(validate(config))
+    (line,) = check_inputs(validate(config))
     assert line.startswith(f"data.path={__file__}: its content")
     config.data.update({"source": "hf", "path": "no/where"})
-    (line,) = plan_module.check_inputs(validate(config))
+    (line,) = check_inputs(validate(config))
     assert line.startswith("data.path=no/where: whether the hub has it")
     config.model.init_from, config.data.tokenizer = "some/model", "bytes"
     network = Llama(257, 16, 1, 4, 2, 16, 512)
     content = {"model_type": "llama"}
     monkeypatch.setattr(hf, "inspect", lambda name: hf.Description(network, True, False, content))
-    line, _ = plan_module.check_inputs(validate(config))
+    line, _ = check_inputs(validate(config))
     assert line.startswith("model.init_from = some/model: its weights")
 
 

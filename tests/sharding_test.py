@@ -13,14 +13,13 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
 from adloco_jax.engine.inputs import classes
-from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import lower, needed_bytes, num_turns, placement
 from adloco_jax.engine.sharding import arrange, fetch, reshard
-from adloco_jax.engine.spec import Machine, ProgramKey
+from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.assemble import build_model, program_spec, row_length
-from adloco_jax.run.machines import here
+from adloco_jax.run.choose import fewest_model_shards
 
 SCALARS = 1024  # bytes: losses, norms, flags
 

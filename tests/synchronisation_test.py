@@ -19,10 +19,10 @@ from adloco_jax.core.types import Workers
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import arrange, reshard
+from adloco_jax.engine.spec import here
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import sync_cost
 from adloco_jax.run.assemble import program_spec
-from adloco_jax.run.machines import here
 
 LOW = ["bfloat16", "int4"]
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)

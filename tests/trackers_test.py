@@ -232,13 +232,13 @@ def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
 
 
 def test_device_peaks_are_the_backends(tmp_path, monkeypatch):
-    from adloco_jax.engine import memory
+    from adloco_jax.run import observers
 
     class Device:
         def memory_stats(self):
             return {"peak_bytes_in_use": 34, "bytes_in_use": 3}
 
-    assert memory.measured_peaks([Device(), Device()])["device_peak_bytes"] == [34, 34]
+    assert observers.measured_peaks([Device(), Device()])["device_peak_bytes"] == [34, 34]
 
 
 def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plain):

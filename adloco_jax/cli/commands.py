@@ -63,10 +63,10 @@ def export(options: argparse.Namespace, command: str) -> None:
     as it is, with what the user has changed in its card, unless an option asks for another one.
     """
     from adloco_jax import hf, hub
+    from adloco_jax.engine.spec import here
     from adloco_jax.run.assemble import build_network
     from adloco_jax.run.export import read_trained
     from adloco_jax.run.folder import require_utf8
-    from adloco_jax.run.machines import here
     from adloco_jax.study import card
     from adloco_jax.study.summary import SOURCES
 
@@ -103,7 +103,7 @@ def gradients(options: argparse.Namespace, command: str) -> None:
     squared length of their mean. The scatter is the distance of the gradients of random batches
     from the mean.
     """
-    from adloco_jax.run.machines import here
+    from adloco_jax.engine.spec import here
     from adloco_jax.study.gradients import analyse_run
     from adloco_jax.study.gradients_figure import describe
 

@@ -68,7 +68,7 @@ _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data
 def train(argv: Sequence[str], *, is_plan: bool) -> int:
     """Run the command `train` or `plan`, or print its options; return the exit code."""
     if is_plan and argv and argv[-1] == "--device":
-        from adloco_jax.run.machines import kinds
+        from adloco_jax.run.plan import kinds
 
         print(*kinds(), sep="\n")
         return 0
@@ -268,7 +268,7 @@ def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
     Raises:
       ResourceError: If the run does not fit on the devices.
     """
-    from adloco_jax.run.device_plan import device_plan
+    from adloco_jax.run.plan import device_plan
 
     lines, record = device_plan(made, device)
     print(*lines, sep="\n")

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from adloco_jax.errors import ConfigError, ResourceError, reason
-from adloco_jax.run.machines import machine_id
+from adloco_jax.run.processes import machine_id
 
 # A program that waits until the driver has ended, for whatever reason, and then ends all processes
 # of the cluster. It notices the end of the driver because the pipe that it reads from is closed.

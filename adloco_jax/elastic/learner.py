@@ -27,17 +27,17 @@ from adloco_jax.core.outer import Differences, pack_differences
 from adloco_jax.core.types import Ensemble, Workers, norms, of_owners, trainable
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
-from adloco_jax.engine.memory import fewest_model_shards
-from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import Spec
+from adloco_jax.engine.spec import Spec, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.assemble import examples_per_pass, load_data
+from adloco_jax.run.choose import fewest_model_shards
 from adloco_jax.run.folder import versions
-from adloco_jax.run.machines import here, machine_id, use_compilation_cache
+from adloco_jax.run.processes import machine_id
 from adloco_jax.settings import Settings
 
 

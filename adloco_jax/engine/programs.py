@@ -38,6 +38,7 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.types import Ensemble, Workers, init, take
+from adloco_jax.data.files import cache_folder
 from adloco_jax.engine.sharding import POOL, Placement, arrange, reshard
 from adloco_jax.engine.spec import Compiled, Compiling, Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.loop.plans import AUTO_TEST_MIN
@@ -142,6 +143,20 @@ class Programs:
         planned = needed_bytes(program) if program.memory_analysis() else None
         self._on_compile(Compiled(key, seconds, is_hit, background, planned))
         return program
+
+
+def use_compilation_cache() -> None:
+    """Let JAX save compiled programs in the user's cache folder, so that later runs can load them.
+
+    If JAX already has a cache folder (`JAX_COMPILATION_CACHE_DIR`), this function changes nothing.
+    Compiled programs are code that runs execute, so other users must not be able to write to the
+    folder.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 _on_this_thread = threading.local()  # cache hits on this thread since its last compilation began

@@ -3,6 +3,7 @@
 The key identifies one program of the run.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -106,6 +107,24 @@ class Machine:
         """
         default = 0.8 if self.platform == "cpu" else 0.92
         return int((default if memory_frac is None else memory_frac) * self.device_bytes)
+
+
+# The share of a GPU's memory that the commands let JAX reserve. On a real GPU, XLA plans programs
+# for the reserved memory.
+TAKEN = 0.95
+
+
+def here() -> Machine:
+    """Return the devices of all processes of this run, and the memory of one device in bytes."""
+    local = jax.local_devices()
+    limit = (local[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:  # a CPU, whose emulated devices share the RAM
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+    elif local[0].platform == "gpu":
+        # The limit is the memory that JAX has reserved: the share TAKEN of the GPU's memory, unless
+        # the user lets JAX reserve another share.
+        limit = int(limit / TAKEN)
+    return Machine(tuple(jax.devices()), limit)
 
 
 @dataclass(frozen=True)

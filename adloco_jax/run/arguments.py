@@ -1,9 +1,10 @@
-"""Check the arguments of `fit` before anything is compiled or created."""
+"""Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created."""
 
 import math
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,13 +13,57 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from adloco_jax import hf
+from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError, reason
-from adloco_jax.run.assemble import inner_transform
-from adloco_jax.run.checkpoint import shapes
+from adloco_jax.run.assemble import inner_transform, require_same_network
+from adloco_jax.run.changes import check_config
+from adloco_jax.run.checkpoint import list_rounds, shapes
+from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import KNOBS, Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
+
+
+def check_inputs(
+    settings: Settings,
+    workdir: Path | None = None,
+    *,
+    accept_config_change: bool = False,
+) -> list[str]:
+    """Make all checks of a run that need neither the text nor the weights of a model.
+
+    Args:
+      settings: The run's settings.
+      workdir: The run's folder, which need not exist. None: no folder is checked.
+      accept_config_change: Whether an existing run in that folder may resume with changed settings.
+
+    Returns:
+      One line for each check that could not be made here, because it needs the text, the weights or
+      the checkpoints. The run makes these checks when it starts.
+
+    Raises:
+      ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
+        if a tracker that the config names is not installed.
+      DataError: If a path leads nowhere, or the description of prepared data is damaged.
+      CheckpointError: If the folder contains a run whose `config.json` cannot be read.
+    """
+    model, unchecked = settings.model, []
+    check_installed(settings.log)
+    rounds = []
+    if workdir is not None:
+        check_config(workdir, settings, accept=accept_config_change)
+        rounds = list_rounds(workdir / "checkpoints")
+    if rounds:
+        unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
+    elif model.init_from:
+        found = hf.inspect(model.init_from)
+        require_same_network(settings, found)
+        which = "whether all its numbers are finite" if found.has_tensors else "its weights"
+        unchecked.append(f"model.init_from = {model.init_from}: {which}")
+    unchecked += check_corpus(settings)
+    return unchecked
 
 
 def check_arguments(

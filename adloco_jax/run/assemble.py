@@ -28,7 +28,6 @@ from adloco_jax.data.corpus import readable
 from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.engine.evaluate import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
-from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import placement
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Machine, ProgramKey, Spec
@@ -38,7 +37,7 @@ from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import llama
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.choose import Mode, modes
+from adloco_jax.run.choose import Mode, fewest_model_shards, modes
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]

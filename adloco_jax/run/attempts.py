@@ -36,12 +36,12 @@ from adloco_jax.run.assemble import (
 from adloco_jax.run.changes import how_to_resume
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
+from adloco_jax.run.describe import run_header
 from adloco_jax.run.folder import (
     exclusive,
     flat_settings,
     versions,
 )
-from adloco_jax.run.plan import run_header
 from adloco_jax.run.restore import begin_control, host_record, restore
 from adloco_jax.run.terminal import Progress
 from adloco_jax.run.trackers import open_ledger

@@ -1,32 +1,40 @@
-"""Choose how a device runs its workers, and the largest micro-batch, by compiling programs.
+"""What fits in the memory of a device: how it runs its workers, and the largest micro-batch.
 
 A device runs its workers at once or one after another. In both cases the backward pass can
 recompute the layers, which saves memory and takes time. These four ways to run are called modes;
 docs/guides/devices.md has a table of them. A micro-batch is the part of a worker's batch that a
-device holds in memory at once; its size is counted in sequences.
+device holds in memory at once; its size is counted in sequences. What a mode and a micro-batch need
+is known by compiling their programs.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
 
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
-from adloco_jax.engine.memory import (
-    Peak,
-    find_max_batch,
-    least_bytes,
-    merge_bytes,
-    peak,
-    resting_bytes,
-    spawn_bytes,
+from adloco_jax.engine.programs import (
+    Programs,
+    ensemble_spec,
+    merged,
+    needed_bytes,
+    parts_of,
+    placement,
+    spawned,
+    workers_spec,
 )
-from adloco_jax.engine.programs import Programs, placement
-from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
+from adloco_jax.engine.spec import Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
+from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
 
 STEP_TOKENS = 16_384  # number of tokens that keeps a device busy
@@ -44,6 +52,31 @@ class Mode(NamedTuple):
 
 
 MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, True))
+
+
+# The fields of the ensemble that are arguments of each kind of program. The arrays of all other
+# fields stay on the device, unused, while the program runs.
+_TAKES: Mapping[Kind, tuple[str, ...]] = {
+    "start": ("params_M",),
+    "steps": ("inner_state_R", "params_R"),
+    "outer": ("params_M", "outer_state_M"),
+    "fragment": ("params_M", "outer_state_M", "inner_state_R", "params_R"),
+    "flush": ("params_M", "outer_state_M", "params_R"),
+    "stats": ("params_M",),
+    "loss": (),
+}
+
+
+class Peak(NamedTuple):
+    """The bytes of a device's memory that are in use while a program runs, in two parts."""
+
+    program: int  # bytes of the program, with its arguments and results
+    beside: int  # bytes of the arrays of the run's state that are not arguments of the program
+
+    @property
+    def total(self) -> int:
+        """All bytes in use: those of the program, and those of all other arrays of the state."""
+        return self.program + self.beside
 
 
 class Tried(NamedTuple):
@@ -130,32 +163,30 @@ def choose(
     sizes = sizes if size is None else [size]
     control = start(settings, sizes[0], whole_pool=True)
     tried: list[Tried] = []
-    found: dict[Mode, Programs] = {}
-    tokens: dict[Mode, int] = {}
-    won = None
+    fits: list[tuple[float, Choice]] = []
     for mode in allowed:
         loss_fn = loss_of(mode)
         chosen = dataclasses.replace(spec, loss_fn=loss_fn, in_turn=mode.in_turn, remat=mode.remat)
-        programs = found[mode] = Programs(chosen, on_compile)
+        programs = Programs(chosen, on_compile)
         if platform == "cpu" and size is not None:
             return Choice(programs, size, [Tried(mode, size, {})])
         tried.append(_try(settings, programs, sizes, mode))
         largest = tried[-1].max_batch_size
         if largest is None:
-            continue
-        tokens[mode] = largest * tokens_of_a_row(chosen, tuple(control.owners))
-        if tokens[mode] >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu":
-            won = mode
-            break
-    if not tokens:
-        raise NothingFits(tried)
-    best = won or max(tokens, key=lambda mode: tokens[mode])
-    for mode, programs in found.items():
-        if mode != best:
             programs.close()
-    largest = next(t.max_batch_size for t in tried if t.mode == best)
-    assert largest is not None
-    return Choice(found[best], largest, tried)
+            continue
+        tokens = largest * tokens_of_a_row(chosen, tuple(control.owners))
+        is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu"
+        fits.append((math.inf if is_enough else tokens, Choice(programs, largest, tried)))
+        if is_enough:
+            break
+    if not fits:
+        raise NothingFits(tried)
+    _, best = max(fits, key=lambda each: each[0])
+    for _, choice in fits:
+        if choice is not best:
+            choice.programs.close()
+    return best
 
 
 def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
@@ -179,31 +210,99 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     budget = machine.budget(batching.memory_frac)
     owners = tuple(start(settings, first, whole_pool=True).owners)
     least = least_bytes(spec, owners, accumulates=accumulates(settings, first))
-    needs: dict[int, dict[str, Peak]] = {}
-    moves = _moves(settings, spec) if least <= budget else {}
+    needs: dict[int, dict[str, Peak]] = {first: {}}
 
     def largest_peak(size: int) -> int:
         needs[size] = program_peaks(settings, programs, size, moves)
         return max(peak.total for peak in needs[size].values())
 
-    largest = None
     if least <= budget:
-        resting, busy = resting_bytes(spec, owners), STEP_TOKENS // tokens_of_a_row(spec, owners)
-        largest = find_max_batch(
-            largest_peak, sizes=sizes, budget=budget, resting=resting, busy=max(busy, 1)
-        )
-    if largest is not None:
-        return Tried(mode, largest, needs[largest])
-    needed = max([least, *(peak.total for peak in needs.get(first, {}).values())])
+        moves, resting = _moves(settings, spec), resting_bytes(spec, owners)
+        busy = max(STEP_TOKENS // tokens_of_a_row(spec, owners), 1)
+        how = {"sizes": sizes, "budget": budget, "resting": resting, "busy": busy}
+        if (largest := find_max_batch(largest_peak, **how)) is not None:
+            return Tried(mode, largest, needs[largest])
+    needed = max([least, *(peak.total for peak in needs[first].values())])
     return Tried(
         mode,
         None,
-        needs.get(first, {}),
+        needs[first],
         f"batching.initial_batch_size={first}: {counted(len(owners), 'worker')} of"
         f" {counted(max(owners) + 1, 'trainer')} need {needed} bytes on a device, have"
         f" {budget} of {machine.device_bytes}; use fewer workers, a smaller batch or model"
         + ("" if mode.remat or settings.model.remat is None else ", or model.remat"),
     )
+
+
+def find_max_batch(
+    peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int, busy: int
+) -> int | None:
+    """Find a large micro-batch whose programs fit a device, by compiling at most three sizes.
+
+    The first compiled size is the smallest of `sizes`. The second is the smallest size that keeps
+    the device busy. The third is the largest size whose memory should fit. This is predicted from
+    the memory of the first two sizes.
+
+    For the prediction, a straight line is drawn through the memory of the two compiled sizes.
+    Memory is convex in the size, because the peak of a program is the largest of the peaks of its
+    phases. If the second size does not fit, the third lies between the first and the second, where
+    the line is an upper bound of the memory. If the second size fits, the third is larger, and
+    memory may grow faster than the line. The steepest possible growth is that all memory except the
+    state grows in proportion to the size. If the line is less than half as steep as this growth,
+    this growth is assumed instead of the line.
+
+    Args:
+      peak: Returns the bytes that a device needs for a size; it compiles the programs.
+      sizes: The micro-batches to choose from, in sequences, ascending; the first is the initial
+        batch.
+      budget: Bytes of a device that may be used.
+      resting: Bytes of the state (parameters and optimizer states), which every size needs.
+      busy: Number of sequences that keep the device busy.
+
+    Returns:
+      The largest compiled size that fits; None if the smallest does not fit.
+    """
+    first = sizes[0]
+    peaks = {first: peak(first)}
+    if peaks[first] > budget:
+        return None
+    second = next((n for n in sizes if n >= busy), sizes[-1])
+    if second > first:
+        peaks[second] = peak(second)
+        slope = (peaks[second] - peaks[first]) / (second - first)
+        most = (peaks[second] - resting) / second
+        room = budget
+        if peaks[second] > budget:
+            room = 1.01 * budget  # a margin for padding of small arrays; the size is compiled next
+        elif slope < most / 2:
+            slope = most
+        fits = [n for n in sizes if peaks[second] + slope * (n - second) <= room]
+        third = max(fits, default=first)
+        if third not in peaks:
+            peaks[third] = peak(third)
+    return max(size for size, need in peaks.items() if need <= budget)
+
+
+def require_memory(spec: Spec, settings: Settings) -> None:
+    """Refuse a run that cannot fit in the memory of a device, before anything is loaded.
+
+    Only the states of all trainers and workers, and one gradient, are counted.
+
+    Raises:
+      ResourceError: If the run does not fit. The message gives the bytes, and names a config that
+        fits.
+    """
+    machine = spec.machine
+    owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
+    needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
+    if needed > budget:
+        raise ResourceError(
+            f"memory: {counted(max(owners) + 1, 'trainer')} with {counted(len(owners), 'worker')}"
+            f" of {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device"
+            f" for state and gradients, have {in_bytes(budget)} of {in_bytes(machine.device_bytes)}"
+            " (batching.memory_frac); adloco train quickstart fits here, and adloco plan CONFIG"
+            " --device shows what a GPU would hold"
+        )
 
 
 def program_peaks(
@@ -216,13 +315,9 @@ def program_peaks(
     the micro-batch.
     """
     spec, control = programs.spec, start(settings, size, whole_pool=True)
-    owners, trainers = tuple(control.owners), range(len(control.trainers))
-    keys = first_keys(control, settings, spec, size, accumulates=accumulates(settings, size))
-    keys.append(loss_key(size))
-    if settings.outer.leaves_unsynchronised:
-        keys += [group.key("flush") for group in classes(control, trainers, spec)]
-    peaks = {str(key): peak(programs, key, owners) for key in dict.fromkeys(keys)}
-    if len(trainers) > 1 and accumulates(settings, size) and not spec.by_position:
+    owners, keys = tuple(control.owners), reachable_keys(settings, spec, control, [size])
+    peaks = {str(key): peak(programs, key, owners) for key in keys}
+    if len(control.trainers) > 1 and accumulates(settings, size) and not spec.by_position:
         peaks |= _unequal_peaks(settings, programs, control)
     return peaks | moves
 
@@ -268,14 +363,37 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
     return peaks
 
 
+def reachable_keys(
+    settings: Settings, spec: Spec, control: Control, sizes: Sequence[int] | None = None
+) -> list[ProgramKey]:
+    """List the keys of all programs that a run can need while its trainers have equal sizes.
+
+    A key (`ProgramKey`) has the kind of a program, and the sizes for which it is compiled. The last
+    key is that of the program that evaluates models.
+
+    Args:
+      settings: The run's settings.
+      spec: What all programs of the run share.
+      control: Which workers belong to each trainer, and the largest micro-batch.
+      sizes: The micro-batches in sequences. None: those of `batching.buckets` up to the largest.
+    """
+    largest, trainers = control.max_batch_size, range(len(control.trainers))
+    keys = []
+    for size in sizes or [n for n in settings.batching.buckets if n <= largest]:
+        sums = size == largest and accumulates(settings, size)
+        keys += first_keys(control, settings, spec, size, accumulates=sums)
+    if settings.outer.leaves_unsynchronised:
+        keys += [group.key("flush") for group in classes(control, trainers, spec)]
+    return list(dict.fromkeys([*keys, loss_key(largest)]))
+
+
 def first_keys(
     control: Control, settings: Settings, spec: Spec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
     """List the keys of the programs of a round in which all trainers have the same micro-batch.
 
-    A key (`ProgramKey`) has the kind of a program, and the sizes for which it is compiled. `size`
-    is the micro-batch in sequences. With `accumulates`, the list has also the keys of a round in
-    which all trainers accumulate the gradients of two micro-batches for each update.
+    `size` is the micro-batch in sequences. With `accumulates`, the list has also the keys of a
+    round in which all trainers accumulate the gradients of two micro-batches for each update.
     """
     keys = []
     for count in (1, 2) if accumulates else (1,):
@@ -290,3 +408,132 @@ def accumulates(settings: Settings, size: int) -> bool:
     batching = settings.batching
     grows = batching.test != "constant" and size < batching.batch_cap
     return grows and settings.switch.mode != "clip"
+
+
+def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
+    """Compute the bytes of a device's memory that are in use while a program runs.
+
+    Args:
+      programs: The programs of the run.
+      key: Identifies the program. If the program is not compiled yet, it is compiled.
+      owners: Position of each worker's trainer. The arrays of all these trainers and workers are on
+        the devices, even if only some of them are arguments of the program.
+    """
+    state = ensemble_spec(
+        programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
+    )
+    taken = dict.fromkeys(_TAKES[key.kind])
+    try:
+        needed = needed_bytes(programs[key])
+    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses a program too large
+        stated = re.search(r"Used ([\d.]+)([MG]) of", str(error))
+        if stated is None:
+            raise
+        needed = int(float(stated[1]) * 2 ** {"M": 20, "G": 30}[stated[2]])
+    return Peak(needed, _bytes_here(state.replace(**taken)))
+
+
+def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
+    """Find the fewest devices over which a worker's parameters must be sharded to fit in memory.
+
+    Args:
+      spec: What all programs share; its field `model_shards` is ignored.
+      owners: Position of each worker's trainer at the start; after merges less memory is needed.
+      memory_frac: Share of a device's memory that may be used, see `Machine.budget`.
+
+    Returns:
+      A divisor of the number of devices: the smallest with which the ensemble, the workers'
+      parameters and the sums of their gradients fit in each device's memory. Activations are not
+      counted. If no divisor is large enough, the number of all devices.
+    """
+    budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
+    for shards in (n for n in range(1, count + 1) if count % n == 0):
+        tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs the least
+        if _round_bytes(tried, owners, accumulates=True) <= budget:
+            return shards
+    return count
+
+
+def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
+    """Compute a lower bound of the bytes that a run needs on a device, without compiling programs.
+
+    The bound counts the trainers' parameters, all optimizer states, the workers' parameters and one
+    gradient. With `accumulates` it also counts the workers' sums of gradients. It does not count
+    activations.
+    """
+    held = _round_bytes(spec, owners, accumulates=accumulates)
+    return held + spec.param_bytes // spec.model_shards
+
+
+def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> int:
+    """Bytes of the ensemble and of the workers' parameters on one device, in the middle of a round.
+
+    With `accumulates`, the bytes of the workers' sums of gradients are added.
+    """
+    key = ProgramKey("steps", owners, accumulates=accumulates)
+    at = placement(spec, key)
+    workers = workers_spec(spec, key, at).replace(inner_state_R=None)
+    if spec.outer.own_params:
+        workers = workers.replace(params_R=None)
+    return _bytes_here((ensemble_spec(spec, owners, at), workers))
+
+
+def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
+    """Bytes that the ensemble (all trainers and workers) takes on one device between two programs.
+
+    `own_params` says whether the workers' own parameters are counted too.
+    """
+    key = ProgramKey("steps", owners)
+    at = placement(spec, key)
+    ensemble = ensemble_spec(spec, owners, at)
+    params_R = workers_spec(spec, key, at).params_R
+    return _bytes_here(ensemble.replace(params_R=params_R) if own_params else ensemble)
+
+
+def merge_bytes(
+    spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
+) -> Peak:
+    """Compute a device's peak memory while trainers merge and workers move to other trainers.
+
+    Args:
+      spec: What all programs of the run share.
+      owners: Position of each worker's trainer before the merge.
+      members: Positions of the trainers that merge. The first is the representative, the trainer
+        that absorbs the others.
+      after: Position of each worker's trainer after the merge.
+    """
+    weights_n = np.ones(len(members), np.float32)
+    return _replaced_bytes(spec, owners, merged, weights_n, members, after)
+
+
+def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
+    """Compute a device's peak memory while a new worker joins a trainer.
+
+    `owners` has the position of each worker's trainer. The last entry is that of the new worker.
+    """
+    count = owners.count(owners[-1])
+    return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
+
+
+def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
+    """Compute a device's peak memory while `replace` applies `change` to an ensemble."""
+    at = placement(spec, ProgramKey("stats", owners))
+    ensemble = ensemble_spec(spec, owners, at)
+    leaves = jax.tree.leaves(ensemble.inner_state_R)
+    parts = list(parts_of(leaves))
+    if len(parts) <= 1:
+        return Peak(needed_bytes(change.lower(ensemble, *arguments).compile()), 0)
+    all_here, largest = _bytes_here(leaves), max(parts, key=num_bytes)
+    alone = ensemble.replace(params_R=None, inner_state_R=largest)
+    rest = ensemble.replace(inner_state_R=None)
+    needs = [needed_bytes(change.lower(part, *arguments).compile()) for part in (alone, rest)]
+    others = all_here - _bytes_here(largest) + _bytes_here(ensemble.params_R)
+    return max(Peak(needs[0], others), Peak(needs[1], all_here), key=lambda peak: peak.total)
+
+
+def _bytes_here(shapes: PyTree) -> int:
+    """Bytes that arrays with these shapes and shardings take on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )

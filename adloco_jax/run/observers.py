@@ -1,10 +1,12 @@
 """Observers of a run: objects that are called after every round, to record, evaluate and save.
 
-The module `training` makes the observers, and says in which order they are called. An observer
+`attempts.begin` makes the observers, and says in which order they are called. An observer
 receives the state of the run after the round, and must not change this state.
 """
 
 import datetime
+import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,6 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Compiled, Compiling
 from adloco_jax.errors import Preempted
@@ -349,3 +350,20 @@ def write_start(
     found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
     for fault in [*found, *faults]:
         ledger.write("fault", **fault)
+
+
+def measured_peaks(devices: Sequence[jax.Device]) -> dict[str, int | list[int | None]]:
+    """Read the peak memory use of this process so far, in bytes.
+
+    Returns:
+      A dict with two entries. `host_peak_bytes` is the peak of the host's memory.
+      `device_peak_bytes` is a list with the peak of each device in `devices`; a peak is None if the
+      backend of the device does not count memory, as on a CPU.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "device_peak_bytes": [
+            (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
+        ],
+    }

@@ -1,41 +1,50 @@
-"""Describe a run in words: the header that is printed at its start, and the text of `adloco plan`.
+"""The memory of a run before it starts: `adloco plan CONFIG --memory`, and `--device h100x8`.
 
-The plan gives the memory, the communication and the tokens of a run before the run starts.
+Every program of the run is compiled, for the devices that are here or for those that a name
+describes. No program is run, so the plan gives no times.
 """
 
-import inspect
+import contextlib
+import os
+import re
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import numpy as np
+import jax
 from ml_collections import ConfigDict
+from tqdm import tqdm
 
-from adloco_jax import hf
 from adloco_jax.config import validate
-from adloco_jax.core.batching import BATCH_TESTS
-from adloco_jax.data import check_corpus
-from adloco_jax.engine.evaluate import loss_key
-from adloco_jax.engine.inputs import classes
-from adloco_jax.engine.memory import least_bytes, peak
-from adloco_jax.engine.programs import ensemble_spec, placement
-from adloco_jax.engine.spec import Machine, OnCompile, ProgramKey, Spec, num_bytes
-from adloco_jax.errors import ResourceError, counted
-from adloco_jax.loop.adloco import start
-from adloco_jax.loop.control import Control, merge_cost, sync_cost
-from adloco_jax.loop.growth import measures_gradients
-from adloco_jax.loop.plans import least_test_sequences
-from adloco_jax.run import processes
-from adloco_jax.run.assemble import (
-    build_model,
-    require_same_network,
-    spec_of,
+from adloco_jax.engine.programs import Programs, num_turns, placement
+from adloco_jax.engine.spec import (
+    TAKEN,
+    Compiled,
+    Compiling,
+    Machine,
+    OnCompile,
+    Spec,
+    here,
 )
-from adloco_jax.run.changes import check_config
-from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.choose import Choice, Mode, accumulates, choose, first_keys
+from adloco_jax.engine.work import Rates, count
+from adloco_jax.errors import ConfigError, UserError, counted
+from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
+from adloco_jax.run import processes
+from adloco_jax.run.arguments import check_inputs
+from adloco_jax.run.assemble import build_model, spec_of
+from adloco_jax.run.choose import (
+    Choice,
+    Mode,
+    NothingFits,
+    Tried,
+    choose,
+    first_keys,
+    peak,
+    reachable_keys,
+)
+from adloco_jax.run.describe import plan_lines, round_bytes, run_header
 from adloco_jax.run.folder import with_checkpoint
-from adloco_jax.run.machines import here
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 
 
@@ -71,211 +80,11 @@ def plan(
     spec = spec_of(settings, here())
     compiled = _memory_lines(settings, spec) if memory else ["not compiled: --memory does"]
     unchecked = [f"not checked: {line}" for line in unchecked]
-    return "\n".join([*_plan_lines(settings, spec), *compiled, *unchecked])
-
-
-def check_inputs(
-    settings: Settings,
-    workdir: Path | None = None,
-    *,
-    accept_config_change: bool = False,
-) -> list[str]:
-    """Make all checks of a run that need neither the text nor the weights of a model.
-
-    Args:
-      settings: The run's settings.
-      workdir: The run's folder, which need not exist. None: no folder is checked.
-      accept_config_change: Whether an existing run in that folder may resume with changed settings.
-
-    Returns:
-      One line for each check that could not be made here, because it needs the text, the weights or
-      the checkpoints. The run makes these checks when it starts.
-
-    Raises:
-      ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
-        if a tracker that the config names is not installed.
-      DataError: If a path leads nowhere, or the description of prepared data is damaged.
-      CheckpointError: If the folder contains a run whose `config.json` cannot be read.
-    """
-    model, unchecked = settings.model, []
-    check_installed(settings.log)
-    rounds = []
-    if workdir is not None:
-        check_config(workdir, settings, accept=accept_config_change)
-        rounds = list_rounds(workdir / "checkpoints")
-    if rounds:
-        unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
-    elif model.init_from:
-        found = hf.inspect(model.init_from)
-        require_same_network(settings, found)
-        which = "whether all its numbers are finite" if found.has_tensors else "its weights"
-        unchecked.append(f"model.init_from = {model.init_from}: {which}")
-    unchecked += check_corpus(settings)
-    return unchecked
-
-
-def require_memory(spec: Spec, settings: Settings) -> None:
-    """Refuse a run that cannot fit in the memory of a device, before anything is loaded.
-
-    Only the states of all trainers and workers, and one gradient, are counted.
-
-    Raises:
-      ResourceError: If the run does not fit. The message gives the bytes, and names a config that
-        fits.
-    """
-    machine = spec.machine
-    owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
-    needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
-    if needed > budget:
-        raise ResourceError(
-            f"memory: {counted(max(owners) + 1, 'trainer')} with {counted(len(owners), 'worker')}"
-            f" of {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device"
-            f" for state and gradients, have {in_bytes(budget)} of {in_bytes(machine.device_bytes)}"
-            " (batching.memory_frac); adloco train quickstart fits here, and adloco plan CONFIG"
-            " --device shows what a GPU would hold"
-        )
-
-
-def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
-    """Describe a run in at most four lines, which are printed when the run starts.
-
-    The lines describe the model, the trainers, the batches and, for Streaming DiLoCo, the fragments
-    of the parameters. `max_batch` is the largest micro-batch in sequences; None if it is not known
-    yet.
-    """
-    model, ensemble, inner = settings.model, settings.ensemble, settings.inner
-    batching, outer = settings.batching, settings.outer
-    owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
-    at = placement(spec, ProgramKey("steps", owners, batching.initial_batch_size))
-    weights = f"from {model.init_from}" if model.init_from else "from random weights"
-    pool = ensemble.num_workers - len(owners)
-    length, steps = counted(settings.num_rounds, "round"), counted(inner.steps_per_round, "update")
-    if inner.round_length != "fixed":
-        steps += f" or more ({inner.round_length})"
-    if settings.num_tokens is not None:
-        length = f"until {settings.num_tokens:,} tokens, rounds"
-    sizes = f"up to {max_batch}" if max_batch else "as many as fit"
-    return [
-        f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
-        f" {model.dtype}, attention by {spec.attention};"
-        f" {spec.machine.describe()}, {at.describe()}",
-        f"trainers: {ensemble.num_trainers} with {counted(len(owners), 'worker')} together"
-        + (f", and {pool} more when gradient noise asks for them" if pool else "")
-        + f"; {length} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
-        f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
-        f" {_growth(settings)}; {sizes} at once, more by accumulation",
-        *_fragments(settings, spec),
-    ]
-
-
-_THRESHOLDS = ("eta", "vartheta", "nu")
-
-
-def _growth(settings: Settings) -> str:
-    """Describe what determines the batch size of a run, for the header of the run.
-
-    This is a batch-size test with its thresholds and the largest batch, or a schedule.
-    """
-    batching = settings.batching
-    if not measures_gradients(settings):
-        return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
-    wanted, names = inspect.signature(BATCH_TESTS[batching.test].request).parameters, _THRESHOLDS
-    knobs = [f"{name} {getattr(batching, name)}" for name in names if name in wanted]
-    least, given = least_test_sequences(settings), batching.test_batch_size
-    if given is not None and given < least * settings.ensemble.num_workers:
-        knobs.append(
-            f"test_batch_size {given}, raised to {least} per worker for a trainer of more than"
-            f" {given // least} workers"
-        )
-    test = ", ".join([f"{batching.test} test", *knobs])
-    if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
-        return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
-    limits = {"workers": settings.ensemble.initial_workers}
-    limits |= {"rounds": settings.inner.max_steps_per_round}
-    others = " and ".join(name for name in batching.growth if limits.get(name))
-    return f"kept; gradient noise ({test}) {'decides about ' + others if others else 'is measured'}"
-
-
-def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """Describe on one line how fragments of the parameters are synchronised.
-
-    The list is empty if a run does not use Streaming DiLoCo, which synchronises in fragments.
-    """
-    outer = settings.outer
-    if not outer.own_params:
-        return []
-    delay = outer.delay_updates
-    arrival = f"arrives {counted(delay, 'update')} later" if delay else "is waited for"
-    return [
-        f"fragments: {outer.fragments}, one every {counted(spec.num_micro_batches, 'update')},"
-        f" which {arrival}; a worker keeps {outer.mixing:g} of its own numbers;"
-        f" {in_bytes(spec.sync_bytes)} each way"
-    ]
-
-
-def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe a run's optimizer states, communication and tokens, without compiling anything."""
-    ensemble, batching = settings.ensemble, settings.batching
-    num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
-    first = batching.initial_batch_size
-    control = start(settings, first, whole_pool=True)
-    owners = tuple(control.owners)
-    state = ensemble_spec(spec, owners, placement(spec, ProgramKey("stats", owners)))
-    outer_bytes = num_bytes(state.outer_state_M) // num_trainers
-    inner_bytes = num_bytes(state.inner_state_R) // num_workers
-    begins = start(settings, first).owners
-    costs = [
-        sync_cost(count, spec.sync_bytes, spec.outer.fragments)
-        for count in np.bincount(begins).tolist()
-    ]
-    between = in_bytes(round_bytes(settings, spec))
-    moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
-    drawn = []
-    for group in classes(control, range(num_trainers), spec):
-        at = placement(spec, group.key("steps", micro_batch_size=first))
-        drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
-    inner = settings.inner
-    least = inner.steps_per_round * len(begins) * spec.sequence_length * first
-    longest = inner.max_steps_per_round or inner.steps_per_round
-    most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
-    total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
-    if inner.round_length != "fixed" and inner.max_steps_per_round is None:
-        total = f"{least * settings.num_rounds:,} or more in the run"
-    if settings.num_tokens is not None:
-        total = f"the run ends with the round that reaches {settings.num_tokens:,}"
-    return [
-        *run_header(settings, spec, batching.max_batch_size),
-        f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"
-        f" inner {in_bytes(inner_bytes)} per worker",
-        f"state between rounds: {in_bytes(num_bytes(state))} for"
-        f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
-        "placement in the first round:",
-        *drawn,
-        f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
-        f" ({settings.outer.precision}); between these devices {between}",
-        *_merge_lines(settings, spec),
-        f"tokens: {least:,} a round at the start; {total}",
-    ]
-
-
-def round_bytes(settings: Settings, spec: Spec) -> int:
-    """Return the bytes that devices send to one another in a round in which all workers run.
-
-    Only the bytes of synchronisations are counted. Workers that share a device send less.
-    """
-    control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
-    moved, sent = 0, spec.sync_bytes * spec.outer.fragments
-    for group in classes(control, range(len(control.trainers)), spec):
-        size = settings.batching.initial_batch_size
-        at = placement(spec, group.key("steps", micro_batch_size=size))
-        moved += at.moved_bytes(sent, len(group.trainers), len(group.workers))
-    return moved
+    return "\n".join([*plan_lines(settings, spec), *compiled, *unchecked])
 
 
 def configured_choice(
-    settings: Settings,
-    machine: Machine,
-    on_compile: OnCompile = lambda event: None,
+    settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
 ) -> Choice:
     """Choose how devices run workers, and the micro-batch, for the configured model (`choose`)."""
     return choose(
@@ -313,41 +122,336 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[ProgramKey]:
-    """List the keys of all programs that a run can need while its trainers have equal sizes.
+def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
+    """Compile a run's programs for devices that a name describes; report the memory they need.
 
-    A key (`ProgramKey`) has the kind of a program, and the sizes for which it is compiled.
-    `control` says which workers belong to each trainer, and what the largest micro-batch is. The
-    last key is the key of the program that evaluates models.
+    Args:
+      config: A config that `train` accepts. The data and weights that it names are not read.
+      device: The kind and number of devices, such as `h100x8`; see `described`.
+
+    Returns:
+      The report as lines of Markdown, and the same figures as a dict for JSON. If the field `fits`
+      of the dict is False, the run does not fit in the memory of the devices.
+
+    Raises:
+      ConfigError: If the config is invalid, if no devices have this name, or if the compiler for
+        them is not installed.
     """
-    batching, max_batch, keys = settings.batching, control.max_batch_size, []
-    for size in (size for size in batching.buckets if size <= max_batch):
-        sums = size == max_batch and accumulates(settings, size)
-        keys += first_keys(control, settings, spec, size, accumulates=sums)
-    if settings.outer.leaves_unsynchronised:
-        groups = classes(control, range(len(control.trainers)), spec)
-        keys += [group.key("flush") for group in groups]
-    return list(dict.fromkeys([*keys, loss_key(max_batch)]))
+    settings, machine, start_s = validate(config), described(device), time.perf_counter()
+    with contextlib.suppress(UserError):  # without the hub, the sizes describe the model
+        settings = with_checkpoint(settings)
+    budget = machine.budget(settings.batching.memory_frac)
+    record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
+    lines = [f"Compiled for {device}, not run.", ""]
+    with _progress(device) as on_compile:
+        try:
+            choice = configured_choice(settings, machine, on_compile)
+        except NothingFits as error:
+            tried, bounds = error.tried, {}
+            change = _smallest_change(settings, device, machine, on_compile)
+            record |= {"fits": False, "change": change}
+            lines += [f"- Nothing fits: {error}.", f"- {change}."]
+        else:
+            tried, spec = choice.tried, choice.programs.spec
+            bounds = _bounds(settings, choice, device)
+            found, facts = _chosen(settings, choice)
+            record |= facts
+            header = run_header(settings, spec, settings.batching.max_batch_size)
+            lines += [*(f"- {line}" for line in header), *found]
+    record |= {
+        "compile_s": time.perf_counter() - start_s,
+        "tried": [_record(t) | bounds.get(t.mode, {}) for t in tried],
+    }
+    lines += [f"- Compiled in {record['compile_s']:.0f} s.", "", *_table(record, tried, budget)]
+    return lines, record
 
 
-def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the bytes that a merge of trainers sends, and that a joining worker receives.
+def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
+    """Describe the chosen micro-batch, and how devices run their workers.
 
-    The list is empty if trainers never merge and workers never join.
+    Returns the description as lines of Markdown, and the same facts as a dict for JSON.
     """
-    ensemble, lines = settings.ensemble, []
-    joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
-    if ensemble.initial_workers is not None:
-        lines.append(
-            f"the pool grows from {counted(ensemble.initial_workers, 'worker')}, in a communication"
-            f" each time: {in_bytes(joining)} per worker that joins"
-        )
-    if settings.merge.policy == "none" or ensemble.num_trainers == 1:
-        return lines
-    absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
-    tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
+    spec, size = choice.programs.spec, choice.max_batch_size
+    mode = Mode(spec.in_turn, spec.remat)
+    reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
+    moved = round_bytes(settings, spec)
+    facts = {"fits": True, "mode": str(mode), "max_batch_size": size}
+    facts |= {"model_shards": spec.model_shards, "programs": len(reached), "round_bytes": moved}
     return [
-        *lines,
-        f"bytes of a merge, one communication: {in_bytes(absorbed)} per absorbed trainer"
-        f" ({in_bytes(tried)} if refused), {in_bytes(joining)} per worker that joins a trainer",
+        f"- Fits: {mode}; micro-batch {size}; {counted(spec.model_shards, 'device')} per model.",
+        f"- {counted(len(reached), 'program')} can be reached; a round sends {moved / 1e9:.2f} GB"
+        " between devices.",
+    ], facts
+
+
+def _pools(settings: Settings, max_batch: int) -> list[Control]:
+    """Predict the stages of a run: which trainers it has, and how many workers belong to each.
+
+    First the trainers grow: at each stage the trainer with the fewest workers doubles the number of
+    its workers, until all workers of the run have started. Then, if trainers may merge, some of
+    them merge at each stage, until one trainer is left.
+    """
+    whole = start(settings, max_batch, whole_pool=True)
+    pools = [start(settings, max_batch)]
+    while len(pools[-1].owners) < len(whole.owners):
+        trainers = range(len(whole.trainers))
+        fewest = min(trainers, key=lambda m: (pools[-1].owners.count(m), m))
+        count = pools[-1].owners.count(fewest)
+        free = len(whole.owners) - len(pools[-1].owners)
+        pools.append(with_workers(pools[-1], fewest, count + min(count, free)))
+    while settings.merge.policy != "none" and len(pools[-1].trainers) > 1:
+        members = choose_members(pools[-1], [0.0] * len(pools[-1].trainers), settings)
+        pools.append(after_merge(pools[-1], members))
+    return pools
+
+
+def _smallest_change(
+    settings: Settings, device: str, machine: Machine, on_compile: OnCompile
+) -> str:
+    """Find the first of several changes with which the run fits in memory; describe it in words.
+
+    A smaller number of workers is tried last, because it changes what the run computes.
+    """
+    for name, changed, devices in _changes(settings, device, machine):
+        with contextlib.suppress(NothingFits):
+            largest = configured_choice(changed, devices, on_compile).max_batch_size
+            return f"{name.format(largest)} would fit"
+    return "With one worker for each trainer it does not fit either; take more or larger devices"
+
+
+def _changes(
+    settings: Settings, device: str, machine: Machine
+) -> Iterator[tuple[str, Settings, Machine]]:
+    """Yield the changes to try: each as a name to print, the settings, and the devices.
+
+    If a name contains `{}`, the caller puts the micro-batch there that fits after the change.
+    """
+    ensemble, count = settings.ensemble, len(machine.devices)
+
+    def changed(group: str, **values: object) -> Settings:
+        part = getattr(settings, group).model_copy(update=values)
+        return settings.model_copy(update={group: part})
+
+    if settings.model.remat is False:
+        yield "model.remat=auto", changed("model", remat=None), machine
+    if settings.batching.max_batch_size is not None:
+        yield "batching.max_batch_size={}", changed("batching", max_batch_size=None), machine
+    fewest = spec_of(settings, machine).model_shards
+    for shards in (n for n in range(fewest + 1, count + 1) if count % n == 0):
+        yield f"ensemble.model_shards={shards}", changed("ensemble", model_shards=shards), machine
+    for more in more_chips(device):
+        yield f"--device {more}", settings, described(more)
+    for each in range((ensemble.num_workers - 1) // ensemble.num_trainers, 0, -1):
+        pool = each * ensemble.num_trainers
+        initial = ensemble.initial_workers and min(ensemble.initial_workers, pool)
+        fewer = changed("ensemble", num_workers=pool, initial_workers=initial)
+        yield f"ensemble.num_workers={pool}", fewer, machine
+
+
+def _bounds(settings: Settings, choice: Choice, device: str) -> dict[Mode, dict]:
+    """Bound the speed of the inner steps in each mode in which the run fits, by what is compiled.
+
+    The result has for each mode the work of a device for one update of each of its workers that run
+    at the same time, and the tokens per second of all devices.
+    """
+    bounds, chosen = {}, choice.programs
+    for mode, size in ((t.mode, t.max_batch_size) for t in choice.tried if t.max_batch_size):
+        programs = chosen
+        if mode != Mode(chosen.spec.in_turn, chosen.spec.remat):
+            programs = Programs(spec_of(settings, chosen.spec.machine, mode))
+        spec, control = programs.spec, start(settings, size, whole_pool=True)
+        keys = first_keys(control, settings, spec, size, accumulates=False)
+        key = next(key for key in keys if key.kind in ("steps", "fragment"))
+        at_once = len(key.owners) // num_turns(spec, key, placement(spec, key))
+        work = count(programs[key].as_text()).times(1 / spec.num_micro_batches)
+        tokens = at_once * size * spec.sequence_length
+        tokens_per_s = tokens / rates(device).least_seconds(work)
+        bounds[mode] = work._asdict() | {"most_tokens_per_s": tokens_per_s}
+    return bounds
+
+
+def _record(tried: Tried) -> dict:
+    peaks = {name: peak._asdict() for name, peak in tried.peaks.items()}
+    return {"mode": str(tried.mode), "max_batch_size": tried.max_batch_size, "programs": peaks}
+
+
+def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
+    """Make a table of the memory that each program needs, in the chosen mode (way to run workers).
+
+    If no mode fits, the table shows the mode that was tried last. The lines after the table say
+    what was found for each mode. The bytes of the largest program are also stored in `record`.
+    """
+    named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
+    rows = [
+        f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"
+        for name, peak in named[0].peaks.items()
     ]
+    largest = max((peak.total for peak in named[0].peaks.values()), default=0)
+    record["largest_bytes"] = largest
+    share = largest / record["device_bytes"]
+    return [
+        "| program | its bytes, GB | state beside it, GB | sum, GB |",
+        "|---|---|---|---|",
+        *rows,
+        f"| **largest**, {share:.0%} of {record['device_bytes'] / 1e9:.2f} GB; a run may use"
+        f" {budget / 1e9:.2f} | | | **{largest / 1e9:.2f}** |",
+        "",
+        *(
+            f"Tried: {t.mode}: " + (_speed(found) if t.max_batch_size else f"{t.fault}.")
+            for t, found in zip(tried, record["tried"], strict=True)
+        ),
+    ]
+
+
+def _speed(found: dict) -> str:
+    return (
+        f"micro-batch {found['max_batch_size']}; an update takes {found['operations'] / 1e12:.3g}"
+        f" TFLOP, {found['num_bytes'] / 1e9:.3g} GB and {found['kernels']:,.0f} kernels on each"
+        f" device: at most {found['most_tokens_per_s']:,.0f} tokens/s, by the compiler's figures;"
+        " not run."
+    )
+
+
+@contextlib.contextmanager
+def _progress(device: str) -> Iterator[OnCompile]:
+    """Show how many programs have been compiled, if the output is a terminal.
+
+    The context manager yields the function to call before and after each compilation.
+    """
+    with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
+
+        def on_compile(event: Compiling | Compiled) -> None:
+            if isinstance(event, Compiled):
+                bar.set_postfix_str(str(event.key))
+                bar.update()
+
+        yield on_compile
+
+
+# For a described GPU, XLA plans programs for this share of the memory that the description states.
+_PLANNED = 0.8
+# The description of a GPU that XLA needs to compile for it. The figures are those of openxla/xla,
+# xla/backends/gpu/target_config/specs.
+_GPU = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  shared_memory_per_core: {per_core}  threads_per_core_limit: 2048  core_count: {cores}
+  fpus_per_core: {fpus}  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535  memory_bandwidth: {bandwidth}  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}  device_memory_size: {memory}  shared_memory_per_block_optin: {optin}
+  cuda_compute_capability {{ major: {major} }}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{name}"
+"""
+_AMPERE = {"major": 8, "cores": 108, "fpus": 64, "clock": 1.41, "cache": 41943040}
+_AMPERE |= {"per_core": 167936, "optin": 166912}
+_HOPPER = {"major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "cache": 52428800}
+_HOPPER |= {"per_core": 233472, "optin": 232448}
+_BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
+# For each kind of GPU: the bytes of memory that programs may use, its rates, the name of the GPU,
+# and the other figures of the description. The operations are those of dense bfloat16 products by
+# the data sheets. XLA's model of a GPU also takes 1 us to start a kernel.
+_GPUS = {
+    kind: (memory, Rates(operations, bandwidth, 1e-6), name, figures | {"bandwidth": bandwidth})
+    for kind, memory, operations, bandwidth, name, figures in (
+        ("a100-40", 42331013120, 312e12, 1555200000000, "NVIDIA A100-SXM4-40GB", _AMPERE),
+        ("a100-80", 85100068864, 312e12, 2039040000000, "NVIDIA A100-SXM4-80GB", _AMPERE),
+        ("h100", 84942979072, 989e12, 3352320000000, "NVIDIA H100 80GB HBM3", _HOPPER),
+        ("h200", 151397597184, 989e12, 4800000000000, "NVIDIA H200 141GB HBM3e", _HOPPER),
+        ("b200", 191514411008, 2250e12, 7672320000000, "NVIDIA B200", _BLACKWELL),
+    )
+}
+_GPU_COUNTS = range(1, 9)  # numbers of GPUs of one host
+# How the chips of a TPU slice are arranged; the key is the number of chips.
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
+_CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
+# For each kind of TPU: the bytes of memory that programs may use, its rates by Google's
+# documentation, and the possible slices. No time is known to start a part of a TPU's program.
+_TPUS = {
+    "v5e": (16911433728, Rates(197e12, 819e9, 0), _FLAT),
+    "v5p": (102738427904, Rates(459e12, 2765e9, 0), _CUBE),
+    "v6e": (33550237696, Rates(918e12, 1640e9, 0), _FLAT),
+}
+
+
+def kinds() -> list[str]:
+    """List the kinds of devices that can be described: one line for each kind.
+
+    A line has the name of the kind, the memory of a device, and the possible numbers of chips.
+    """
+    return [
+        f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, _counts(kind)))}"
+        for kind, (memory, *_) in (_GPUS | _TPUS).items()
+    ]
+
+
+def more_chips(name: str) -> list[str]:
+    """Return the names for more chips of the same kind, in ascending order.
+
+    For `h100x6` the result is `["h100x7", "h100x8"]`.
+    """
+    kind, count = _parts(name)
+    return [f"{kind}x{n}" for n in _counts(kind) if n > count]
+
+
+def _parts(name: str) -> tuple[str, int]:
+    """Split a name such as `h100x8` into the kind of device and the number of chips."""
+    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
+    return (found[1], int(found[2] or 1)) if found else ("", 1)
+
+
+def _counts(kind: str) -> Collection[int]:
+    """Return the possible numbers of chips of a kind of device; none if the kind is unknown."""
+    return _GPU_COUNTS if kind in _GPUS else _TPUS[kind][2] if kind in _TPUS else ()
+
+
+def rates(name: str) -> Rates:
+    """Return how fast a device is at most that a name such as `h100x8` describes."""
+    return (_GPUS | _TPUS)[_parts(name)[0]][1]
+
+
+def described(name: str) -> Machine:
+    """Make devices that a name describes, so that programs can be compiled for them.
+
+    The name `h100x8` means eight chips of the kind `h100`; the name `h100` means one chip. The
+    devices do not exist on this machine, so the compiled programs cannot be run.
+
+    The environment variable JAX_PLATFORMS must have been `cpu` when JAX was imported.
+
+    Raises:
+      ConfigError: If there is no such kind or number of chips, or the compiler is not installed.
+    """
+    from jax.experimental import topologies
+
+    kind, count = _parts(name)
+    memory, *_ = _GPUS.get(kind) or _TPUS.get(kind) or (0,)
+    if count not in _counts(kind):
+        known = "\n".join(f"  {line}" for line in kinds())
+        raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
+    try:
+        if kind in _GPUS:
+            *_, title, figures = _GPUS[kind]
+            figures = figures | {"name": title, "memory": int(memory * TAKEN / _PLANNED)}
+            text = _GPU.format(**figures)
+            topology = {"target_config": text, "topology": f"1x1x{count}"}
+            devices = topologies.get_topology_desc(platform="cuda", **topology).devices
+        else:
+            *_, slices = _TPUS[kind]
+            os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+            os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # other processes may compile, too
+            one = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
+            topology = f"{kind}:{slices[count]}"
+            devices = topologies.get_topology_desc(topology, platform="tpu", **one).devices
+    except (NotImplementedError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--device {name}: what compiles for it is missing ({reason}); install"
+            " 'adloco_jax[plan]'"
+        ) from error
+    # JAX cannot load a cached program of a device that does not exist.
+    jax.config.update("jax_enable_compilation_cache", False)
+    return Machine(tuple(devices), memory)

@@ -34,6 +34,16 @@ T = TypeVar("T")
 _num_sent: Counter[str] = Counter()  # for each name of an exchange, how many values were sent
 
 
+def machine_id() -> str:
+    """Return an id of this machine since its last boot.
+
+    A process can be ended by a signal only on the machine with the same id.
+    """
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
+    return os.uname().nodename
+
+
 def connect(
     *,
     coordinator: str | None = None,

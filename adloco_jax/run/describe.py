@@ -1,0 +1,176 @@
+"""Describe a run in words without compiling it: its header, its communication and its tokens."""
+
+import inspect
+
+import numpy as np
+
+from adloco_jax.core.batching import BATCH_TESTS
+from adloco_jax.engine.inputs import classes
+from adloco_jax.engine.programs import ensemble_spec, placement
+from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
+from adloco_jax.errors import counted
+from adloco_jax.loop.adloco import start
+from adloco_jax.loop.control import merge_cost, sync_cost
+from adloco_jax.loop.growth import measures_gradients
+from adloco_jax.loop.plans import least_test_sequences
+from adloco_jax.run.terminal import in_bytes
+from adloco_jax.settings import Settings
+
+
+def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
+    """Describe a run in at most four lines, which are printed when the run starts.
+
+    The lines describe the model, the trainers, the batches and, for Streaming DiLoCo, the fragments
+    of the parameters. `max_batch` is the largest micro-batch in sequences; None if it is not known
+    yet.
+    """
+    model, ensemble, inner = settings.model, settings.ensemble, settings.inner
+    batching, outer = settings.batching, settings.outer
+    owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
+    at = placement(spec, ProgramKey("steps", owners, batching.initial_batch_size))
+    weights = f"from {model.init_from}" if model.init_from else "from random weights"
+    pool = ensemble.num_workers - len(owners)
+    length, steps = counted(settings.num_rounds, "round"), counted(inner.steps_per_round, "update")
+    if inner.round_length != "fixed":
+        steps += f" or more ({inner.round_length})"
+    if settings.num_tokens is not None:
+        length = f"until {settings.num_tokens:,} tokens, rounds"
+    sizes = f"up to {max_batch}" if max_batch else "as many as fit"
+    return [
+        f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
+        f" {model.dtype}, attention by {spec.attention};"
+        f" {spec.machine.describe()}, {at.describe()}",
+        f"trainers: {ensemble.num_trainers} with {counted(len(owners), 'worker')} together"
+        + (f", and {pool} more when gradient noise asks for them" if pool else "")
+        + f"; {length} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
+        f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
+        f" {_growth(settings)}; {sizes} at once, more by accumulation",
+        *_fragments(settings, spec),
+    ]
+
+
+_THRESHOLDS = ("eta", "vartheta", "nu")
+
+
+def _growth(settings: Settings) -> str:
+    """Describe what determines the batch size of a run, for the header of the run.
+
+    This is a batch-size test with its thresholds and the largest batch, or a schedule.
+    """
+    batching = settings.batching
+    if not measures_gradients(settings):
+        return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
+    wanted, names = inspect.signature(BATCH_TESTS[batching.test].request).parameters, _THRESHOLDS
+    knobs = [f"{name} {getattr(batching, name)}" for name in names if name in wanted]
+    least, given = least_test_sequences(settings), batching.test_batch_size
+    if given is not None and given < least * settings.ensemble.num_workers:
+        knobs.append(
+            f"test_batch_size {given}, raised to {least} per worker for a trainer of more than"
+            f" {given // least} workers"
+        )
+    test = ", ".join([f"{batching.test} test", *knobs])
+    if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
+        return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
+    limits = {"workers": settings.ensemble.initial_workers}
+    limits |= {"rounds": settings.inner.max_steps_per_round}
+    others = " and ".join(name for name in batching.growth if limits.get(name))
+    return f"kept; gradient noise ({test}) {'decides about ' + others if others else 'is measured'}"
+
+
+def _fragments(settings: Settings, spec: Spec) -> list[str]:
+    """Describe on one line how fragments of the parameters are synchronised.
+
+    The list is empty if a run does not use Streaming DiLoCo, which synchronises in fragments.
+    """
+    outer = settings.outer
+    if not outer.own_params:
+        return []
+    delay = outer.delay_updates
+    arrival = f"arrives {counted(delay, 'update')} later" if delay else "is waited for"
+    return [
+        f"fragments: {outer.fragments}, one every {counted(spec.num_micro_batches, 'update')},"
+        f" which {arrival}; a worker keeps {outer.mixing:g} of its own numbers;"
+        f" {in_bytes(spec.sync_bytes)} each way"
+    ]
+
+
+def plan_lines(settings: Settings, spec: Spec) -> list[str]:
+    """Describe a run's optimizer states, communication and tokens, without compiling anything."""
+    ensemble, batching = settings.ensemble, settings.batching
+    num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
+    first = batching.initial_batch_size
+    control = start(settings, first, whole_pool=True)
+    owners = tuple(control.owners)
+    state = ensemble_spec(spec, owners, placement(spec, ProgramKey("stats", owners)))
+    outer_bytes = num_bytes(state.outer_state_M) // num_trainers
+    inner_bytes = num_bytes(state.inner_state_R) // num_workers
+    begins = start(settings, first).owners
+    costs = [
+        sync_cost(count, spec.sync_bytes, spec.outer.fragments)
+        for count in np.bincount(begins).tolist()
+    ]
+    between = in_bytes(round_bytes(settings, spec))
+    moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
+    drawn = []
+    for group in classes(control, range(num_trainers), spec):
+        at = placement(spec, group.key("steps", micro_batch_size=first))
+        drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
+    inner = settings.inner
+    least = inner.steps_per_round * len(begins) * spec.sequence_length * first
+    longest = inner.max_steps_per_round or inner.steps_per_round
+    most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
+    total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
+    if inner.round_length != "fixed" and inner.max_steps_per_round is None:
+        total = f"{least * settings.num_rounds:,} or more in the run"
+    if settings.num_tokens is not None:
+        total = f"the run ends with the round that reaches {settings.num_tokens:,}"
+    return [
+        *run_header(settings, spec, batching.max_batch_size),
+        f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"
+        f" inner {in_bytes(inner_bytes)} per worker",
+        f"state between rounds: {in_bytes(num_bytes(state))} for"
+        f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
+        "placement in the first round:",
+        *drawn,
+        f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
+        f" ({settings.outer.precision}); between these devices {between}",
+        *_merge_lines(settings, spec),
+        f"tokens: {least:,} a round at the start; {total}",
+    ]
+
+
+def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
+    """Describe the bytes that a merge of trainers sends, and that a joining worker receives.
+
+    The list is empty if trainers never merge and workers never join.
+    """
+    ensemble, lines = settings.ensemble, []
+    joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
+    if ensemble.initial_workers is not None:
+        lines.append(
+            f"the pool grows from {counted(ensemble.initial_workers, 'worker')}, in a communication"
+            f" each time: {in_bytes(joining)} per worker that joins"
+        )
+    if settings.merge.policy == "none" or ensemble.num_trainers == 1:
+        return lines
+    absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
+    tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
+    return [
+        *lines,
+        f"bytes of a merge, one communication: {in_bytes(absorbed)} per absorbed trainer"
+        f" ({in_bytes(tried)} if refused), {in_bytes(joining)} per worker that joins a trainer",
+    ]
+
+
+def round_bytes(settings: Settings, spec: Spec) -> int:
+    """Return the bytes that devices send to one another in a round in which all workers run.
+
+    Only the bytes of synchronisations are counted. Workers that share a device send less.
+    """
+    control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
+    moved, sent = 0, spec.sync_bytes * spec.outer.fragments
+    for group in classes(control, range(len(control.trainers)), spec):
+        size = settings.batching.initial_batch_size
+        at = placement(spec, group.key("steps", micro_batch_size=size))
+        moved += at.moved_bytes(sent, len(group.trainers), len(group.workers))
+    return moved
