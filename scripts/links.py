@@ -224,8 +224,8 @@ def parallel_updates(config: Any, count: int, num_updates: int) -> dict[str, Any
     from jax.sharding import PartitionSpec as P
 
     from adloco_jax.config import validate
+    from adloco_jax.engine.spec import here
     from adloco_jax.run.assemble import build_model, inner_transform, load_data
-    from adloco_jax.run.machines import here
 
     settings = validate(config)
     corpus, (init_fn, loss_fn) = load_data(settings), build_model(settings, here())
