@@ -7,23 +7,21 @@ all other modules read.
 """
 
 import contextlib
-import copy
 import difflib
-import importlib
 import json
 import os
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from ml_collections import ConfigDict, FieldReference
 from pydantic import ValidationError
 
-from adloco_jax.errors import ConfigError, UserError
+from adloco_jax.errors import ConfigError
 from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Settings, default_of, shown
 
 # The folder of the configs that come with the package. In the repository it is a link to the folder
@@ -51,15 +49,15 @@ def default_config() -> ConfigDict:
 
     A config file starts from this config, and changes some of the knobs.
     """
-    config: dict[str, Any] = {group: {} for group in GROUPS}
+    config = ConfigDict({group: {} for group in GROUPS})
     for key in KNOBS:
         group, _, name = key.rpartition(".")
         value = default_of(key)
-        if value is None or value == "auto":
+        if value in (None, "auto"):
             # A field whose default is "auto" must accept an int too. So it may have any type.
             value = FieldReference(value, field_type=object if value else plain_type(key))
         (config[group] if group else config)[name] = value
-    return ConfigDict(config).lock()
+    return config.lock()
 
 
 def plain_type(key: str) -> Any:
@@ -69,12 +67,14 @@ def plain_type(key: str) -> Any:
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
-def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
+def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None = None) -> Settings:
     """Check a whole config, and return its values.
 
     Args:
       config: A ConfigDict with the groups and knobs of `default_config()`, locked or not, or nested
         dicts with these groups and knobs.
+      workdir: The folder of the run. A run that it contains is resumed without its checkpoint
+        `model.init_from`, because sizes of the model that are unset are read from its record.
 
     Returns:
       The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. Sizes of the
@@ -89,57 +89,55 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
       DataError: If the checkpoint of `model.init_from` cannot be used.
     """
     if not isinstance(config, ConfigDict | Mapping):
-        raise ConfigError(
-            f"config = {shown(config)}: must be a config; start from default_config()"
-        )
-    values: dict[str, Any] = {group: {} for group in GROUPS} | {
-        str(name): dict(value.items())
-        if name in GROUPS and isinstance(value, ConfigDict | Mapping)
-        else value
-        for name, value in config.items()
-    }
+        need = "must be a config; start from default_config()"
+        raise ConfigError(f"config = {shown(config)}: {need}")
+    given = ConfigDict(config, allow_dotted_keys=True).to_dict()
+    values: dict[str, Any] = {group: {} for group in GROUPS} | given
     faults = [
         f"{key}: missing; start from default_config(), which has every key"
         for key in KNOBS
         for group, _, name in (key.rpartition("."),)
         if isinstance(holder := values[group] if group else values, dict) and name not in holder
     ]
-    wrong, known = [], tables()
+    if isinstance(model := values["model"], dict):
+        values["model"] = {k: v for k, v in model.items() if v is not None or k not in SIZES}
+    settings, wrong, known = None, [], tables()
     try:
-        settings = Settings.model_validate(values)
+        typed = Settings.model_validate(values)
+        values["model"] |= _unset_sizes(typed, known["ARCHITECTURES"], workdir)
     except ValidationError as error:  # of types and limits, which need no tables
         faults += worded(error)
-        for part, *rest in (map(str, fault["loc"]) for fault in error.errors()):
-            holder, name = (values[part], rest[0]) if rest else (values, part)
-            holder.pop(name, None)
-            wrong.append(f"{part}.{name} = " if rest else f"{part} = ")
-    else:
-        values["model"] |= _unset_sizes(settings, known["ARCHITECTURES"])
+        for group, *rest in (map(str, fault["loc"]) for fault in error.errors()):
+            (values[group] if rest else values).pop(rest[0] if rest else group, None)
+            wrong.append(".".join([group, *rest[:1]]) + " = ")
     try:
         settings = Settings.model_validate(values, context=known)
     except ValidationError as error:
         faults += [line for line in worded(error) if not any(key in line for key in wrong)]
-        raise ConfigError("\n".join(faults)) from error
-    if faults:
+    if faults or settings is None:
         raise ConfigError("\n".join(faults))
-    batching = settings.batching
-    largest = batching.max_batch_size or batching.batch_cap
-    buckets = _resolve_buckets(batching.buckets, largest=largest)
-    return settings.model_copy(
-        update={"batching": batching.model_copy(update={"buckets": buckets})}
-    )
+    batching = settings.batching.model_copy(update={"buckets": _resolve_buckets(settings)})
+    return settings.model_copy(update={"batching": batching})
 
 
 def tables() -> dict[str, Mapping[str, Any]]:
     """Return the public tables that knobs name, with the entries that config files have added."""
-    package = importlib.import_module("adloco_jax")
-    return {entry.table: getattr(package, entry.table) for entry in ENTRIES.values()}
+    import adloco_jax  # imported only here, because it imports this module
+
+    return {entry.table: getattr(adloco_jax, entry.table) for entry in ENTRIES.values()}
 
 
-def _unset_sizes(settings: Settings, architectures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that a config leaves unset: from the checkpoint, or else the defaults."""
+def _unset_sizes(
+    settings: Settings, architectures: Mapping[str, Any], workdir: str | Path | None
+) -> dict[str, Any]:
+    """Return unset sizes: those that a run recorded, or of the checkpoint, or else the defaults."""
     model = settings.model
     sizes = {name: getattr(model, name) for name in SIZES if name not in model.model_fields_set}
+    if workdir is not None and model.init_from:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # reported later
+            recorded = json.loads(Path(workdir, "config.json").read_bytes())["config"]["model"]
+            if recorded["init_from"] == model.init_from:
+                return {name: recorded[name] for name in sizes}
     names = architectures[model.arch].weight_map if model.arch in architectures else None
     read = set() if names is None else sizes.keys() & {ours for ours, _ in names.sizes.values()}
     if model.init_from and read:
@@ -161,7 +159,7 @@ def worded(error: ValidationError) -> list[str]:
         if fault["type"] == "extra_forbidden":
             lines.append(unknown_key_fault(key))
         elif fault["type"] == "value_error":
-            lines.append(str(fault["ctx"]["error"]))  # broken rules
+            lines += str(fault["ctx"]["error"]).split("\n")  # broken rules
         else:
             need = _NEEDS.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
             need = need.replace("Input should be", "must be")
@@ -189,29 +187,26 @@ def namesakes(key: str) -> list[str]:
     return [known for known in found if known.rpartition(".")[0] == group] or found
 
 
-def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
+def _resolve_buckets(settings: Settings) -> tuple[int, ...]:
     """List the allowed micro-batch sizes, ascending.
 
-    These are the sizes in `buckets` up to `largest`. If `buckets` is empty, they are the powers of
-    two up to `largest`, the numbers halfway between two of these powers, and `largest` itself.
+    These are the sizes in `buckets` up to the largest. If `buckets` is empty, they are the powers
+    of two up to the largest, the numbers halfway between two of these, and the largest itself.
     """
+    batching = settings.batching
+    largest = batching.max_batch_size or batching.batch_cap
     powers = [2**n for n in range(largest.bit_length())]
-    sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
+    sizes = batching.buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
     return tuple(sorted({size for size in sizes if size <= largest}))
 
 
-def find_config(name: str | None) -> Path:
+def find_config(name: str) -> Path:
     """Find a config file by its path, or by the name of a config that comes with this package.
 
     Raises:
-      ConfigError: If `name` is None, or if there is no such file. In the second case the message
-        lists the configs that come with this package.
+      ConfigError: If there is no such file. The message lists the configs that come with this
+        package.
     """
-    if name is None:
-        raise ConfigError(
-            "no config; write: adloco train quickstart, or another name that adloco configs lists,"
-            " or a file"
-        )
     for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
         if os.path.isfile(path):
             return path
@@ -238,48 +233,6 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
                 hint = f"write: adloco {verb} {path}"
         raise ConfigError(f"{path}: needs a {function}() that returns a {kind.__name__}; {hint}")
     return made
-
-
-def take_sizes(config: ConfigDict, given: Container[str]) -> str:
-    """Set the model's sizes that a config file has set to those of the checkpoint; say which.
-
-    The sizes stay as they are if the checkpoint cannot be read, such as without a network. A run
-    reports this when it reads the weights.
-
-    Args:
-      config: The config, which is changed.
-      given: Names of the sizes that the command line has set, and that therefore stay.
-    """
-    from adloco_jax import hf  # imported only here, because it imports JAX
-
-    model, changed = config.model, []
-    with contextlib.suppress(UserError):
-        found = hf.inspect(model.init_from)
-        for name in SIZES:
-            size, before = getattr(found.network, name, None), model[name]
-            is_free = name in given or (name == "num_classes" and not found.has_head)
-            if not is_free and None not in (size, before) and size != before:
-                model[name] = size
-                changed.append(f"{name} {size}, not {before}")
-    return f"sizes of model.init_from={model.init_from}: {'; '.join(changed)}" if changed else ""
-
-
-def with_recorded_sizes(config: ConfigDict, workdir: str | Path | None) -> ConfigDict:
-    """Return a config whose unset model sizes are those that the run in a folder has recorded.
-
-    So a run resumes without the checkpoint `model.init_from`, from which the sizes were read. The
-    config stays as it is if the folder contains no run, or one from another checkpoint.
-    """
-    config, recorded = copy.deepcopy(config), {}
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # reported later
-        recorded = json.loads(Path(workdir or "", "config.json").read_bytes())["config"]["model"]
-    model = config.get("model")
-    if isinstance(model, ConfigDict) and recorded.get("init_from") == model.get("init_from", ""):
-        with model.ignore_type():
-            for name in model:
-                if model[name] is None and recorded["init_from"]:
-                    model[name] = recorded.get(name)
-    return config
 
 
 def add_entries(name: str | None) -> None:

@@ -9,21 +9,19 @@ A config file returns a ConfigDict of these knobs. `config.validate` turns it in
 which the training loop and its engine read every setting. This module does not import JAX.
 """
 
-import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError, core_schema
 
 Change = Literal["harmless", "accepted", "refused"]
+# The public tables, such as `BATCH_TESTS`, by name.
 Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The public tables, such as `BATCH_TESTS`, by name."""
+# The knobs that a broken rule is about, separated by spaces, and what to do.
 Rule: TypeAlias = tuple[str, str]
-"""The knobs that a broken rule is about, separated by spaces, and what to do."""
 
 INT32 = 2**31 - 1  # counts have to fit into int32, because devices store them so
 Count: TypeAlias = Annotated[int, Field(ge=1, le=INT32)]
@@ -47,8 +45,7 @@ SIZE = "size"
 RECORDED = "recorded"
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Annotates a knob whose value is the name of an entry in a public table.
 
     Attributes:
@@ -60,26 +57,12 @@ class Entry:
     table: str
     names: str
 
-    def _check(self, name: str, info: ValidationInfo) -> str:
-        if info.context and name not in (table := info.context[self.table]):
-            need = f"must be {' or '.join(map(repr, table))}"
-            raise PydanticCustomError("entry", "{need}", {"need": need})
-        return name
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return core_schema.with_info_after_validator_function(self._check, handler(source))
-
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return handler(schema) | {"examples": self.names.split()}
 
 
 class SettingsGroup(
-    BaseModel,
-    strict=True,
-    frozen=True,
-    extra="forbid",
-    allow_inf_nan=False,
-    use_attribute_docstrings=True,
+    BaseModel, strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True
 ):
     """A group of knobs. Tables and rules are checked only if the tables are the context."""
 
@@ -87,9 +70,16 @@ class SettingsGroup(
         """Find the rules about combinations of knobs that are broken."""
         yield from ()
 
+    def _unknown_names(self, tables: Tables) -> Iterator[Rule]:
+        for name, field in type(self).model_fields.items():
+            for table in (tables[mark.table] for mark in field.metadata if isinstance(mark, Entry)):
+                if getattr(self, name) not in table:
+                    yield name, f"must be {' or '.join(map(repr, table))}"
+
     @model_validator(mode="after")
     def _obeys_rules(self, info: ValidationInfo) -> Self:
-        if info.context and (broken := [*self.broken_rules(info.context)]):
+        tables = info.context
+        if tables and (broken := [*self._unknown_names(tables)] or [*self.broken_rules(tables)]):
             raise ValueError("\n".join(f"{self._values(keys)}: {need}" for keys, need in broken))
         return self
 
@@ -134,24 +124,14 @@ class ModelSettings(SettingsGroup):
     dtype: Annotated[Literal["float32", "bfloat16"], "accepted"] = "float32"
     """Type of the model's computations; parameters stay float32."""
     remat: Annotated[bool | None, AUTO, "accepted"] = None
-    """Recompute layers in the backward pass: less memory, more time. auto: only if memory requires
-    it."""
+    """Recompute layers in the backward pass, which saves memory. auto: if memory requires it."""
     loss_chunk: Annotated[Number, "accepted"] = 0
     """Sequences per chunk of the cross-entropy; 0: all at once."""
     init_from: str = ""
-    """Weights to start from: a folder in Hugging Face layout, its address, or a hub name. Sizes
-    that the config sets must equal the checkpoint's. A head that the checkpoint lacks is random.
-    Empty: random weights."""
+    """Weights to start from: a folder in Hugging Face layout, its address, or a hub name. Sizes set
+    here must equal the checkpoint's. A head that it lacks is random. Empty: random weights."""
     # Not a knob: config.json of the checkpoint, as text (`run.folder.with_checkpoint`).
     checkpoint: Annotated[str, RECORDED] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leaves_unset_sizes_out(cls, given: Any) -> Any:
-        sizes = {name for name, field in cls.model_fields.items() if SIZE in field.metadata}
-        if isinstance(given, dict):
-            given = {k: value for k, value in given.items() if value is not None or k not in sizes}
-        return given
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the architecture."""
@@ -166,8 +146,8 @@ class DataSettings(SettingsGroup):
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
     source: Annotated[str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf tokens")] = "stdlib"
-    """Kind of text. stdlib: the standard library of the running Python. hf: a data set on the
-    Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made."""
+    """stdlib: the Python library's own files. hf: a data set on the hub, a saved one, or files.
+    tokens: a folder that adloco prepare made."""
     path: Annotated[str, "harmless"] = ""
     """File, folder or glob, here or at an address such as s3://; for hf also a hub name."""
     name: str = ""
@@ -185,8 +165,7 @@ class DataSettings(SettingsGroup):
     label_column: Name = "label"
     """Field of a row's class, an integer from 0; bert only."""
     tokenizer: Name | None = None
-    """bytes, a tokenizer.json, a *.model, a folder, or a hub name. Unset: the tokenizer of
-    model.init_from, else bytes."""
+    """bytes, a *.json, a *.model, a folder, a hub name. Unset: model.init_from's, else bytes."""
     sequence_length: Count = 128
     """L, predicted tokens per row."""
     num_sequences: Count | None = None
@@ -200,13 +179,9 @@ class DataSettings(SettingsGroup):
         """Find the broken rules about the source."""
         source = tables["DATA_SOURCES"][self.source]
         if "path" in source.needs and not self.path:
-            need = "this source needs a file, folder or glob (hf: or a hub name); set data.path"
-            yield "source path", need
+            yield "source path", "needs a file, folder or glob (hf: or a hub name); set data.path"
         if "path" not in source.needs and (self.path or self.heldout_path):
-            need = (
-                "this source reads no files; set data.source=text, jsonl, parquet or hf, or no path"
-            )
-            yield "source path heldout_path", need
+            yield "source path heldout_path", "reads no files; set another source, or no path"
         for name, need in source.refuses.items():
             if getattr(self, name) != KNOBS[f"data.{name}"].default:
                 yield f"source {name}", need
@@ -220,30 +195,21 @@ class EnsembleSettings(SettingsGroup):
     num_workers: Count = 4
     """R, workers of the whole pool, not per trainer."""
     initial_workers: Count | None = None
-    """Workers at the start; the others join as gradient noise grows (see batching.growth). Unset:
-    the whole pool."""
+    """Workers at the start; noise lets others join (see batching.growth). Unset: the pool."""
     spawn_frac: Part | None = None
     """Fraction of the run after which all workers join."""
     model_shards: Annotated[Count | None, AUTO, "harmless"] = None
-    """Devices over which one worker's parameters and states are sharded. auto: as few as memory
-    allows."""
+    """Devices over which one worker's parameters and states are sharded. auto: as few as fit."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about numbers of workers."""
         first = self.initial_workers
         if self.num_workers < self.num_trainers:
-            need = (
-                "each trainer needs a worker; raise the first (the whole pool) or lower the second"
-            )
-            yield "num_workers num_trainers", need
+            yield "num_workers num_trainers", "each trainer needs a worker; raise the first"
         if first is not None and not self.num_trainers <= first <= self.num_workers:
-            need = (
-                "the first is part of the pool, and each trainer needs a worker; change the first"
-            )
-            yield "initial_workers num_trainers num_workers", need
+            yield "initial_workers num_trainers num_workers", "must lie between these; change it"
         if self.spawn_frac is not None and first is None:
-            need = "spawn_frac needs initial_workers; set ensemble.initial_workers"
-            yield "spawn_frac initial_workers", need
+            yield "spawn_frac initial_workers", "the first needs the second; set both"
 
 
 class InnerSettings(SettingsGroup):
@@ -252,8 +218,8 @@ class InnerSettings(SettingsGroup):
     steps_per_round: Count = 200
     """S, updates between synchronisations (AdLoCo table A.2)."""
     max_steps_per_round: Count | None = None
-    """Upper limit of a round in updates, a multiple of steps_per_round. Unset: the batch-size test
-    does not lengthen rounds, and a round_length rule has no limit."""
+    """Upper limit of a round in updates. Unset: no limit for round_length; the batch-size test does
+    not lengthen rounds."""
     round_length: Annotated[str, Entry("ROUND_LENGTHS", "fixed qsr linear")] = "fixed"
     """Rule for a round's updates, in multiples of steps_per_round (docs/algorithm.md, 1). linear:
     up to max_steps_per_round over the run. qsr: (0.0175 / learning rate)^2."""
@@ -271,8 +237,7 @@ class InnerSettings(SettingsGroup):
     weight_decay: Weight = 0.1
     """Weight decay, times the rate (AdLoCo 6.1); not for sgd."""
     decay: Annotated[Literal["all", "matrices"], "refused"] = "all"
-    """Parameters that weight_decay shrinks. all: norms and biases too, as in AdLoCo's code.
-    matrices: matrices and embedding tables only."""
+    """all: norms and biases decay too (AdLoCo's code). matrices: only matrices and embeddings."""
     beta1: Decay = 0.9
     """Decay of the first moment (Kingma & Ba 2015); muon's momentum."""
     beta2: Decay = 0.999
@@ -280,20 +245,16 @@ class InnerSettings(SettingsGroup):
     clip_norm: Positive | None = None
     """Limit of the gradient norm of an update. Unset: no clipping."""
     state: Literal["keep", "reset"] = "keep"
-    """Whether a new round keeps or resets the moments of the workers' optimizer; AdLoCo's code
-    resets them."""
+    """What a new round does with the moments of the workers' optimizer; AdLoCo's code: reset."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about rounds, rate and optimizer."""
         if self.max_steps_per_round and self.max_steps_per_round % self.steps_per_round:
-            need = "rounds grow in whole multiples of steps_per_round; change the first"
-            yield "max_steps_per_round steps_per_round", need
+            yield "max_steps_per_round steps_per_round", "the first must be a multiple; change it"
         if self.schedule == "constant" and self.final_lr_frac > 0:
-            need = "a constant rate does not fall; choose a schedule or set inner.final_lr_frac=0.0"
-            yield "schedule final_lr_frac", need
+            yield "schedule final_lr_frac", "a constant rate does not fall; set the second to 0.0"
         if self.round_length == "linear" and self.max_steps_per_round is None:
-            need = "linear rounds need an upper limit; set inner.max_steps_per_round"
-            yield "round_length max_steps_per_round", need
+            yield "round_length max_steps_per_round", "linear needs a limit; set the second"
         if self.tx == "sgd" and self.weight_decay > 0:
             yield "tx weight_decay", "sgd decays no weights; set inner.weight_decay=0.0"
 
@@ -316,13 +277,11 @@ class OuterSettings(SettingsGroup):
     precision: Literal["float32", "bfloat16", "int4"] = "float32"
     """Format in which outer gradients are sent; they are added in float32 (arXiv 2501.18512)."""
     fragments: Annotated[Count, "refused"] = 1
-    """Number of parts of the parameters, which are synchronised one after another within a round.
-    1: all parameters are synchronised at the end of a round."""
+    """Parts of the parameters, synchronised one after another within a round. 1: all at its end."""
     delay_updates: Annotated[Number, "refused"] = 0
     """Micro-batches from the sending of a fragment to its arrival; Streaming DiLoCo: 1."""
     mixing: Decay = 0.0
-    """Share of a worker's own parameters in the mixture with a synchronised fragment; Streaming
-    DiLoCo: 0.5."""
+    """Share of a worker's own parameters in a synchronised fragment; Streaming DiLoCo: 0.5."""
 
     @property
     def own_params(self) -> bool:
@@ -337,11 +296,9 @@ class OuterSettings(SettingsGroup):
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about fragments."""
         if self.fragments > 1 and (self.tx == "adamw" or self.aggregator != "mean"):
-            need = "adamw and rules for whole tensors need whole parameters; set outer.fragments=1"
-            yield "fragments tx aggregator", need
+            yield "fragments tx aggregator", "fragments need mean and not adamw; set fragments=1"
         if self.mixing > 0 and not self.own_params:
-            need = "mixing needs fragments or a delay; set outer.mixing=0.0"
-            yield "mixing fragments delay_updates", need
+            yield "mixing fragments delay_updates", "mixing needs one of the others; set it to 0.0"
 
 
 class BatchingSettings(SettingsGroup):
@@ -350,13 +307,11 @@ class BatchingSettings(SettingsGroup):
     test: Annotated[str, Entry("BATCH_TESTS", "norm inner_product augmented constant ramp")] = (
         "norm"
     )
-    """Batch-size test, which requests the next batch. constant and ramp do not measure
-    gradients."""
+    """What requests the next batch. constant and ramp do not measure gradients."""
     mode: Literal["unbiased", "paper"] = "unbiased"
     """Estimator of the tests. unbiased: without bias. paper: as in AdLoCo."""
     scope: Literal["trainer", "worker"] = "trainer"
-    """Gradient that is tested. trainer: the mean of the trainer's workers. worker: of one
-    worker."""
+    """Gradient that is tested. trainer: the mean of the trainer's workers. worker: of one."""
     eta: Rate = 0.8
     """Largest ratio of noise to signal in the norm test (AdLoCo table A.2)."""
     vartheta: Rate = 0.9
@@ -374,11 +329,10 @@ class BatchingSettings(SettingsGroup):
     max_growth: Count = 4
     """Largest factor by which one test may raise a request."""
     growth: tuple[Literal["workers", "rounds", "batch"], ...] = ("workers", "rounds", "batch")
-    """Quantities that grow with the request, in this order: workers (at most twofold at a time),
-    the length of rounds (up to inner.max_steps_per_round), the batch."""
+    """What grows with the request, in this order: workers (at most twofold at a time), the length
+    of rounds (up to inner.max_steps_per_round), the batch."""
     max_blind_growth: Count | None = None
-    """Largest growth while the estimated signal is not positive, as a factor over the last batch
-    with a positive signal. Unset: no limit."""
+    """Largest factor over the last batch with a positive estimated signal. Unset: no limit."""
     smoothing: Decay = 0.9
     """Decay of the moving averages of each test's gradient statistics."""
     test_batch_size: Annotated[int | None, Field(ge=8, le=INT32), AUTO] = None
@@ -394,24 +348,17 @@ class BatchingSettings(SettingsGroup):
         if not 0 < len(self.growth) == len(set(self.growth)):
             yield "growth", "each at most once, and one at least; correct the order"
         if first > min(largest or cap, cap):
-            need = "a run starts without accumulation and below the cap; lower the first or raise"
-            yield "initial_batch_size max_batch_size batch_cap", f"{need} the others"
+            yield "initial_batch_size max_batch_size batch_cap", "the first is too large; lower it"
         if self.buckets and largest not in (None, max(self.buckets)):
-            need = "the largest bucket must be max_batch_size; add it, or remove what is above it"
-            yield "buckets max_batch_size", need
+            yield "buckets max_batch_size", "the largest bucket must be the second; change one"
         if self.buckets and not largest and not any(first <= n <= cap for n in self.buckets):
-            need = "no bucket is from the first batch to the cap; add one"
-            yield "buckets max_batch_size initial_batch_size batch_cap", need
+            yield "buckets initial_batch_size batch_cap", "no bucket lies between the two; add one"
         if (self.test == "ramp") != (self.ramp != ()):
-            need = "the two belong together; set test='ramp' and (round, batch) pairs, or neither"
-            yield "test ramp", need
-        if not (
-            self.ramp[:1] in ((), ((0, first),))
-            and all(size <= cap for _, size in self.ramp)
-            and all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.ramp))
-        ):
-            need = "a ramp starts at (0, first batch); its rounds increase, its batches never fall,"
-            yield "ramp initial_batch_size batch_cap", f"{need} to the cap"
+            yield "test ramp", "test='ramp' and (round, batch) pairs need each other; set both"
+        rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.ramp))
+        if self.ramp and not (self.ramp[0] == (0, first) and rises and self.ramp[-1][1] <= cap):
+            need = "starts at (0, first batch); rounds increase, batches never fall, to the cap"
+            yield "ramp initial_batch_size batch_cap", need
 
 
 class SwitchSettings(SettingsGroup):
@@ -436,11 +383,9 @@ class MergeSettings(SettingsGroup):
     width: Several = 2
     """Number of trainers that are merged into one."""
     max_barrier: Amount | None = None
-    """Largest rise of the held-out loss, in nats/token, that a merge may cause; a merge that costs
-    more is refused. Unset: no limit."""
+    """Largest rise of the held-out loss, in nats/token, by an accepted merge. Unset: no limit."""
     on_refusal: Literal["keep", "retire"] = "keep"
-    """After a refused merge. keep: all its trainers continue. retire: only the one with the largest
-    request continues."""
+    """After a refused merge. keep: its trainers go on. retire: only the largest request does."""
 
 
 class EvalSettings(SettingsGroup):
@@ -472,8 +417,7 @@ class EngineSettings(SettingsGroup):
     """Where workers run: in this process, or in learner processes that may come and go."""
 
     kind: Literal["local", "ray"] = "local"
-    """local: in this process. ray: in learners, which are processes of a Ray cluster; needs the
-    extra ray."""
+    """local: in this process. ray: in learners, processes of a Ray cluster; needs the extra ray."""
     address: str = ""
     """HOST:PORT of a Ray cluster to join. Empty: start one on this machine."""
     max_learners: Count | None = None
@@ -489,15 +433,13 @@ class EngineSettings(SettingsGroup):
     steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "equal"
     """by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."""
     max_norm_ratio: Annotated[Positive | None, "accepted"] = None
-    """A worker's update is rejected if its norm is larger by this factor than the median of the
-    trainer's other workers. Two workers are compared with the trainer's last accepted updates, a
-    single one with nothing. Unset: no limit."""
+    """Limit of an update's norm, as a factor of the median of the trainer's other workers. Two
+    workers are compared with its last accepted updates, one with nothing. Unset: no limit."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""
         if self.quorum and self.max_learners and self.quorum > self.max_learners:
-            need = "a quorum is of learners that there are; lower the first or raise the second"
-            yield "quorum max_learners", need
+            yield "quorum max_learners", "there are not as many learners; lower the first"
 
 
 class LogSettings(SettingsGroup):
@@ -535,8 +477,7 @@ class Settings(SettingsGroup):
     num_rounds: Annotated[Count, "harmless"] = 20
     """Outer steps (AdLoCo table A.2)."""
     num_tokens: Annotated[int | None, Field(ge=1, le=4 * 10**18), "harmless"] = None
-    """Number of tokens, of all trainers together, after which the run ends; schedules then depend
-    on tokens. Unset: num_rounds ends the run."""
+    """Tokens of all trainers that end the run and set its schedules. Unset: num_rounds does."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about knobs of several groups."""
@@ -544,67 +485,46 @@ class Settings(SettingsGroup):
         source = tables["DATA_SOURCES"][self.data.source]
         is_labelled = tables["ARCHITECTURES"][self.model.arch].data == "labelled"
         is_measured = tables["BATCH_TESTS"][self.batching.test].needs != "nothing"
+        joins = workers.spawn_frac or (is_measured and "workers" in self.batching.growth)
         is_fixed = (inner.max_steps_per_round, inner.round_length) == (None, "fixed")
         if self.data.sequence_length > self.model.max_length:
-            need = "rows must not be longer than the model's context; lower the first or raise the"
-            yield "data.sequence_length model.max_length", f"{need} second"
+            yield "data.sequence_length model.max_length", "rows exceed the context; shorten them"
         if is_labelled and self.eval.sample_tokens:
-            yield (
-                "model.arch eval.sample_tokens",
-                "a classifier writes no text; set the second to 0",
-            )
+            yield "model.arch eval.sample_tokens", "a classifier writes no text; set tokens to 0"
         if self.eval.sample_tokens >= self.model.max_length:
-            need = "a text and its continuation must fit into the model's context; lower the first"
-            yield "eval.sample_tokens model.max_length", need
+            yield "eval.sample_tokens model.max_length", "no room is left for a text; lower it"
         if is_labelled and "text_column" not in source.needs:
-            need = "the model classifies rows of a text and a label; set data.source=jsonl, parquet"
-            yield "model.arch data.source", f"{need} or hf"
+            yield "model.arch data.source", "rows need labels; set the second to jsonl, parquet, hf"
         if is_labelled and self.data.sequence_length < 3:
-            need = "a labelled row has a first and a last token of its own; set at least 3"
-            yield "model.arch data.sequence_length", need
-        if (
-            workers.initial_workers
-            and workers.spawn_frac is None
-            and not (is_measured and "workers" in self.batching.growth)
-        ):
+            yield "model.arch data.sequence_length", "two tokens frame a text; set at least 3"
+        if workers.initial_workers and not joins:
             keys = "ensemble.initial_workers ensemble.spawn_frac batching.test batching.growth"
-            need = "the others never join; set ensemble.spawn_frac, or a measuring test and growth"
-            yield keys, f"{need} of workers"
+            yield keys, "the others never join; set spawn_frac, or a measuring test and growth"
         if inner.warmup_updates >= self.num_rounds * inner.steps_per_round:
             need = "the warm-up would outlast the run's updates; shorten it"
             yield "inner.warmup_updates num_rounds inner.steps_per_round", need
         if inner.schedule != "constant" and not (self.num_tokens or is_fixed):
             keys = "inner.schedule num_tokens inner.max_steps_per_round inner.round_length"
-            need = "rounds that grow have no planned number of updates; set num_tokens or"
-            yield keys, f"{need} schedule='constant'"
-        if outer.own_params and (
-            outer.tx == "nesterov_by_interval" or outer.skip_single or self.engine.kind != "local"
-        ):
+            yield keys, "rounds that grow have no planned end; set num_tokens or a constant rate"
+        by_round = outer.tx == "nesterov_by_interval" or outer.skip_single
+        if outer.own_params and (by_round or self.engine.kind != "local"):
             keys = "outer.fragments outer.delay_updates outer.tx outer.skip_single engine.kind"
-            need = (
-                "skip_single, learners, nesterov_by_interval need whole rounds; set one fragment,"
-            )
-            yield keys, f"{need} no delay"
+            yield keys, "the last three need whole rounds; set one fragment and no delay"
         if inner.steps_per_round % outer.fragments:
-            need = "a round is cut into as many equal parts; choose a divisor of the second"
-            yield "outer.fragments inner.steps_per_round", need
+            yield "outer.fragments inner.steps_per_round", "must divide the second; change one"
         if outer.delay_updates * outer.fragments >= inner.steps_per_round:
-            need = "a fragment must arrive before the next leaves; keep delay * fragments below"
-            yield "outer.delay_updates outer.fragments inner.steps_per_round", f"{need} the steps"
+            need = "a fragment must arrive before the next leaves; keep delay * fragments lower"
+            yield "outer.delay_updates outer.fragments inner.steps_per_round", need
 
 
-GROUPS: dict[str, type[SettingsGroup]] = {
-    name: field.annotation
-    for name, field in Settings.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup)
+GROUPS: dict[str, Any] = {  # only groups have no default
+    name: field.annotation for name, field in Settings.model_fields.items() if field.is_required()
 }
 KNOBS: dict[str, FieldInfo] = {
-    name: field for name, field in Settings.model_fields.items() if name not in GROUPS
-} | {
-    f"{group}.{name}": field
-    for group, model in GROUPS.items()
+    f"{group}.{name}".removeprefix("."): field
+    for group, model in [("", Settings), *GROUPS.items()]
     for name, field in model.model_fields.items()
-    if RECORDED not in field.metadata
+    if not (field.is_required() or RECORDED in field.metadata)
 }
 ENTRIES: dict[str, Entry] = {
     key: mark for key in KNOBS for mark in KNOBS[key].metadata if isinstance(mark, Entry)

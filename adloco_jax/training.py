@@ -13,7 +13,7 @@ import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from adloco_jax.config import validate, with_recorded_sizes
+from adloco_jax.config import validate
 from adloco_jax.core.types import LossFn
 from adloco_jax.data import ArrayRows, Corpus
 from adloco_jax.elastic.engine import ElasticEngine
@@ -91,12 +91,10 @@ def train(
       ResourceError: If memory or disk space is missing. Files that were saved before stay.
       Preempted: If the process received a signal to stop. The run has been saved.
     """
-    if workdir is not None:
-        config = with_recorded_sizes(config, workdir)
-    elif jax.process_count() > 1:
+    if workdir is None and jax.process_count() > 1:
         raise ConfigError("workdir: several processes need the name of one folder")
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    settings = validate(config)
+    settings = validate(config, workdir)
     check_installed(settings.log)
     use_compilation_cache()
     machine = here()

@@ -13,7 +13,8 @@ from trees import assert_close, assert_equal
 
 from adloco_jax import hf
 from adloco_jax import main as cli
-from adloco_jax.config import take_sizes, validate
+from adloco_jax.cli.train import take_sizes
+from adloco_jax.config import validate
 from adloco_jax.data.corpus import readable
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here

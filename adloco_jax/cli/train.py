@@ -3,13 +3,14 @@
 Their options are absl flags, because every key of a config is an option too.
 """
 
+import contextlib
 import difflib
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from adloco_jax.cli.parser import (
     override,
     with_separator,
 )
-from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
+from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
 from adloco_jax.settings import KNOBS, SIZES
 
 _TRAIN = """Trains what a config describes, resumes a stopped run, or prints the plan of a run.
@@ -146,6 +147,8 @@ def configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Config
             config.add_entries(options.config)
             path, made = Path(run), recorded_config(Path(run))
         else:
+            if options.config is None:
+                raise ConfigError("no config; write: adloco train quickstart")
             path = config.find_config(options.config)
             made = config.load_config(path, "get_config", ConfigDict)
         is_loaded = True
@@ -177,10 +180,9 @@ def configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Config
     if is_loaded:
         model = made.get("model")
         if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
-            sizes = config.take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
-        made = config.with_recorded_sizes(made, options.workdir)
+            sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
         try:
-            config.validate(made)
+            config.validate(made, options.workdir)
         except ConfigError as error:
             faults.append(str(error))
     if faults:
@@ -190,6 +192,30 @@ def configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Config
     if guessed is not None:
         print(f"data.source={guessed}, by the name {at}; --config.data.source names another")
     return path, made
+
+
+def take_sizes(config: ConfigDict, given: Container[str]) -> str:
+    """Set the model's sizes that a config file has set to those of the checkpoint; say which.
+
+    The sizes stay as they are if the checkpoint cannot be read, such as without a network. A run
+    reports this when it reads the weights.
+
+    Args:
+      config: The config, which is changed.
+      given: Names of the sizes that the command line has set, and that therefore stay.
+    """
+    from adloco_jax import hf
+
+    model, changed = config.model, []
+    with contextlib.suppress(UserError):
+        found = hf.inspect(model.init_from)
+        for name in SIZES:
+            size, before = getattr(found.network, name, None), model[name]
+            is_free = name in given or (name == "num_classes" and not found.has_head)
+            if not is_free and None not in (size, before) and size != before:
+                model[name] = size
+                changed.append(f"{name} {size}, not {before}")
+    return f"sizes of model.init_from={model.init_from}: {'; '.join(changed)}" if changed else ""
 
 
 def _unknown(word: str, options: flags.FlagValues) -> str:
@@ -236,13 +262,13 @@ def _execute(
         with processes.only_first_prints():
             print(plan(made, options.workdir, memory=options.memory, **accept))
             if options.workdir and is_run(options.workdir):
-                settings = config.validate(made)
+                settings = config.validate(made, options.workdir)
                 how = how_to_resume(Path(options.workdir), settings, command=command_line)
                 print(f"to resume: {how}")
         return
     before = unfinished(command_line) if options.workdir is None else None
     if before is not None:
-        how = how_to_resume(before, config.validate(made), command=command_line)
+        how = how_to_resume(before, config.validate(made, before), command=command_line)
         print(f"{before}: an unfinished run of this command; to resume it: {how}")
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, made, **accept)))
@@ -252,7 +278,7 @@ def _execute(
         return
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
-        for lines in changes(Path(folder), config.validate(made)).values():
+        for lines in changes(Path(folder), config.validate(made, folder)).values():
             print(*(f"not applied: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
         for line in damage:
             print(f"damaged: {line}", file=sys.stderr)

@@ -12,7 +12,7 @@ import jax
 from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 
-from adloco_jax.config import validate, with_recorded_sizes
+from adloco_jax.config import validate
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint
@@ -48,7 +48,7 @@ def finished(
       CheckpointError: If the recorded config of a run in the folder cannot be read.
       DataError: If the run's ledger cannot be read.
     """
-    folder, settings = Path(workdir), validate(with_recorded_sizes(config, workdir))
+    folder, settings = Path(workdir), validate(config, workdir)
     check_config(folder, settings, accept=accept_config_change)
     ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
     end = finish(read(ledger)) if ledger.exists() else None

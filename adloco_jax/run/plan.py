@@ -73,7 +73,7 @@ def plan(
       UserError: If a check fails; `check_inputs` lists the cases.
     """
     folder = None if workdir is None else Path(workdir)
-    settings = processes.run_on_all(lambda: with_checkpoint(validate(config), folder))
+    settings = processes.run_on_all(lambda: with_checkpoint(validate(config, folder), folder))
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
