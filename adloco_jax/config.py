@@ -8,6 +8,7 @@ all other modules read.
 
 import contextlib
 import difflib
+import importlib
 import json
 import os
 import re
@@ -91,7 +92,7 @@ def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None 
     if not isinstance(config, ConfigDict | Mapping):
         need = "must be a config; start from default_config()"
         raise ConfigError(f"config = {shown(config)}: {need}")
-    given = ConfigDict(config, allow_dotted_keys=True).to_dict()
+    given = ConfigDict(dict(config), allow_dotted_keys=True).to_dict()
     values: dict[str, Any] = {group: {} for group in GROUPS} | given
     faults = [
         f"{key}: missing; start from default_config(), which has every key"
@@ -122,9 +123,8 @@ def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None 
 
 def tables() -> dict[str, Mapping[str, Any]]:
     """Return the public tables that knobs name, with the entries that config files have added."""
-    import adloco_jax  # imported only here, because it imports this module
-
-    return {entry.table: getattr(adloco_jax, entry.table) for entry in ENTRIES.values()}
+    package = importlib.import_module("adloco_jax")
+    return {entry.table: getattr(package, entry.table) for entry in ENTRIES.values()}
 
 
 def _unset_sizes(
