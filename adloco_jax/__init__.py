@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # the public names; `_homes` reads from these imports where t
     from adloco_jax.training import fit as fit
     from adloco_jax.training import train as train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 @functools.cache
