@@ -115,9 +115,13 @@ def layer_case(name):
     return layer, x_B, weight, jnp.float32(rng.normal(size=layer(x_B, weight, None).shape))
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layers_tap_is_the_squared_norm_of_each_examples_weight_gradient(name):
+@pytest.mark.parametrize(("name", "device"), [*((n, "cpu") for n in LAYERS), ("project", "gpu")])
+def test_a_layers_tap_is_the_squared_norm_of_each_examples_weight_gradient(
+    name, device, as_on_a_gpu
+):
     layer, x_B, weight, dy_B = layer_case(name)
+    if device == "gpu":
+        as_on_a_gpu()
 
     def backward(x_B, dy_B, tap_B):
         return jax.vjp(lambda w, tap_B: layer(x_B, w, tap_B), weight, tap_B)[1](dy_B)
