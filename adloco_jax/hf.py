@@ -305,12 +305,7 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """Return the folder with this name, or None if the name can only be remote.
-
-    Raises:
-      DataError: If there is a file with this name, or if there is no folder with it and no
-        repository on the hub can have it.
-    """
+    """Return the folder with this name, or None if the name can only be remote."""
     if remote.is_address(name):
         return None
     path = Path(name).expanduser()
@@ -328,11 +323,7 @@ def _local(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
-    """Yield the folder of a checkpoint, after its files were copied to this machine.
-
-    The files of a repository on the hub or of an address are `config.json`, the index of
-    safetensors files, and those of the first pattern in `one_of` that has any.
-    """
+    """Yield the folder of a checkpoint, after its files were copied to this machine."""
     files, hint = ("config.json", "*.safetensors.index.json"), "" if _has_torch() else _TORCH
     if remote.is_address(name):
         with remote.checkpoint(name, files, one_of=one_of, key=key, hint=hint) as folder:
@@ -347,13 +338,7 @@ def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    """Read the file `config.json` in a folder, and make the model that the file describes.
-
-    Returns the model, its weight map (the names of its weights), and the content of the file.
-
-    Raises:
-      DataError: If the model is not supported. The message names all faults.
-    """
+    """Read the file `config.json` in a folder, and make the model that the file describes."""
     path, faults = folder / "config.json", []
 
     def fault(key: str, have: object, need: object) -> None:
@@ -390,10 +375,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """Find all tensors that are stored in the files of a folder.
-
-    The key of the result is the tensor's name. The values of the tensors are read later.
-    """
+    """Find all tensors that are stored in the files of a folder."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _open(_inside(folder, whole.name, whole))
@@ -511,11 +493,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Make a dict from pairs (name, tensor).
-
-    Raises:
-      DataError: If a name occurs twice.
-    """
+    """Make a dict from pairs (name, tensor)."""
     found: dict[str, _Stored] = {}
     for name, where in pairs:
         if (other := found.setdefault(name, where)) is not where:
@@ -527,19 +505,7 @@ def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
 def _checked(
     folder: Path, *, needs_head: bool
 ) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...], dict]:
-    """Check the names, shapes and dtypes of the tensors that a checkpoint stores.
-
-    Args:
-      folder: The folder of the checkpoint.
-      needs_head: Whether the checkpoint must have the model's head.
-
-    Returns:
-      The model, the stored tensor for each tensor of the model, the names of stored tensors that
-      are not used, because they belong to a head of another kind, and the content of `config.json`.
-
-    Raises:
-      DataError: If a name, shape or dtype is wrong. The message names all faults.
-    """
+    """Check the names, shapes and dtypes of the tensors that a checkpoint stores."""
     network, names, config = _described(folder)
     # The BERT that Google published calls the gains and biases of norms gamma and beta. Here these
     # names are replaced by those of all other checkpoints, weight and bias.

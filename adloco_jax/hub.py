@@ -164,13 +164,7 @@ def _pushing(name: str) -> Iterator[Any]:
 
 
 def _check_content(file: Path, where: str) -> None:
-    """Check that the content of a file in the hub's cache has the hash that is its name.
-
-    In the cache a file is a link to the file with the content, whose name is the hash.
-
-    Raises:
-      DataError: If the hashes differ.
-    """
+    """Check that the content of a file in the hub's cache has the hash that is its name."""
     blob = file.resolve()
     if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return
@@ -207,11 +201,7 @@ class _Patience(logging.Handler):
         self._since = None
 
     def wait(self, seconds: float) -> float:
-        """Print a line about a pause before the hub is asked again; return the seconds to pause.
-
-        Raises:
-          Unreachable: If the pause would end more than 60 s after the first failure.
-        """
+        """Print a line about a pause before the hub is asked again; return the seconds to pause."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if now + seconds - self._since > PATIENCE_S:
@@ -228,10 +218,7 @@ class _Patience(logging.Handler):
         return seconds
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Read the length of a pause from a line that a library logs; print another line instead.
-
-        The line of the library is not printed, because it may contain an address with secrets.
-        """
+        """Read the length of a pause from a library's log line; print another line instead."""
         if match := re.search(r"(?:Retrying in|Waiting) ([\d.]+) ?s", record.getMessage()):
             self.wait(float(match[1]))
 
@@ -263,10 +250,7 @@ def faults(where: str, repo: str) -> Iterator[_Patience]:
 
 
 def _fault(error: BaseException, where: str, repo: str) -> UserError:
-    """Turn an error of a library into a `UserError`.
-
-    The class of the error, or the class of an error that caused it, determines the message.
-    """
+    """Turn an error of a library into a `UserError`."""
     from huggingface_hub import constants, errors, get_token
 
     chain = [error]

@@ -58,10 +58,7 @@ def radial_directional(
 
 
 def _norm(leaf: Array, num_lead: int) -> Array:
-    """Compute L2 norms over all axes after the first `num_lead`.
-
-    The axes that are summed stay in the result, with length 1.
-    """
+    """Compute L2 norms over all axes after the first `num_lead`."""
     lead = leaf.shape[:num_lead]
     norm_X = norms(leaf.reshape(math.prod(lead), -1))
     return norm_X.reshape(*lead, *(1,) * (leaf.ndim - num_lead))

@@ -132,11 +132,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
-    """Decide how an array of this shape is divided into blocks of at most `SCALE_BLOCK` entries.
-
-    `shape` is without the axis X. The axis that may be sharded (module docstring) is divided into
-    rows.
-    """
+    """Decide how an array of this shape is divided into blocks of at most `SCALE_BLOCK` entries."""
     shape = shape or (1,)
     length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes
@@ -167,10 +163,7 @@ def _unpack_leaf(packed: Packed, shape: tuple[int, ...]) -> Array:
 
 
 def _to_blocks(leaf_X: Array) -> Array:
-    """Divide an array [X, ...] into blocks: [X, rows, blocks of a row, entries of a block].
-
-    Entries that do not fill a block are followed by a padding of zeros.
-    """
+    """Divide an array [X, ...] into blocks: [X, rows, blocks of a row, entries of a block]."""
     num, dims = leaf_X.shape[0], leaf_X.shape[1:] or (1,)
     blocks = _blocks_of(dims)
     values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)

@@ -134,10 +134,7 @@ def inner_steps(
 def _value_and_grad(
     loss_fn: LossFn, has_aux: bool, params: PyTree, inputs_B: tuple[PyTree, Array | None]
 ) -> tuple[tuple[Array, PyTree], PyTree]:
-    """Compute the loss of some examples and its gradient; return ((loss, aux), gradient).
-
-    The gradient is taken with respect to the floating-point parameters.
-    """
+    """Compute the loss of some examples and its gradient; return ((loss, aux), gradient)."""
     batch_B, key_B = inputs_B
     key = {} if key_B is None else {"key": key_B[0]}
     loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)
@@ -145,12 +142,7 @@ def _value_and_grad(
 
 
 def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
-    """Process one micro-batch of one worker, as the body of a `lax.scan` over micro-batches.
-
-    The gradient is added to the sum of gradients of the current update. If the micro-batch
-    completes the update, the mean of these gradients is applied. Returns the new carry, and (loss,
-    whether an update was skipped, auxiliary output).
-    """
+    """Process one micro-batch of one worker, as the body of a `lax.scan` over micro-batches."""
     params, state, grad_sum, is_finite = carry
     inputs_B, learning_rate, flags = step
     (loss, aux), grads = value_and_grad(params, inputs_B)
@@ -183,10 +175,7 @@ def _update(
     is_finite: Array,
     learning_rate: Array | None,
 ) -> tuple[PyTree, PyTree, Array]:
-    """Apply an update of the inner optimizer, unless the loss or the gradient is not finite.
-
-    Returns the new parameters, the new inner state, and whether the update was skipped.
-    """
+    """Apply an update of the inner optimizer, unless the loss or the gradient is not finite."""
     params, state = before
     is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
 
@@ -213,10 +202,7 @@ def _update(
 def _in_passes(
     value_and_grad: Callable, limit: int | None, params: PyTree, inputs_B: PyTree
 ) -> PyTree:
-    """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples.
-
-    All passes have the same size, so the results are the means over the passes.
-    """
+    """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples."""
     num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
     size = _at_once(num_examples, limit, "examples_per_pass")
     if size == num_examples:
@@ -234,10 +220,7 @@ def _in_passes(
 
 
 def _at_once(count: int, limit: int | None, name: str) -> int:
-    """Return the largest divisor of `count` that is not above `limit`.
-
-    Without a limit this is `count`. `name` is the name of the limit in an error message.
-    """
+    """Return the largest divisor of `count` that is not above `limit`."""
     if limit is None:
         return count
     if limit < 1:
@@ -279,11 +262,7 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
-    """Count the gradients that have been accumulated for the current update.
-
-    Returns the number after the last micro-batch, int32 [], and the number at each micro-batch,
-    including the micro-batch's own gradient, int32 [T].
-    """
+    """Count the gradients that have been accumulated for the current update."""
 
     def count(num_grads, ends_update):
         num_grads += 1

@@ -77,10 +77,7 @@ def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
 
 
 def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple[int, ...]:
-    """Order the members of a merge: first the representative, then the others by position.
-
-    The representative, which absorbs the others, is the member with the largest requested batch.
-    """
+    """Order the members of a merge: first the representative, then the others by position."""
     first = max(members, key=lambda m: (trainers[m].requested_batch_size, -m))
     return (first, *sorted(m for m in members if m != first))
 

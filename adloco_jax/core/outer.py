@@ -249,10 +249,7 @@ def outer_step(
 
 
 def _workers_shardings(whole: NamedSharding, _, ensemble: Ensemble, **__) -> Workers:
-    """Return the shardings of the result of `start_round`, for use by `on_any_mesh`.
-
-    Arrays [R, ...] are sharded over the workers as the inner states of the ensemble are.
-    """
+    """Return the shardings of the result of `start_round`, for use by `on_any_mesh`."""
     spec = next((at.spec for at in jax.tree.leaves(ensemble.inner_state_R)), P())
     pool = NamedSharding(whole.mesh, P(*spec[:1]))
     shardings: list[Any] = [pool, ensemble.inner_state_R, pool, whole, pool]
@@ -542,10 +539,7 @@ def _are_finite(tree_X: PyTree) -> Array:
 def _send(
     tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """Quantise arrays, send them by calling `move`, and dequantise them.
-
-    Entries of single-worker trainers (`single_X`) are returned unchanged.
-    """
+    """Quantise arrays, send them by calling `move`, and dequantise them."""
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
     if precision == "float32" or not single_X.any():
         return arrived_X
@@ -553,11 +547,7 @@ def _send(
 
 
 def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:
-    """Make a random key for each example of a batch: [T, R, B].
-
-    A key is `key` with three numbers folded in: the position of the trainer, the position of the
-    worker, and the number of examples that the worker uses before this one.
-    """
+    """Make a random key for each example of a batch: [T, R, B]."""
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
     return fold_in_each(

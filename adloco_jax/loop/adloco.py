@@ -327,12 +327,7 @@ def merge_trainers(
 def _join(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
-    """Merge the members into the first of them, and divide the workers again.
-
-    Returns the new state, the number of workers that changed their trainer, and the ledger's lines
-    for flushes. If the merge was refused, `weights` are 1 for the first member and 0 for the
-    others.
-    """
+    """Merge the members into the first of them, and divide the workers again."""
     before = state.control
     changed = after_merge(before, members, refused=refused)
     owners = changed.owners

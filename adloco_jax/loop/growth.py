@@ -110,10 +110,7 @@ def free_workers(control: Control, settings: Settings) -> int:
 
 
 def _workers_for_tests(control: Control, settings: Settings) -> int:
-    """Return the number of workers that have not started yet and that batch-size tests may add.
-
-    It is 0 with `ensemble.spawn_frac`, because then workers join at a fixed time.
-    """
+    """Return the number of workers that have not started yet and that batch-size tests may add."""
     return 0 if settings.ensemble.spawn_frac is not None else free_workers(control, settings)
 
 
@@ -169,10 +166,7 @@ def grown(
 
 
 def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
-    """Return the statistics of each tested trainer, by the trainer's position.
-
-    The statistics of its workers are pooled, in float64 on the host.
-    """
+    """Return the statistics of each tested trainer, by the trainer's position."""
     pooled = {}
     for trainers, owners, count_R, stats_R in stats:
         fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
@@ -185,10 +179,7 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
 
 
 def _request(control: Control, position: int, settings: Settings) -> Callable:
-    """Return a trainer's batch-size test as a function of gradient statistics alone.
-
-    The settings and the numbers of the trainer are bound to the test's other parameters.
-    """
+    """Return a trainer's batch-size test as a function of gradient statistics alone."""
     is_pooled = settings.batching.scope == "trainer"
     return functools.partial(
         BATCH_TESTS[settings.batching.test].request,
@@ -211,10 +202,7 @@ def _tested(
     free_workers: int,
     settings: Settings,
 ) -> Decision:
-    """Decide a trainer's next size by the batch-size test and the limits of growth.
-
-    The moving averages of its statistics (`trainer.smoothing`) are updated in place.
-    """
+    """Decide a trainer's next size by the batch-size test and the limits of growth."""
     batching = settings.batching
     if stats is None:
         return Decision(now, "skipped")

@@ -46,13 +46,7 @@ def round_plans(
 
 
 def _round_steps(control: Control, position: int, settings: Settings) -> int:
-    """Return the number of updates in a trainer's next round.
-
-    The rule `inner.round_length` gives a number. It is rounded down to a multiple of
-    `steps_per_round`, but not below one such multiple. It is multiplied by the trainer's
-    `round_length`, the growth that batch-size tests have requested. The result is limited by the
-    tokens that the run has left, and by `max_steps_per_round`.
-    """
+    """Return the number of updates in a trainer's next round."""
     inner, trainer = settings.inner, control.trainers[position]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
     wanted = ROUND_LENGTHS[settings.inner.round_length](
@@ -72,11 +66,7 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
 
 
 def _micro_batches(control: Control, position: int, settings: Settings) -> tuple[int, int]:
-    """Return the micro-batch size of a trainer's next round, and the micro-batches of an update.
-
-    The second number is how many micro-batches make an update. The size is rounded up to one of the
-    sizes in `batching.buckets`.
-    """
+    """Return the micro-batch size of a trainer's next round, and the micro-batches of an update."""
     largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[position].requested_batch_size,
@@ -88,10 +78,7 @@ def _micro_batches(control: Control, position: int, settings: Settings) -> tuple
 
 
 def _base_rounds_left(control: Control, settings: Settings) -> float:
-    """Return how many rounds of `steps_per_round` updates the token limit still allows.
-
-    The number need not be whole. It is infinite without a token limit.
-    """
+    """Return how many rounds of `steps_per_round` updates the token limit still allows."""
     if settings.num_tokens is None:
         return math.inf
     batches = [math.prod(_micro_batches(control, owner, settings)) for owner in control.owners]

@@ -117,11 +117,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
-    """Ticks of a logarithmic axis: powers of the base, of which some are left out if they crowd.
-
-    With base 10, twice and five times the powers are ticks too, if there is room for all of them.
-    If the axis has room for fewer than two of these ticks, it has the ticks of a linear axis.
-    """
+    """Ticks of a logarithmic axis: powers of the base, of which some are left out if they crowd."""
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     sets = [[float(base) ** p for p in powers if p % every == 0] for every in (1, 2, 3, 5, 10)]
     if base == 10:
@@ -388,19 +384,13 @@ def svg(
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
-    """Position of the last finite point of a curve in the box; None if no point is finite.
-
-    The position is the distance from the left and from the top, as fractions of the box.
-    """
+    """Position of the last finite point of a curve in the box; None if no point is finite."""
     finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
     return (x.at(finite[-1][0]), 1 - y.at(finite[-1][1])) if finite else None
 
 
 def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
-    """Draw a curve's label to the right of the box, and a thin line to it from the curve's end.
-
-    The end of the curve, `end`, and the height of the label, `row`, are fractions of the box.
-    """
+    """Draw a curve's label to the right of the box, and a thin line to it from the curve's end."""
     leader = [f"{100 * value:.1f}%" for value in (*end, row)]
     key = f'<tspan class="key">{escaped(curve.key)}</tspan> ' if curve.key else ""
     return (
@@ -447,11 +437,7 @@ def _placed(
 
 
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
-    """Leave out points of a long curve, so that the file stays small.
-
-    The width of the box is divided into `num_bins` bins. The first, the last, the lowest and the
-    highest point in each bin are kept.
-    """
+    """Leave out points of a long curve, so that the file stays small."""
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}

@@ -281,10 +281,7 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
 
 
 def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
-    """Describe the runs of a comparison: their number, dates, devices, model and data.
-
-    Dates, devices and the model's size are from the `start` lines of the ledgers.
-    """
+    """Describe the runs of a comparison: their number, dates, devices, model and data."""
     base = comparison.base
 
     def recorded(key: str) -> str:
@@ -301,11 +298,7 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
 
 
 def _conclusion(table: dict) -> str:
-    """State which other variant reached the loss of the baseline with the fewest communications.
-
-    The loss is the baseline's final loss, seed by seed. The text also has the variant's costs as
-    multiples of the baseline's.
-    """
+    """State which other variant reached the loss of the baseline with the fewest communications."""
     baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
     costs = {
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
@@ -342,10 +335,7 @@ def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None
 
 
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
-    """For each measure, the median and the range of the costs with which the seeds reached a loss.
-
-    `losses` has the loss to reach for each seed.
-    """
+    """For each measure, median and range of the costs with which seeds reached a loss."""
     never = dict.fromkeys(MEASURES)
     first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
     return _over_seeds(first)
@@ -369,10 +359,7 @@ def _spread(values: Sequence[float | None]) -> dict:
 
 
 def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
-    """Make a table of what the variants spent to reach a loss, and a line on those that did not.
-
-    The table has a row for each variant that reached the loss with at least one seed.
-    """
+    """Make a table of what the variants spent to reach a loss, and a line on those that did not."""
     reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
     rows = [
         [name, *(_described(cost[m], short) for m in MEASURES)]
@@ -464,10 +451,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
-    """Make the axis of a cost: linear, or logarithmic if the costs span decades.
-
-    A linear axis begins at zero, so that distances from the axis show the ratios of costs.
-    """
+    """Make the axis of a cost: linear, or logarithmic if the costs span decades."""
     values = [value for spread in spreads for value in _range(spread)]
     positive = [value for value in values if value > 0]
     is_log = bool(positive) and max(positive) > _DECADES * min(positive)
@@ -485,9 +469,6 @@ def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
 
 
 def _range(spread: dict) -> tuple[float, float, float]:
-    """The lowest value, the median and the highest value of a spread.
-
-    The highest value is missing if a seed did not reach the loss. The median then replaces it.
-    """
+    """The lowest value, the median and the highest value of a spread."""
     high = spread["median"] if spread["high"] is None else spread["high"]
     return spread["low"], spread["median"], high

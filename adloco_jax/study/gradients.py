@@ -183,10 +183,7 @@ def _deviation(
     coordinates_C: Array,
     index_AB: Array,
 ) -> tuple[Array, Array]:
-    """The deviation of a batch's gradient from the full gradient: its norm, and some coordinates.
-
-    The batch is computed in A parts of B rows, one after another.
-    """
+    """A batch gradient's deviation from the full gradient: its norm, some coordinates."""
 
     def add(total_P, index_B):
         grad_P, _ = ravel_pytree(jax.grad(loss_fn)(params, rows_NL[index_B]))

@@ -72,11 +72,7 @@ def figure(result: dict) -> Figure:
 
 
 def _histograms(result: dict) -> Panel:
-    """Draw how the single coordinates of the deviations are distributed, by batch size.
-
-    Each coordinate is divided by its root mean square, so the normal density of variance 1 is drawn
-    beside the histograms.
-    """
+    """Draw how the single coordinates of the deviations are distributed, by batch size."""
     edges, lowest, curves = np.array(result["bin_edges"]), 1.0, []
     for index, batch in enumerate(result["batches"]):
         density = np.array(batch["counts"]) / (max(1, batch["num_deviations"]) * np.diff(edges))

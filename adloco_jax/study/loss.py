@@ -117,12 +117,7 @@ def _curve(
 
 
 def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Curve], str, float]:
-    """Cut off a steep start of the curves, which would leave little height for all later values.
-
-    Returns:
-      The curves, the label of the y axis (with the highest value that was cut off), and the highest
-      value that is drawn (infinite if nothing was cut off).
-    """
+    """Cut off a steep start of the curves, which would leave little height for all later values."""
     points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     later = [b for a, b in finite if a > _START]

@@ -222,11 +222,7 @@ def _lead(variants: Sequence[Variant]) -> str:
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
-    """Make the table of totals, with a row for each variant.
-
-    If there are several variants, the table is also the legend of the curves. A column is left out
-    if it would have no value.
-    """
+    """Make the table of totals, with a row for each variant."""
     caption = "Communications are blocking and summed over trainers."
     if len(variants) > 1:
         caption += " Point at a row to see its curve alone."
@@ -243,11 +239,7 @@ def _totals_table(variants: Sequence[Variant]) -> str:
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
-    """The totals for `summary.json`.
-
-    For a single run these are its totals. For several runs it is a dictionary from the label of a
-    variant to a list with the totals of its runs.
-    """
+    """The totals for `summary.json`."""
     if len(variants) == len(variants[0].runs) == 1:
         return summary.totals(variants[0].runs[0].events)
     return {
@@ -277,10 +269,7 @@ def _measures(run: RunRecord) -> dict:
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
-    """Make a cell with the median of a total over the seeds, and with the range below the median.
-
-    The cell is a dash if the value of a run is missing.
-    """
+    """A cell with the median of a total over the seeds, and the range below it."""
     if any(value is None for value in values):
         return "-"
     low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))

@@ -89,11 +89,7 @@ def _batch(e: dict) -> int:
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
-    """Order the trainers from top to bottom, so that lines of merges cross no active trainer.
-
-    A vertical line joins the members of a merge. Trainers that have been absorbed before may lie
-    between the members.
-    """
+    """Order the trainers from top to bottom, so that lines of merges cross no active trainer."""
     order = list(trainers)
     for event in reversed(merged):  # earlier merges are moved later, and are closer
         for member in reversed(event["members"]):
@@ -106,10 +102,7 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
-    """Draw the bar of a trainer over the rounds.
-
-    A new part of the bar begins where the trainer's batch or its number of workers changes.
-    """
+    """Draw the bar of a trainer over the rounds."""
     changed = itertools.groupby(
         lines, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
     )
@@ -329,11 +322,7 @@ def _round(event: dict) -> int:
 
 
 def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
-    """The spans of rounds in which a learner was present, as pairs of the first and last round.
-
-    `events` are the lines of this learner in the ledger. `last` is the last round of the run, where
-    the last span ends if the learner was not lost and did not leave.
-    """
+    """The spans of rounds in which a learner was present, as pairs of the first and last round."""
     joined = None
     for event in events:
         if event["what"] not in ("joined", "lost", "left"):

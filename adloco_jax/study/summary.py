@@ -201,10 +201,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
-    """Describe the last evaluation of the consensus model, in pairs of a name and a value.
-
-    The consensus model is the one model that stands for all trainers.
-    """
+    """Describe the last evaluation of the consensus model, in pairs of a name and a value."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")

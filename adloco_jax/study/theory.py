@@ -196,10 +196,7 @@ def measured(events: Sequence[dict]) -> dict[str, np.ndarray]:
 
 
 def _by_round(events: Sequence[dict], of: Callable[[dict], float | None]) -> np.ndarray:
-    """For each round, the mean of a value over the trainers of the round.
-
-    `of` computes the value from a trainer's `round` line, or returns None if there is none.
-    """
+    """For each round, the mean of a value over the trainers of the round."""
     return np.array([_mean(list(map(of, lines))) for lines in curves.by_round(events).values()])
 
 
