@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import validate
 from adloco_jax.core.types import LossFn
-from adloco_jax.data import ArrayRows, Corpus
+from adloco_jax.data import ArrayRows
 from adloco_jax.elastic.engine import ElasticEngine
 from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
@@ -35,7 +35,7 @@ from adloco_jax.run.assemble import (
     configured_model,
     load_data,
     pretrained_params,
-    spec_of,
+    program_spec,
 )
 from adloco_jax.run.attempts import Result, require_equal_processes, run_to_end
 from adloco_jax.run.changes import check_config
@@ -96,35 +96,36 @@ def train(
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config, workdir)
     check_installed(settings.log)
+    make_engine = _engine_of(settings.engine.kind)
     use_compilation_cache()
     machine = here()
 
-    def load() -> tuple[Settings, Model, list[str], Corpus]:
+    def put_together() -> Run:
         whole = with_checkpoint(settings, folder)
         check_config(folder, whole, accept=accept_config_change)
         require_usable(folder)
         model = configured_model(whole, machine)
-        require_memory(spec_of(whole, machine), whole)
+        spec = program_spec(whole, model, machine)
+        require_memory(spec, whole)
         lines: list[str] = []
         if whole.model.init_from and not list_rounds(folder / "checkpoints"):
             params, lines = pretrained_params(whole)
             model = model._replace(params=params)
-        return whole, model, lines, load_data(whole, recorded_commit(folder))
-
-    with processes.only_first_prints():
-        settings, model, lines, corpus = processes.run_on_all(load)
+        corpus = load_data(whole, recorded_commit(folder))
         print(*lines, corpus.describe(), sep="\n")
-        run = assemble(
-            settings,
+        return assemble(
+            whole,
             model,
+            spec,
             corpus,
-            machine=machine,
             workdir=folder,
-            make_engine=_engine_of(settings.engine.kind),
+            make_engine=make_engine,
             command=command,
             accept_data_change=accept_data_change,
         )
-        return _to_end(run)
+
+    with processes.only_first_prints():
+        return _to_end(processes.run_on_all(put_together))
 
 
 def fit(
@@ -193,7 +194,8 @@ def fit(
     check_installed(settings.log)
     model = Model(
         init_fn=init_fn,
-        loss_of=loss_of or (lambda mode: loss_fn),
+        loss_of=lambda mode, _: loss_of(mode) if loss_of else loss_fn,
+        row_length=corpus.heldout_rows.shape[1],
         num_classes=num_classes,
         params=params,
         can_remat=loss_of is not None,
@@ -204,12 +206,10 @@ def fit(
         return assemble(
             settings,
             model,
+            program_spec(settings, model, here(), inner_tx=inner_tx, outer_tx=outer_tx),
             corpus,
-            machine=here(),
             workdir=Path(workdir),
             make_engine=make_engine,
-            inner_tx=inner_tx,
-            outer_tx=outer_tx,
             unit=loss_unit,
             command=command,
             by_fit=True,

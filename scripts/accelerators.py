@@ -30,7 +30,7 @@ from adloco_jax.engine.programs import lower, num_turns, placement  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.engine.work import Work, count  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
-from adloco_jax.run.assemble import attention, spec_of  # noqa: E402
+from adloco_jax.run.assemble import spec_of  # noqa: E402
 from adloco_jax.run.choose import Mode, resting_bytes  # noqa: E402
 from adloco_jax.run.plan import described, device_plan  # noqa: E402
 
@@ -141,7 +141,7 @@ def short() -> list[str]:
         machine = described(device)
         for mode in (Mode(False, False), Mode(True, False)):
             spec = spec_of(settings, machine, mode)
-            fused = attention(settings, machine) == "cudnn"
+            fused = spec.attention == "cudnn"
             assert fused, "auto does not choose cuDNN"
             pool = (0,) * settings.ensemble.num_workers
             keys = [ProgramKey("steps", pool, 16, accumulates) for accumulates in (False, True)]
@@ -174,7 +174,7 @@ def row(title: str, name: str, changes: dict[str, Any], device: str) -> dict:
     config = configured(name, changes)
     settings = validate(config)
     _, record = device_plan(config, device)
-    kernel = attention(settings, described(device))
+    kernel = spec_of(settings, described(device)).attention
     return {"config": title, "device": device, "attention": kernel} | record
 
 

@@ -20,7 +20,7 @@ from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, here  # noqa: E402
 from adloco_jax.engine.work import Work  # noqa: E402
-from adloco_jax.run.assemble import build_model, program_spec, row_length  # noqa: E402
+from adloco_jax.run.assemble import configured_model, program_spec  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -42,7 +42,7 @@ def test_what_is_wrong_with_a_program_is_named(monkeypatch):
     config.model.width, config.model.vocab_size, config.model.mlp_width = 48, 257, 64
     config.data.sequence_length, config.inner.steps_per_round = 16, 2
     settings = validate(config)
-    spec = program_spec(settings, *build_model(settings), row_length(settings), machine=here())
+    spec = program_spec(settings, configured_model(settings, here()), here())
     key = ProgramKey("steps", (0,) * 8, 16)
     program = lower(dataclasses.replace(spec, in_turn=True), key).compile()
     monkeypatch.setattr(accelerators, "float32_products", lambda text: [])

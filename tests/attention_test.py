@@ -6,7 +6,7 @@ import pytest
 import toy
 
 from adloco_jax.engine.spec import Machine, here
-from adloco_jax.run.assemble import attention, build_network
+from adloco_jax.run.assemble import attention, build_network, configured_model, program_spec
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
@@ -65,4 +65,5 @@ def test_layers_are_functions_on_a_cpu_and_inlined_elsewhere():
 )
 def test_cudnn_leaves_statistics_of_sharded_models_to_xla(num_shards, test, kernel):
     settings = settings_of(batching={"test": test}, ensemble={"model_shards": num_shards})
-    assert attention(settings, Machine((a_gpu("9.0"),) * 2, 0)) == kernel
+    machine = Machine((a_gpu("9.0"),) * 2, 0)
+    assert program_spec(settings, configured_model(settings, machine), machine).attention == kernel

@@ -10,7 +10,7 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.run import choose as choose_module
-from adloco_jax.run.assemble import build_model, program_spec, row_length
+from adloco_jax.run.assemble import build_model, configured_model, program_spec
 from adloco_jax.run.choose import (
     MODES,
     Mode,
@@ -41,7 +41,7 @@ def tiny(**model):
 
 
 def spec_of(settings, device_bytes=None, platform=None):
-    spec = program_spec(settings, *build_model(settings), row_length(settings), machine=here())
+    spec = program_spec(settings, configured_model(settings, here()), here())
     devices = spec.machine.devices
     if platform is not None:
         devices = (types.SimpleNamespace(platform=platform, process_index=0, id=0),)
@@ -74,7 +74,7 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
     monkeypatch.setattr(
         choose_module, "_try", lambda settings, programs, sizes, mode: Tried(mode, left.pop(0), {})
     )
-    choice = choose(settings, spec, lambda mode: spec.loss_fn)
+    choice = choose(settings, spec, lambda *_: spec.loss_fn)
     chosen = choice.programs.spec
     assert Mode(chosen.in_turn, chosen.remat) == expected and left == []
     assert choice.max_batch_size == found[MODES.index(expected)]
@@ -103,7 +103,7 @@ def test_a_cpu_rematerialises_only_if_it_must():
         spec = spec_of(settings, int(budget / 0.8) + 1)
 
         def chosen(size=None, spec=spec):
-            loss_of = lambda mode: build_model(settings, here(), mode)[1]  # noqa: E731
+            loss_of = lambda mode, _: build_model(settings, here(), mode)[1]  # noqa: E731
             return choose(settings, spec, loss_of, size=size).programs.spec
 
         if expected is None:
@@ -162,5 +162,5 @@ def test_a_set_micro_batch_is_every_modes(monkeypatch):
 
     monkeypatch.setattr(choose_module, "tokens_of_a_row", lambda spec, owners: 1)
     monkeypatch.setattr(choose_module, "_try", attempt)
-    choice = choose(settings, spec, lambda mode: spec.loss_fn, size=3)
+    choice = choose(settings, spec, lambda *_: spec.loss_fn, size=3)
     assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3

@@ -63,6 +63,7 @@ def shared_programs(programs_given_back):
     if not {"adloco_jax.training", "adloco_jax.main"} & set(sys.modules):  # these tests make no run
         yield
         return
+    from adloco_jax import training
     from adloco_jax.engine import programs
     from adloco_jax.run import assemble, plan
 
@@ -74,16 +75,16 @@ def shared_programs(programs_given_back):
         optimized = not jax.config.values["jax_disable_most_optimizations"]
         return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
 
-    def one_model(settings, devices=None, mode=None):
+    def one_model(settings, devices=None, mode=None, kernel=None):
         sizes = settings.model.model_copy(update={"init_from": ""})
-        key = (sizes, settings.batching.test, machine(), devices is None, mode)
+        key = (sizes, settings.batching.test, machine(), devices is None, mode, kernel)
         if key not in models:
-            models[key] = build_model(settings, devices, mode)
+            models[key] = build_model(settings, devices, mode, kernel)
         return models[key]
 
-    def one_spec(settings, *functions, **more):
+    def one_spec(settings, *given, **more):
         """The first of equal specs; optimizers are equal if their settings are."""
-        spec = program_spec(settings, *functions, **more)
+        spec = program_spec(settings, *given, **more)
         made = {"params": str(spec.params), "inner_tx": settings.inner, "outer_tx": settings.outer}
         fields = vars(spec) | made
         return specs.setdefault((machine(), *fields.values()), spec)
@@ -101,9 +102,9 @@ def shared_programs(programs_given_back):
         return compiled[place][0]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (plan, assemble):
-            patch.setattr(module, "build_model", one_model)
-        patch.setattr(assemble, "program_spec", one_spec)
+        patch.setattr(assemble, "build_model", one_model)
+        for module in (assemble, training, plan):
+            patch.setattr(module, "program_spec", one_spec)
         patch.setattr(programs.Programs, "_compile", compile_once)
         yield
 

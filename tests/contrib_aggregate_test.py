@@ -9,16 +9,16 @@ import numpy as np
 import oracle
 import pytest
 from ensembles import draw, ensemble_of, pseudo_gradients
-from toy import LENGTH, settings_of
+from toy import settings_of, spec_of
 from trees import assert_close, at
 
 from adloco_jax import AGGREGATORS, ARCHITECTURES, start_round
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
-from adloco_jax.engine.spec import ProgramKey, here
+from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.assemble import aggregator, program_spec
+from adloco_jax.run.assemble import aggregator
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
 OTHERS = [name for name in AGGREGATORS if name != "mean"]
@@ -127,9 +127,7 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule, monkeypatch)
         ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
         outer={"aggregator": rule, "tx": "sgd", "learning_rate": 1.0},
     )
-    spec = program_spec(
-        configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
-    )
+    spec = spec_of(configured, lambda key: PARAMS, lambda params, rows: 0.0)
     program = lower(spec, ProgramKey("outer", (0,) * 8)).compile()
     zeros = jax.tree.map(np.zeros_like, PARAMS)
     ensemble = ensemble_of([0] * 8, zeros, inner_tx=spec.inner_tx, outer_tx=spec.outer_tx)

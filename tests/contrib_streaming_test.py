@@ -15,7 +15,7 @@ from ensembles import NESTEROV, SGD, draw, ensemble_of, filled
 from hlo import collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of
+from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of, spec_of
 from trees import same
 
 from adloco_jax import (
@@ -34,11 +34,10 @@ from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.engine.programs import lower
-from adloco_jax.engine.spec import ProgramKey, here
+from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
 from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
@@ -445,7 +444,7 @@ def compiled(*, fragments=1, delay=0, precision="float32"):
         inner={"steps_per_round": 16},
         outer={"fragments": fragments, "delay_updates": delay, "precision": precision},
     )
-    spec = program_spec(configured, layered_params, layered_loss, LENGTH + 1, machine=here())
+    spec = spec_of(configured, layered_params, layered_loss)
     key = (
         ProgramKey("fragment", (0,) * 8, 2, False)
         if fragments > 1
@@ -496,8 +495,7 @@ def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(pre
 
 
 def test_the_plan_says_how_fragments_travel(monkeypatch):
-    for module in (assemble, plan_module):
-        monkeypatch.setattr(module, "build_model", lambda *_: (layered_params, layered_loss))
+    monkeypatch.setattr(assemble, "build_model", lambda *_: (layered_params, layered_loss))
     config = default_config()
     config.inner.steps_per_round = 8
     config.ensemble.update(num_trainers=1, num_workers=2)

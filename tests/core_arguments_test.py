@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from ensembles import ADAMW, TXS, batch_of, ensemble_of
 from flax import nnx
-from toy import bigram_loss, corpus, init_fn, settings_of
+from toy import bigram_loss, corpus, init_fn, settings_of, spec_of
 from trees import assert_close
 
 from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
 from adloco_jax.engine.inputs import Group, calls_of
 from adloco_jax.engine.programs import _keyed
-from adloco_jax.engine.spec import here
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.run.assemble import program_spec
 from adloco_jax.training import fit
 
 W = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
@@ -159,7 +157,7 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     control = start(settings, 4)
     control.trainers[2].cursors["3"] = 50
     keyed = lambda params, rows, key: bigram_loss(params, rows)  # noqa: E731
-    spec = program_spec(settings, init_fn, keyed, 9, machine=here())
+    spec = spec_of(settings, init_fn, keyed)
     spec = dataclasses.replace(spec, num_micro_batches=1, in_turn=False)
     group = Group((0, 1, 2), (0, 1, 2, 3), (0, 0, 1, 2), None, RoundPlan(4, 1, 3))
     reads_R3 = np.array([control.reads(worker) for worker in range(4)])
@@ -170,7 +168,7 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
         _, key_TRB = _keyed(spec, jnp.zeros(shape), jnp.asarray(stream_R3))
         expected = folded(jax.random.key(settings.seed), 2, 3, 58 + 6)
         assert key_TRB[6 // shape[2], 3, 6 % shape[2]] == expected
-    assert program_spec(settings, init_fn, bigram_loss, 9, machine=here()).key_seed is None
+    assert spec_of(settings).key_seed is None
 
 
 @pytest.mark.parametrize(("outer", "test"), [({}, "norm"), ({"fragments": 3}, "constant")])

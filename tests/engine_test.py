@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import LENGTH, VOCAB, Table, bigram_loss, config_of, corpus, init_fn, settings_of
+from toy import LENGTH, VOCAB, Table, bigram_loss, config_of, corpus, init_fn, settings_of, spec_of
 from toy_runs import events, run
 from trees import assert_close, assert_equal
 
@@ -19,12 +19,11 @@ from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower, needed_bytes, placement, workers_spec
-from adloco_jax.engine.spec import Compiling, ProgramKey, here
+from adloco_jax.engine.spec import Compiling, ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run.assemble import program_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -60,7 +59,7 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
         monkeypatch.setattr(programs_module, name, noted(name, getattr(programs_module, name)))
     in_parts = {"fragments": 3, "mixing": 0.5} if kind in ("fragment", "flush") else {}
     settings = settings_of(outer=in_parts)
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    spec = spec_of(settings)
     lower(spec, ProgramKey(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
     # The arguments of a program have the shapes that `start_round` makes.
     assert traced - ({"start_round"} - functions) == functions
@@ -69,8 +68,7 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
 def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch):
     """All trainers grow alike: a batch in each of two buckets, then an accumulated one."""
     monkeypatch.chdir(tmp_path)
-    for module in (assemble, plan_module):
-        monkeypatch.setattr(module, "build_model", lambda *_: (init_fn, bigram_loss))
+    monkeypatch.setattr(assemble, "build_model", lambda *_: (init_fn, bigram_loss))
     growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
     config = config_of(**growing, num_tokens=123_456)
     text = plan_module.plan(config, memory=True)
@@ -103,7 +101,7 @@ def test_the_engines_round_is_the_public_outer_step():
     batch_size = 12
     settings = settings_of(switch={"mode": "accumulate"}, batching={"test": "constant"})
     rows, params = corpus(), {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    spec = spec_of(settings)
     transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
     ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
     assert ensemble.owners == OWNERS
@@ -147,7 +145,7 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
     for trainer, batch_size in zip(control.trainers, (2, 4, 12), strict=True):
         trainer.requested_batch_size = batch_size
     rows, ended = corpus(), []
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    spec = spec_of(settings)
     assert spec.by_position
     params = {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
     for in_turn in (False, True):
@@ -175,7 +173,7 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
 
 
 def test_programs_that_are_queued_are_counted_before_the_first_is_compiled():
-    spec, events = program_spec(settings_of(), init_fn, bigram_loss, LENGTH + 1, machine=here()), []
+    spec, events = spec_of(settings_of()), []
     programs = Programs(spec, events.append)
     keys = [ProgramKey("loss", micro_batch_size=size) for size in (1, 2)]
     programs.prefetch([*keys, keys[0]])
@@ -187,7 +185,7 @@ def test_programs_that_are_queued_are_counted_before_the_first_is_compiled():
 
 def test_workers_in_turn_share_one_sum_of_gradients():
     settings = settings_of()
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    spec = spec_of(settings)
     key = ProgramKey("steps", (0,) * 4, 2, accumulates=True)
     needs = {}
     for in_turn in (False, True):
@@ -200,7 +198,7 @@ def test_workers_in_turn_share_one_sum_of_gradients():
 
 def test_a_merge_in_parts_is_the_whole_one_and_deletes_what_it_replaces(monkeypatch):
     settings, key = settings_of(inner={"tx": "adamw"}), jax.random.key(1)
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    spec = spec_of(settings)
     transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
     params = {"w": jax.random.normal(key, (VOCAB, VOCAB))}
     ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
@@ -240,7 +238,7 @@ class Read(Table):
 @pytest.mark.parametrize("changes", [False, True])
 def test_rows_read_ahead_are_the_next_rounds_unless_something_changes(changes):
     settings, rows = settings_of(batching={"test": "constant"}), Read()
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    spec = spec_of(settings)
     heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
     engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
     control = start(settings, 4)

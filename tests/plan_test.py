@@ -1,12 +1,13 @@
 """The plan of a run: programs, memory, bytes, and faults that would stop it."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import LENGTH, bigram_loss, init_fn, settings_of
+from toy import settings_of, spec_of
 
 from adloco_jax import hf
 from adloco_jax.config import default_config, validate
@@ -15,9 +16,8 @@ from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama
-from adloco_jax.run import describe
+from adloco_jax.run import assemble, describe
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.assemble import program_spec
 from adloco_jax.run.choose import choose, peak
 from adloco_jax.run.folder import write_config
 from adloco_jax.training import train
@@ -52,9 +52,7 @@ TEXT = {"source": "text", "path": __file__}
 )
 def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, expected):
     settings = settings_of(outer={"tx": outer}, inner={"state": state})
-    spec = program_spec(
-        settings, init_fn, bigram_loss, LENGTH + 1, num_classes=None, machine=here()
-    )
+    spec = spec_of(settings)
     assert spec.state_bytes == expected
     params, momentum, moments = expected
     assert describe._merge_lines(settings, spec) == [
@@ -64,14 +62,14 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
 
 
 def largest(settings, spec):
-    return choose(settings, spec, lambda mode: spec.loss_fn).max_batch_size
+    return choose(settings, spec, lambda *_: spec.loss_fn).max_batch_size
 
 
 def test_the_largest_micro_batch_is_found_from_memory():
     batching = {"max_batch_size": "auto", "buckets": (2, 8, 15), "batch_cap": 15}
     batching |= {"test": "ramp", "ramp": ((0, 2),)}
     settings = settings_of(batching=batching, merge={"policy": "none"})
-    spec = program_spec(settings, init_fn, bigram_loss, row_length=9, machine=here())
+    spec = spec_of(settings)
     programs = Programs(spec)
     beside = 3 * 2 * 6 * 6 * 4 + 4  # trainers' parameters and momentum, and the count of rounds
     needs = {
@@ -91,7 +89,7 @@ def test_the_largest_micro_batch_is_found_from_memory():
 def test_the_batch_size_test_must_fit_the_memory_too():
     batching = {"max_batch_size": "auto", "buckets": (15,), "batch_cap": 15}
     settings = settings_of(batching=batching | {"test_batch_size": 2048})
-    spec = program_spec(settings, init_fn, bigram_loss, row_length=9, machine=here())
+    spec = spec_of(settings)
     programs = Programs(spec)
     owners = (0, 0, 1, 2)
     state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4) + 4  # Adam's two and count; the round
@@ -178,7 +176,9 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     assert line.startswith("model.init_from = some/model: its weights")
 
 
-def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path):
+def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path, monkeypatch):
+    kernels = mock.Mock(wraps=assemble.attention)
+    monkeypatch.setattr(assemble, "attention", kernels)
     config = tiny_config()
     config.data.source, config.data.path = "text", str(tmp_path / "nowhere.txt")
     config.ensemble.num_trainers, config.ensemble.num_workers = 2, 3
@@ -195,3 +195,4 @@ def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path):
         with pytest.raises(error, match=words):
             train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    assert kernels.call_count == 2  # each run is described once

@@ -18,7 +18,7 @@ from adloco_jax.engine.sharding import arrange, fetch, reshard
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
-from adloco_jax.run.assemble import build_model, program_spec, row_length
+from adloco_jax.run.assemble import configured_model, program_spec
 from adloco_jax.run.choose import fewest_model_shards
 
 SCALARS = 1024  # bytes: losses, norms, flags
@@ -36,9 +36,9 @@ def spec_of(model_shards=1, in_turn=True):
     config.batching.initial_batch_size = BATCH
     config.ensemble.model_shards = model_shards
     settings = validate(config)
-    init_fn, loss_fn = build_model(settings)
-    spec = program_spec(settings, init_fn, loss_fn, row_length(settings), machine=here())
-    return dataclasses.replace(spec, in_turn=in_turn), init_fn
+    model = configured_model(settings, here())
+    spec = program_spec(settings, model, here())
+    return dataclasses.replace(spec, in_turn=in_turn), model.init_fn
 
 
 def owners_of(num_trainers, num_workers):

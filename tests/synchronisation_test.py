@@ -11,7 +11,7 @@ import optax
 import oracle
 import pytest
 from hlo import collectives
-from toy import LENGTH, bigram_loss, settings_of
+from toy import bigram_loss, settings_of, spec_of
 from trees import assert_close, same
 
 from adloco_jax import apply_differences, init, outer_update, pack_differences, start_round
@@ -19,10 +19,8 @@ from adloco_jax.core.types import Workers
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import arrange, reshard
-from adloco_jax.engine.spec import here
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import sync_cost
-from adloco_jax.run.assemble import program_spec
 
 LOW = ["bfloat16", "int4"]
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -232,7 +230,7 @@ def moved_and_charged(shapes, sizes, precision):
         outer={"precision": precision},
     )
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    spec = program_spec(settings, lambda key: params, bigram_loss, LENGTH + 1, machine=here())
+    spec = spec_of(settings, lambda key: params, bigram_loss)
     owners = [m for m, size in enumerate(sizes) for _ in range(size)]
     control = dataclasses.replace(start(settings, 2), owners=owners)
     moved = 0

@@ -8,6 +8,8 @@ import optax
 from ml_collections import ConfigDict
 
 from adloco_jax.config import default_config, validate
+from adloco_jax.engine.spec import Spec, here
+from adloco_jax.run.assemble import Model, program_spec
 from adloco_jax.settings import Settings
 
 VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
@@ -64,6 +66,11 @@ def init_fn(key):
 def bigram_loss(params, tokens):
     logits = params["w"][tokens[:, :-1]]
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def spec_of(settings, init_fn=init_fn, loss_fn=bigram_loss, row_length=LENGTH + 1) -> Spec:
+    """What the programs of a run of this model share, on the devices that are here."""
+    return program_spec(settings, Model(init_fn, lambda *_: loss_fn, row_length), here())
 
 
 def config_of(**groups) -> ConfigDict:

@@ -22,6 +22,7 @@ from adloco_jax.core.types import LossFn, block_size, trainable
 from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import OuterSettings
 
+Kernel = Literal["xla", "cudnn"]  # of attention
 Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
@@ -151,7 +152,7 @@ class Spec:
     remat: bool = False  # whether layers are recomputed in the backward pass
     in_turn: bool = False  # whether a device's workers run their rounds one after another
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
-    attention: str = "xla"  # kernel of the model's attention: "xla" or "cudnn"
+    attention: Kernel = "xla"  # kernel of the model's attention
 
     @property
     def by_position(self) -> bool:

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -30,7 +30,7 @@ from adloco_jax.engine.evaluate import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.programs import placement
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import Machine, ProgramKey, Spec
+from adloco_jax.engine.spec import Kernel, Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.growth import measures_gradients
@@ -49,18 +49,20 @@ class Model(NamedTuple):
 
     Attributes:
       init_fn: Draws the parameters of one model.
-      loss_of: Returns the loss for a mode, which says how workers run and whether layers are
-        rematerialised.
+      loss_of: `loss_of(mode, kernel)` returns the loss. The mode says how workers run and whether
+        layers are rematerialised, and the kernel is that of attention.
+      row_length: Number of integers in the longest row.
       num_classes: Number of classes of labelled rows; None for text.
-      attention: Kernel of its attention: "xla" or "cudnn".
+      attention: Chooses the kernel of attention, by the number of devices that share a worker.
       params: Parameters to start from; None: `init_fn` draws them.
       can_remat: Whether the loss can recompute layers in the backward pass.
     """
 
     init_fn: InitFn
-    loss_of: Callable[[Mode], LossFn]
+    loss_of: Callable[[Mode, Kernel], LossFn]
+    row_length: int
     num_classes: int | None = None
-    attention: str = "xla"
+    attention: Callable[[int], Kernel] = lambda model_shards: "xla"
     params: PyTree | None = None
     can_remat: bool = True
 
@@ -69,9 +71,10 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     """Describe the model of a config, for programs that are compiled for a machine."""
     return Model(
         init_fn=build_model(settings)[0],
-        loss_of=lambda mode: build_model(settings, machine, mode)[1],
+        loss_of=lambda mode, kernel: build_model(settings, machine, mode, kernel)[1],
+        row_length=row_length(settings),
         num_classes=class_count(settings),
-        attention=attention(settings, machine),
+        attention=lambda model_shards: attention(settings, machine, model_shards),
     )
 
 
@@ -107,13 +110,13 @@ def row_length(settings: Settings) -> int:
     return settings.data.sequence_length + fields
 
 
-def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
+def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Kernel:
     """Choose the attention kernel of the configured model: "cudnn" if possible, else "xla".
 
     The conditions for "cudnn" are those of `jax.nn.dot_product_attention` on the GPU with the
-    strictest limits. A batch-size test that uses inner products of gradients needs "xla". A model
-    whose parameters are sharded over devices also needs "xla" if the test measures gradients: XLA
-    cannot partition the call of the cuDNN kernel in the program that measures them.
+    strictest limits. A batch-size test that uses inner products of gradients needs "xla". If
+    `model_shards` devices share a worker's parameters, a test that measures gradients also needs
+    "xla": XLA cannot partition the call of the cuDNN kernel in the program that measures them.
     """
     model, device = settings.model, machine.devices[0]
     head_size = (
@@ -121,31 +124,30 @@ def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
     )
     # GPUs of other vendors do not report their capability as a pair of numbers.
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    is_served = (
-        takes(ARCHITECTURES[model.arch].build, "attention")
-        and model.dtype == "bfloat16"
-        and head_size <= 128
-        and head_size % 8 == 0
-        # Inner products need differentiation in forward mode, which cuDNN lacks.
-        and not measures_inner_products(settings)
-        and machine.platform == "gpu"
-        and capability is not None
-        and int(capability[1]) >= 8
+    is_sharded = model_shards > 1 and measures_gradients(settings)
+    return (
+        "cudnn"
+        if (
+            takes(ARCHITECTURES[model.arch].build, "attention")
+            and model.dtype == "bfloat16"
+            and head_size <= 128
+            and head_size % 8 == 0
+            # Inner products need differentiation in forward mode, which cuDNN lacks.
+            and not measures_inner_products(settings)
+            and machine.platform == "gpu"
+            and capability is not None
+            and int(capability[1]) >= 8
+            and not is_sharded
+        )
+        else "xla"
     )
-    if not is_served:
-        return "xla"
-    shards = settings.ensemble.model_shards
-    if shards is None and len(machine.devices) > 1:
-        functions, classes = build_model(settings), class_count(settings)
-        spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
-        shards = spec.model_shards
-    if shards not in (None, 1) and measures_gradients(settings):
-        return "xla"
-    return "cudnn"
 
 
 def build_network(
-    settings: Settings, machine: Machine | None = None, mode: Mode | None = None
+    settings: Settings,
+    machine: Machine | None = None,
+    mode: Mode | None = None,
+    kernel: Kernel | None = None,
 ) -> nn.Module:
     """Build the Flax module of the configured model.
 
@@ -154,17 +156,17 @@ def build_network(
 
     Args:
       settings: The run's settings.
-      machine: The machine to compile for; it determines the attention kernel, and the form in
-        which layers run. None: the module is not compiled for training, but used for its shapes or
-        for comparisons.
+      machine: The machine to compile for; it determines the form in which layers run. None: the
+        module is not compiled for training, but used for its shapes or for comparisons.
       mode: Whether a device's workers run at once or one after another, and whether layers are
         rematerialised (recomputed in the backward pass). None: workers run one after another, and
         layers are rematerialised if the setting `model.remat` is true.
+      kernel: The kernel of attention. None: that of a model which is not sharded over devices.
     """
     mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
-    kernel, layer_form = "xla", "scan"
+    layer_form = "scan"
     if machine is not None:
-        kernel = attention(settings, machine)
+        kernel = kernel or attention(settings, machine)
         layer_form = "call" if machine.platform == "cpu" else "inline"
     return ARCHITECTURES[settings.model.arch].build(
         vocab_size=settings.model.vocab_size,
@@ -180,19 +182,22 @@ def build_network(
         dtype=settings.model.dtype,
         checkpoint=settings.model.checkpoint,
         remat=mode.remat,
-        attention=kernel,
+        attention=kernel or "xla",
         layer_form=layer_form,
     )
 
 
 def build_model(
-    settings: Settings, machine: Machine | None = None, mode: Mode | None = None
+    settings: Settings,
+    machine: Machine | None = None,
+    mode: Mode | None = None,
+    kernel: Kernel | None = None,
 ) -> tuple[InitFn, LossFn]:
     """Return two functions: one initialises the configured model, the other computes its loss.
 
     The arguments are those of `build_network`.
     """
-    network = build_network(settings, machine, mode)
+    network = build_network(settings, machine, mode, kernel)
 
     def init_fn(key):
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -344,56 +349,53 @@ _NUMBERS_IN_A_PASS = 2**19  # activations between two layers: 2 MiB in float32
 
 def program_spec(
     settings: Settings,
-    init_fn: InitFn,
-    loss_fn: LossFn,
-    row_length: int,
-    num_classes: int | None = None,
-    *,
+    model: Model,
     machine: Machine,
+    *,
+    mode: Mode | None = None,
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
     """Collect what all compiled programs of a run share: loss, optimizers, shapes (`Spec`).
 
     The number of devices that share one worker's parameters is computed here, unless it is
-    configured.
+    configured, and the kernel of attention is chosen.
 
     Args:
       settings: The run's settings.
-      init_fn: Draws the parameters of one model; here only their shapes are computed.
-      loss_fn: The loss of one model.
-      row_length: Number of integers in the longest row.
-      num_classes: Number of classes of labelled rows; None if rows have no labels.
+      model: The model to train; only the shapes of its parameters are computed.
       machine: The devices to compile for.
+      mode: How devices run their workers, as in `build_network`.
       inner_tx: The workers' optimizer, if it is not the one that `inner.tx` names.
       outer_tx: The trainers' optimizer, if it is not the one that `outer.tx` names.
 
     Raises:
       ConfigError: If `ensemble.model_shards` does not divide the number of devices.
     """
-    batching = settings.batching
-    uses_inner_products = measures_inner_products(settings)
+    # The batch of one worker is enough work for all cores of a CPU. Four workers at once took 1.2
+    # times the time, and twice the memory, that they took one after another.
+    mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
+    loss_fn, batching = model.loss_of(mode, "xla"), settings.batching
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
     spec = Spec(
         machine=machine,
         loss_fn=loss_fn,
-        params=jax.eval_shape(init_fn, jax.random.key(0)),
+        params=jax.eval_shape(model.init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings, inner_tx),
         outer_tx=chosen_outer_tx,
         extras=extras,
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
-        row_length=row_length,
-        sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),
+        row_length=model.row_length,
+        sequence_length=model.row_length - (1 if model.num_classes is None else NUM_FIELDS),
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         estimator=resolve_estimator("auto", loss_fn),
-        inner_products=uses_inner_products,
+        inner_products=measures_inner_products(settings),
         reset_inner_state=settings.inner.state == "reset",
         aggregate=aggregator(settings),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
-        # The batch of one worker is enough work for all cores of a CPU. Four workers at once took
-        # 1.2 times the time, and twice the memory, that they took one after another.
-        in_turn=machine.platform == "cpu",
+        in_turn=mode.in_turn,
+        remat=mode.remat,
         examples_per_pass=examples_per_pass(settings, machine),
     )
     ensemble, num_devices = settings.ensemble, len(machine.devices)
@@ -405,18 +407,14 @@ def program_spec(
         raise ConfigError(
             f"ensemble.model_shards = {shards}: does not divide the {num_devices} devices"
         )
-    return dataclasses.replace(spec, model_shards=shards)
+    kernel = model.attention(shards)
+    loss_fn = model.loss_of(mode, kernel)
+    return dataclasses.replace(spec, model_shards=shards, attention=kernel, loss_fn=loss_fn)
 
 
 def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> Spec:
-    """Collect what all compiled programs of a run of the configured model share (`Spec`).
-
-    `mode` says how devices run their workers, as in `build_network`.
-    """
-    functions, classes = build_model(settings, machine, mode), class_count(settings)
-    spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
-    how = {} if mode is None else mode._asdict()
-    return dataclasses.replace(spec, attention=attention(settings, machine), **how)
+    """Collect what all compiled programs of a run of the configured model share (`Spec`)."""
+    return program_spec(settings, configured_model(settings, machine), machine, mode=mode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,30 +442,26 @@ class Run:
 def assemble(
     settings: Settings,
     model: Model,
+    spec: Spec,
     corpus: Rows,
     *,
-    machine: Machine,
     workdir: Path,
     make_engine: Callable[..., Any],
-    inner_tx: optax.GradientTransformation | None = None,
-    outer_tx: optax.GradientTransformation | None = None,
     unit: str | None = None,
     command: str = "",
     by_fit: bool = False,
     accept_data_change: bool = False,
 ) -> Run:
-    """Put a run together from checked settings, a model and rows.
+    """Put a run together from checked settings, a model, what its programs share, and rows.
 
     Args:
       settings: The run's settings.
       model: The model to train.
+      spec: What all programs of the run share.
       corpus: The rows to train on, and the held-out rows.
-      machine: The devices of the run.
       workdir: The run's folder.
       make_engine: Makes the engine: of the run, its programs, the held-out rows, and a callback for
         each call that has ended.
-      inner_tx: The workers' optimizer, if it is not the one that `inner.tx` names.
-      outer_tx: The trainers' optimizer, if it is not the one that `outer.tx` names.
       unit: Unit of the loss. None: "nats/example" for a classifier, "nats/token" if the corpus
         knows its tokens per byte of text, and otherwise no unit.
       command: The command line, for the ledger.
@@ -476,21 +470,10 @@ def assemble(
 
     Raises:
       DataError: If there are too few held-out rows.
-      ConfigError: If `ensemble.model_shards` does not divide the number of devices.
     """
-    allowed = modes(settings, machine.platform)
+    allowed = modes(settings, spec.machine.platform)
     if not model.can_remat:
         allowed = list(dict.fromkeys(mode._replace(remat=False) for mode in allowed))
-    spec = program_spec(
-        settings,
-        model.init_fn,
-        model.loss_of(Mode(in_turn=True, remat=bool(settings.model.remat))),
-        corpus.heldout_rows.shape[1],
-        model.num_classes,
-        machine=machine,
-        inner_tx=inner_tx,
-        outer_tx=outer_tx,
-    )
     if unit is None:
         is_text = model.num_classes is None and corpus.tokens_per_byte is not None
         unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
@@ -504,7 +487,7 @@ def assemble(
     return Run(
         settings=settings,
         model=model,
-        spec=dataclasses.replace(spec, attention=model.attention),
+        spec=spec,
         corpus=corpus,
         heldout=heldout,
         workdir=workdir,

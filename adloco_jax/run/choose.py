@@ -30,7 +30,7 @@ from adloco_jax.engine.programs import (
     spawned,
     workers_spec,
 )
-from adloco_jax.engine.spec import Kind, OnCompile, ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import Kernel, Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
@@ -126,7 +126,7 @@ def modes(settings: Settings, platform: str) -> list[Mode]:
 def choose(
     settings: Settings,
     spec: Spec,
-    loss_of: Callable[[Mode], LossFn],
+    loss_of: Callable[[Mode, Kernel], LossFn],
     *,
     size: int | None = None,
     allowed: Sequence[Mode] | None = None,
@@ -148,7 +148,7 @@ def choose(
     Args:
       settings: The run's settings.
       spec: The data that all programs of the run share; the mode in it is replaced.
-      loss_of: Returns the model's loss function for a mode.
+      loss_of: Returns the model's loss function for a mode and a kernel of attention.
       size: The micro-batch that is configured, or that an earlier process of the run has chosen.
         None: the largest that fits is chosen.
       allowed: The modes to choose from, in order of preference. None: all that `modes` returns.
@@ -165,7 +165,7 @@ def choose(
     tried: list[Tried] = []
     fits: list[tuple[float, Choice]] = []
     for mode in allowed:
-        loss_fn = loss_of(mode)
+        loss_fn = loss_of(mode, spec.attention)
         chosen = dataclasses.replace(spec, loss_fn=loss_fn, in_turn=mode.in_turn, remat=mode.remat)
         programs = Programs(chosen, on_compile)
         if platform == "cpu" and size is not None:

@@ -4,7 +4,6 @@ The consensus model is the one model that stands for all trainers: the best one,
 """
 
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -154,7 +153,6 @@ def read_trained(
         return Trained(settings, params, tokenizer, control.round, source)
     refuse_fit(workdir)
     corpus = load_data(settings)
-    spec = dataclasses.replace(spec, row_length=corpus.heldout_rows.shape[1])
     heldout = evaluate.split_heldout(
         corpus.heldout_rows,
         num_sequences=settings.eval.num_sequences,

@@ -17,21 +17,13 @@ from tqdm import tqdm
 
 from adloco_jax.config import validate
 from adloco_jax.engine.programs import Programs, num_turns, placement
-from adloco_jax.engine.spec import (
-    TAKEN,
-    Compiled,
-    Compiling,
-    Machine,
-    OnCompile,
-    Spec,
-    here,
-)
+from adloco_jax.engine.spec import TAKEN, Compiled, Compiling, Machine, OnCompile, here
 from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.assemble import build_model, spec_of
+from adloco_jax.run.assemble import configured_model, program_spec, spec_of
 from adloco_jax.run.choose import (
     Choice,
     Mode,
@@ -77,42 +69,42 @@ def plan(
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
-    spec = spec_of(settings, here())
-    compiled = _memory_lines(settings, spec) if memory else ["not compiled: --memory does"]
-    unchecked = [f"not checked: {line}" for line in unchecked]
-    return "\n".join([*plan_lines(settings, spec), *compiled, *unchecked])
+    model = configured_model(settings, here())
+    spec = program_spec(settings, model, here())
+    lines = plan_lines(settings, spec)
+    if memory:
+        size = settings.batching.max_batch_size
+        lines += _memory_lines(settings, choose(settings, spec, model.loss_of, size=size))
+    else:
+        lines.append("not compiled: --memory does")
+    return "\n".join([*lines, *(f"not checked: {line}" for line in unchecked)])
 
 
 def configured_choice(
     settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
 ) -> Choice:
     """Choose how devices run workers, and the micro-batch, for the configured model (`choose`)."""
-    return choose(
-        settings,
-        spec_of(settings, machine),
-        lambda mode: build_model(settings, machine, mode)[1],
-        size=settings.batching.max_batch_size,
-        on_compile=on_compile,
-    )
+    model, size = configured_model(settings, machine), settings.batching.max_batch_size
+    spec = program_spec(settings, model, machine)
+    return choose(settings, spec, model.loss_of, size=size, on_compile=on_compile)
 
 
-def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
+def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
     """Compile the programs of the first rounds; describe the memory that they need on a device.
 
     The compiler reports the bytes; no program is run.
     """
-    batching = settings.batching
-    choice = configured_choice(settings, spec.machine)
+    batching, spec = settings.batching, choice.programs.spec
     programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
-    keys = reachable_keys(settings, programs.spec, control)
+    keys = reachable_keys(settings, spec, control)
     peaks = {key: peak(programs, key, tuple(control.owners)).total for key in keys}
     sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
     return [
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
         f" of {in_bytes(spec.machine.device_bytes)} per device; micro-batches of {sizes};"
-        f" {Mode(programs.spec.in_turn, programs.spec.remat)}",
+        f" {Mode(spec.in_turn, spec.remat)}",
         "memory per device while a program runs, by the compiler's analysis:",
         *(f"  {key!s:32} {in_bytes(need)}" for key, need in peaks.items()),
         f"peak: {max(peaks.values())} bytes ({in_bytes(max(peaks.values()))})",
