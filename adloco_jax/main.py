@@ -13,15 +13,12 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from adloco_jax import __version__, config
-from adloco_jax.cli.parser import (
-    is_run,
-    parse,
-)
-from adloco_jax.cli.train import require_devices, train
+from adloco_jax.cli.parser import is_run, parse
+from adloco_jax.cli.train import require_devices
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
 
 COMMANDS = {
@@ -116,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except SystemExit:  # of argparse, after it has printed help
+        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -150,42 +149,19 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     if first.startswith("-"):
         first, words = "train", list(argv)
-    if first == "plan" and any(word.partition("=")[0] == "--device" for word in words):
-        with _without_native_messages():
-            return train(words, is_plan=True)
-    if first in ("train", "plan"):
-        return train(words, is_plan=first == "plan")
     if first not in COMMANDS:
         raise ConfigError(f"{first}: no such command; {_right_command(first, words)}")
     options = parse(first, words)
     if first in ("compare", "export", "generate", "gradients"):
         require_devices()
-    line = without_secrets(shlex.join(["adloco", first, *words]))
+    # Processes of one run may differ in these options, and record the same command line.
+    varying = ("--coordinator=", "--num-processes=", "--process-id=")
+    shared = [word for word in words if not word.replace("_", "-").startswith(varying)]
+    line = without_secrets(shlex.join(["adloco", first, *shared]))
+    module = {"plan": "train", "eval": "evaluate"}.get(first, first)
+    module = module if module in ("train", "compare", "evaluate", "prepare") else "commands"
     name = "evaluate" if first == "eval" else first  # eval is a function of Python
-    module = name if name in ("compare", "evaluate", "prepare") else "commands"
-    run = getattr(importlib.import_module(f"adloco_jax.cli.{module}"), name)
-    return run(options, line) or 0
-
-
-@contextlib.contextmanager
-def _without_native_messages() -> Iterator[None]:
-    """Hide what JAX and XLA print about devices, as long as the `with` block runs.
-
-    They warn that devices are missing, or that a program needs more memory than a device has. Both
-    are expected when a run is planned for devices that are not here.
-    """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # set before JAX is imported, because JAX looks for devices
-    sys.stderr.flush()
-    python, native = sys.stderr, os.dup(2)
-    with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "w", buffering=1) as real:
-        os.dup2(nowhere.fileno(), 2)
-        sys.stderr = real
-        try:
-            yield
-        finally:
-            sys.stderr = python
-            os.dup2(native, 2)
-            os.close(native)
+    return getattr(importlib.import_module(f"adloco_jax.cli.{module}"), name)(options, line) or 0
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:

@@ -19,7 +19,8 @@ from toy import data_settings
 
 from adloco_jax import main as cli
 from adloco_jax.cli import prepare as command
-from adloco_jax.cli.train import configure, parse_options
+from adloco_jax.cli.parser import parse
+from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
 from adloco_jax.data import DATA_SOURCES, files, load_corpus, load_tokenizer, rows
 from adloco_jax.data import corpus as corpus_module
@@ -435,7 +436,7 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     *_, to_train = first.splitlines()
     assert to_train.startswith("train with: adloco train quickstart ")
     keys = shlex.split(to_train.partition("adloco train ")[2])
-    settings = validate(configure(*parse_options(keys))[1])
+    settings = validate(configure(parse("train", keys))[1])
     assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257
     before = content(tmp_path / "out")
     assert cli.main(["prepare", *words]) == 0

@@ -20,8 +20,8 @@ from ledgers import write_run
 
 from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
 from adloco_jax import main as cli
-from adloco_jax.cli import train as train_command
-from adloco_jax.cli.train import configure, parse_options
+from adloco_jax.cli.parser import parse
+from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import changes
@@ -45,7 +45,7 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 
 def configured(*words: str, config: str = "quickstart"):
-    return configure(*parse_options([f"--config={config}", *words]))[1]
+    return configure(parse("train", [f"--config={config}", *words]))[1]
 
 
 def refused(capsys, *argv: str) -> list[str]:
@@ -61,7 +61,7 @@ def refused(capsys, *argv: str) -> list[str]:
 
 def test_overrides_reach_the_config():
     words = """--config.num_rounds=3 --config.inner.learning_rate 1e-4 --config.inner.clip_norm=1
-        --config.data.num_sequences=100 --config.model.remat --noconfig.log.wandb
+        --config.data.num_sequences=100 --config.model.remat --config.log.wandb=no
         --config.batching.test_batch_size 16 --config.batching.test=ramp
         --config.batching.ramp='((0, 4), (3, 8))' --config.batching.buckets=(2,4)
         --config.batching.buckets=8 --config.inner.tx=sgd --config.inner.tx=adamw"""
@@ -147,10 +147,7 @@ def test_every_command_has_help_that_does_not_wait_for_jax(elsewhere):
 import sys
 from adloco_jax.main import main
 for words in {commands}:
-    try:
-        assert main(words) == 0
-    except SystemExit as end:  # argparse's
-        assert end.code == 0
+    assert main(words) == 0
     print("=== end of", words)
 assert not {{"jax", "numpy"}} & set(sys.modules)
 """
@@ -212,7 +209,7 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
     words = ["--config.seed=3", "--workdir", "x"]
     for config in ("quickstart", "configs/quickstart.py", str(ROOT / "configs" / "quickstart.py")):
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
-            path, made = configure(*parse_options(given))
+            path, made = configure(parse("train", given))
             assert path.stem == "quickstart" and made.seed == 3
 
 
@@ -245,7 +242,7 @@ def test_the_schema_has_every_key_with_its_meaning_and_limits(capsys):
 def test_all_bad_overrides_are_listed_at_once(capsys):
     words = """--config.inner.learning_rat=3 --config.inner.learning_rate -1
         --config.num_rounds=1e3 --config.model.remat yes --config.inner=3
-        --config.batching.buckets[0]=3 --noconfig.inner.tx --confg=3 stray
+        --config.batching.buckets[0]=3 --noconfig.inner.tx=x --confg=3 stray
         --config.inner.clip_norm=nan --config.outer.tx=adam --config.model.width=66
         --config.batching.ramp={[1]} --config=quickstart"""
     lines = refused(capsys, *words.split())
@@ -255,7 +252,7 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
         "yes: unexpected",
         "inner: no such key",
         "batching.buckets[0]: no such key; did you mean batching.buckets?",
-        "inner.tx: no value given",
+        "--noconfig.inner.tx=x: no such option; did you mean --config.inner.tx or",
         "--confg=3: no such option; did you mean --config?",
         "stray: unexpected",
         "batching.ramp = '{[1]}': must be a tuple",
@@ -271,13 +268,13 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
 
 def test_a_bad_command_is_refused(capsys):
     for argv, start in (
-        (["--config=quickstart", "--config.seed"], "Missing value for flag --config.seed"),
+        (["--config=quickstart", "--config.seed"], "argument --config.seed: expected one argument"),
         (["--config", "nowhere.py"], "--config nowhere.py: no such file; those that come"),
         (["train", "qickstart"], "--config qickstart: no such file; did you mean quickstart?"),
-        (["--config=a.py", "--config", "b.py"], "flag --config=b.py: already defined as a.py"),
+        (["--config=a.py", "--config", "b.py"], "name one CONFIG; write: adloco train quickstart"),
         (["--config=quickstart", "--config.seed=none"], "seed = 'none': must be a whole number"),
         (["--config", "x" * 5000], "--config xxx"),
-        (["--config=quickstart", "--plan=maybe"], "flag --plan=maybe"),
+        (["--config=quickstart", "--plan=maybe"], "argument --plan: ignored explicit argument"),
         (["--config=recommended"], "data.tokenizer = ''"),
     ):
         assert refused(capsys, *argv)[0].startswith(start)
@@ -285,18 +282,16 @@ def test_a_bad_command_is_refused(capsys):
     assert len(lines) == 2 and lines[1].startswith("inner.txx: no such key; did you mean inner.tx?")
 
 
-def test_text_of_the_command_line_replaces_the_configs_data_set(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        train_command, "_execute", lambda options, path, config, *_, **more: made.append(config)
-    )
-    for words in (
-        ["--config.data.path=c4/*.json.gz"],
-        ["--config.data.source=stdlib", "--config.data.heldout_split="],
-        ["--config.data.path=other/set", "--config.data.split=all"],
-        ["--config.data.num_sequences=9"],
-    ):
-        assert cli.main(["train", "microllama", *words]) == 0
+def test_text_of_the_command_line_replaces_the_configs_data_set():
+    made = [
+        configured(*words, config="microllama")
+        for words in (
+            ["--config.data.path=c4/*.json.gz"],
+            ["--config.data.source=stdlib", "--config.data.heldout_split="],
+            ["--config.data.path=other/set", "--config.data.split=all"],
+            ["--config.data.num_sequences=9"],
+        )
+    ]
     keys = ("source", "path", "name", "split", "heldout_split")
     assert [tuple(config.data[key] for key in keys) for config in made] == [
         ("hf", "c4/*.json.gz", "", "train", ""),

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
-from absl import flags
 from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
 
@@ -31,14 +30,19 @@ from adloco_jax.settings import GROUPS, INT32, KNOBS, SIZES, Settings, default_o
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     """Parse the words after a command; return the options.
 
-    The name of an option may have hyphens or underscores: `--num-rows` or `--num_rows`.
+    The name of an option may have hyphens or underscores: `--num-rows` or `--num_rows`. If every
+    knob is an option of the command, unknown words are returned as `unknown`.
 
     Raises:
       ConfigError: If a word is invalid. The message gives the command to write instead.
     """
     parser = Parser(command, words)
-    _GRAMMAR[command](parser)
-    options = parser.parse_intermixed_args([with_separator(word, "-") for word in words])
+    options, unknown = parser.parse_known_intermixed_args([_spelled(word) for word in words])
+    if command in ("train", "plan"):
+        options.unknown, given = unknown, options.config or [None]
+        options.config = given[0] if len(given) == 1 else parser.error("name one CONFIG")
+    elif unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     parser.settle(options)
     return options
 
@@ -47,49 +51,50 @@ class Parser(argparse.ArgumentParser):
     """Parses the options of one command; an invalid command line raises an error of one line."""
 
     def __init__(self, command: str, words: Sequence[str]):
+        self.example, *card, arguments = _GRAMMAR[command].split("\n\n")
         super().__init__(
             prog=f"adloco {command}",
+            usage=f"adloco {command} {self.example}",
+            description="\n\n".join(card),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.words = words
-        self.subject = self.example = ""
+        self.words, self.subject, self.takes_several = words, "", False
+        for line in arguments.splitlines():
+            self._add(*line.split(": ", 1))
+        if command in ("train", "plan"):
+            self.add_argument("words", nargs="*", metavar="CONFIG", help="see above")
+            self.add_argument("--config", action="append", metavar="CONFIG", help="same as CONFIG")
+            for key in KNOBS:
+                self.add_argument(f"--config.{key}", help=argparse.SUPPRESS)
+            if {"-h", "--help"} & {*words}:
+                self.epilog = knobs_help()
 
-    def describe(self, example: str, card: str) -> None:
-        """Set the text that --help prints above the options, and an example for error messages."""
-        self.example, self.usage, self.description = example, f"{self.prog} {example}", card
+    def _add(self, argument: str, text: str) -> None:
+        """Add an argument of `_GRAMMAR`."""
+        name, _, value = argument.partition(" ")
+        kind, equals, default = value.partition("=")
+        if not name.startswith("-"):
+            self.subject, self.takes_several = name.strip(".").lower(), name.endswith("...")
+            self.add_argument(self.subject, nargs="*", metavar=name, help=text)
+            for other in value.split():
+                same = f"same as {name}"
+                self.add_argument(other, dest="same", action="append", metavar=name, help=same)
+        elif not value:
+            self.add_argument(name, action="store_true", help=text)
+        else:
+            how: dict[str, Any] = {"nargs": "+"} if kind.endswith("...") else {}
+            how |= {"nargs": "?", "const": ""} if kind.endswith("]") else {}
+            how |= {"default": default} if equals else {"required": text.startswith("required")}
+            text += f"; default: {default}" if default else ""
+            kind = kind.strip("[.]")
+            self.add_argument(
+                *name.split("|"), type=_KINDS.get(kind, str), metavar=kind, help=text, **how
+            )
 
-    def about(self, subject: str, *names: str, text: str, nargs: str = "?") -> None:
-        """Add the main argument of the command, such as RUN.
-
-        The user gives it as a word, or by one of the options in `names`.
-        """
-        self.subject = subject.lower()
-        self.add_argument(self.subject, nargs=nargs, metavar=subject, help=text)
-        for name in names:
-            self.add_argument(name, dest="same", metavar=subject, help=f"same as {subject}")
-
-    def option(self, name: str, default: str | float, text: str) -> None:
-        """Add an option with a default value, which determines the type and is part of the help."""
-        help_text = f"{text}; default: {default!r}"
-        self.add_argument(name, type=type(default), default=default, help=help_text)
-
-    def checkpoint(self) -> None:
-        """Add the arguments that select a run, a checkpoint of the run, and a trainer."""
-        self.about("RUN", "--workdir", text="a run's folder")
-        self.add_argument("--round", type=int, help="round of the checkpoint; default: the newest")
-        text = "id of a trainer in the ledger; default: the consensus model"
-        self.add_argument("--trainer", type=int, help=text)
-        self.entries()
-
-    def entries(self) -> None:
-        """Add the option --config, for a run that uses entries which a user added to tables.
-
-        An entry is for instance an optimizer. The command executes the config file, which adds the
-        entries. The user must name the file, because code in the folder of a run is never executed.
-        """
-        text = "the run's config file, if it adds an entry of a table that the run uses"
-        self.add_argument("--config", metavar="FILE", help=text)
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; unlike argparse, raise an error if nobody reads it."""
+        print(self.format_help(), end="", file=file)
 
     def settle(self, options: argparse.Namespace) -> None:
         """Take the main argument from the word or the option that gives it, and check folders.
@@ -97,13 +102,10 @@ class Parser(argparse.ArgumentParser):
         The folders of runs must exist. The folder for the output must be empty or missing.
         """
         if self.subject:
-            value, same = getattr(options, self.subject), options.__dict__.pop("same", None)
-            given = (value if isinstance(value, list) else [value] * (value is not None)) + (
-                [same] * (same is not None)
-            )
-            if not given or (len(given) > 1 and not isinstance(value, list)):
+            given = [*vars(options)[self.subject], *(vars(options).pop("same", None) or ())]
+            if not given or (len(given) > 1 and not self.takes_several):
                 self.error(f"name {'a' if not given else 'one'} {self.subject}")
-            setattr(options, self.subject, given if isinstance(value, list) else given[0])
+            vars(options)[self.subject] = given if self.takes_several else given[0]
             waits = getattr(options, "watch", False)  # with --watch the run may begin later
             for name in given if self.subject == "run" and not waits else ():
                 if not os.path.exists(name):
@@ -121,15 +123,15 @@ class Parser(argparse.ArgumentParser):
         named = [word for word in self.words if not word.startswith("-")]
         folders = [word.partition("=")[2] or word for word in self.words]
         found = {
-            "RUN": ([folder for folder in folders if is_run(folder)] or newest_run())[:1],
-            "SOURCE": named[:1],
+            "RUN": [folder for folder in [*folders, *runs_in("runs")] if is_run(folder)][:1],
+            "TEXT": named[:1],
             "FOLDER": ["prepared"],
-            "CONFIG": ["compare_quick"],
+            "CONFIG": ["compare_quick" if self.prog.endswith("compare") else "quickstart"],
         }
         example = self.example.split(" [")[0]
         for name, values in found.items():
             for value in values:
-                example = re.sub(rf"\b{name}\b", lambda _, v=value: shlex.quote(v), example)
+                example = re.sub(rf"\b{name}\b", lambda _, v=value: shlex.quote(str(v)), example)
         for stray in re.findall(r"^unrecognized arguments: (--[\w-]+)", message):
             for near in difflib.get_close_matches(stray, self._option_string_actions, n=1):
                 message += f" (did you mean {near}?)"
@@ -141,25 +143,21 @@ def is_run(folder: str | Path) -> bool:
     return os.path.isfile(Path(folder) / "ledger.jsonl")  # False also for invalid names
 
 
-def newest_run() -> list[str]:
-    """Return a list with the folder of the newest run in `runs/`, or an empty list."""
-    return [str(run) for run in runs_in("runs")[:1]]
-
-
 def runs_in(folder: str | Path) -> list[Path]:
     """Return the folders of the runs in a folder, the newest first."""
     found = [path for path in Path(folder).glob("*") if is_run(path)]
     return sorted(found, key=lambda run: run.stat().st_mtime, reverse=True)
 
 
-def with_separator(word: str, separator: str) -> str:
-    """Spell the name of an option with a separator: `--num-rows` or `--num_rows`.
-
-    A word that is not an option is returned unchanged.
-    """
+def _spelled(word: str) -> str:
+    """Spell the name of an option as the parser knows it; a switch among the knobs gets a value."""
     name, equals, value = word.partition("=")
-    spelled = re.sub("[-_]", separator, name[2:])
-    return f"--{spelled}{equals}{value}" if name.startswith("--") else word
+    if name.startswith("--config."):
+        name = f"--{name[2:].replace('-', '_')}"
+        key = name.removeprefix("--config.")
+        is_switch = not equals and key in KNOBS and plain_type(key) is bool
+        return f"{name}=True" if is_switch else f"{name}{equals}{value}"
+    return f"--{name[2:].replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
 def _integers(text: str) -> list[int]:
@@ -178,139 +176,151 @@ def _shaped(pattern: str, example: str) -> Callable[[str], str]:
     return shaped
 
 
-def _configs(parser: Parser) -> None:
-    parser.describe("[--schema]", "Lists the configs that come with the package.")
-    text = "print a JSON schema of all config keys, for editors and other programs"
-    parser.add_argument("--schema", action="store_true", help=text)
+# The kinds of values that are not text.
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "N": int,
+    "X": float,
+    "N,N": _integers,
+    "FILE": Path,
+    "FOLDER": Path,
+    "SIZE": _shaped(r"[1-9]\d*[KMGT]B", "500MB"),
+    "OWNER/NAME": _shaped(r"[\w-][\w.-]*/[\w-][\w.-]*", "OWNER/NAME"),
+    "DTYPE": _shaped("float32|bfloat16", "bfloat16"),
+}
+_ENTRIES = """
+--config FILE: the run's config file, to execute if it adds an entry of a table that the run uses"""
+_CHECKPOINT = f"""RUN --workdir: a run's folder
+--round N: round of the checkpoint; default: the newest
+--trainer N: id of a trainer in the ledger; default: the consensus model{_ENTRIES}"""
+_TRAIN = """CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
+
+Trains what a config describes, resumes a stopped run, or prints the plan of a run.
+
+adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
+adloco train RUN [--config.GROUP.KEY=VALUE ...]
+adloco plan CONFIG|RUN [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
+
+CONFIG is a file, or a name that `adloco configs` lists. RUN is the folder of a stopped run, which
+is resumed with its recorded settings; so does the same command with the same --workdir. Every key
+of the config is an option; if it is given twice, the last value counts. To run on several
+processes, start each with this command and --distributed (under Slurm, Open MPI, Kubernetes) or
+--coordinator, --num-processes and --process-id.
+
+--workdir DIR: the run's folder; by default a new one in runs/
+--plan: print the plan of the run, as adloco plan does, and stop
+--memory: with plan: compile, and print each program's memory
+--device [KINDxN]: with plan: compile for devices that are not here; without a value: list them
+--save FILE: with plan --device: also write the plan to a JSON file
+--accept-config-change: resume with changed settings
+--accept-data-change: resume with other data
+--distributed: several processes, started by a known launcher
+--coordinator HOST:PORT: several processes: address of process 0
+--num-processes N: number of processes
+--process-id N: index of this process
+--meeting-s N=300: seconds to wait for the other processes"""
+_OF_DATA = "heldout_path name split revision heldout_split text_column tokenizer sequence_length"
 
 
-def _prepare(parser: Parser) -> None:
-    parser.describe(
-        "SOURCE --out FOLDER [--tokenizer NAME] [--sequence-length L]",
-        "Tokenises and packs text into a folder of rows, which runs read by data.source=tokens.\n\n"
-        "SOURCE is a file, folder or glob of C4 shards, JSON lines, parquet, CSV or text, a data"
-        " set on\nthe Hugging Face hub (allenai/c4 --name en), or stdlib. The same command"
-        " continues\na stopped preparation.",
-    )
-    parser.about("SOURCE", text="file, folder, glob, name of a data set, or stdlib")
-    parser.add_argument(
-        "--out", "--output", dest="output", type=Path, required=True, help="folder to make"
-    )
-    text = "kind of text; default: guessed from the endings of the files"
-    parser.add_argument("--source", dest="kind", help=text)
-    names = ("heldout_path", "name", "split", "revision", "heldout_split", "text_column")
-    for name in (*names, "tokenizer", "sequence_length", "heldout_frac"):
-        key = f"data.{name}"
-        default = "bytes" if name == "tokenizer" else default_of(key)
-        parser.option(f"--{name.replace('_', '-')}", default, meaning(key).rstrip("."))
-    text = meaning("data.num_sequences").rstrip(".")
-    parser.add_argument("--num-sequences", type=int, help=text)
+def _of_data(name: str) -> str:
+    """Return the line of an option of `prepare` that is a knob of the group `data`."""
+    key = f"data.{name}"
+    kind = {int: "N", float: "X"}.get(plain_type(key), "TEXT")
+    default = "bytes" if name == "tokenizer" else default_of(key)
+    value = kind if default is None else f"{kind}={default}"
+    return f"\n--{name.replace('_', '-')} {value}: {meaning(key).rstrip('.')}"
 
 
-def _compare(parser: Parser) -> None:
-    parser.describe(
-        "CONFIG [--workdir FOLDER] [--processes 2]",
-        "Runs variants with several seeds, and reports the cost of each loss.\n\n"
-        "The same command with the same --workdir (by default runs/CONFIG) continues a stopped\n"
-        "comparison. Several processes, or several such commands, divide the runs.",
-    )
-    parser.about("CONFIG", "--config", text="a file with get_comparison(), or its name")
-    parser.add_argument("--workdir", type=Path, help="the folder; a comparison in it is continued")
-    parser.option("--processes", 1, "number of processes that divide the runs")
-    text = "file with a JSON line for each finished run; the run's folder is deleted"
-    parser.add_argument("--results", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--only-run", action="store_true", help="do not write tables and figures")
+# For each command: an example, the text of --help, and the arguments. The main argument comes with
+# the options that may give it instead. An option without a value is a switch; a value in brackets
+# may be left out, VALUE... is one or more, and VALUE=DEFAULT has a default.
+_GRAMMAR = {
+    "train": _TRAIN,
+    "plan": _TRAIN,
+    "configs": """[--schema]
 
+Lists the configs that come with the package.
 
-def _report(parser: Parser) -> None:
-    parser.describe(
-        "RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]",
-        "Draws a report on one or more runs: a page that a browser opens offline. Lists the runs"
-        " if RUN\nis a folder of runs.\n\n"
-        "Runs that differ only in the seed are drawn as one curve with a band. With --watch the"
-        " page\nis redrawn until the runs end, and refreshes itself in a browser.",
-    )
-    parser.about("RUN", "--workdir", text="a run's folder", nargs="*")
-    text = "a folder that is empty or does not exist; default for one run: report in its folder"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--watch", action="store_true", help="redraw the page until the runs end")
-    parser.add_argument("--labels", nargs="+", help="one per run; default: the folders' names")
+--schema: print a JSON schema of all config keys, for editors and other programs""",
+    "prepare": """TEXT --out FOLDER [--tokenizer NAME] [--sequence-length L]
 
+Tokenises and packs text into a folder of rows, which runs read by data.source=tokens.
 
-def _export(parser: Parser) -> None:
-    parser.describe(
-        "RUN [--out FOLDER] [--round 12] [--trainer 3] [--push OWNER/NAME]",
-        "Turns a checkpoint of a run into a folder that transformers loads, with a model card. With"
-        "\n--push the folder is uploaded to the Hugging Face hub; the run's own export is uploaded"
-        " as it is.",
-    )
-    parser.checkpoint()
-    text = "a folder that is empty or does not exist; default: export in the run's folder"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
-    kinds, text = ("float32", "bfloat16"), "type of the written weights; default: float32"
-    parser.add_argument("--dtype", choices=kinds, help=text)
-    text = "size of the largest file of weights; default: 5GB"
-    size = _shaped(r"[1-9]\d*[KMGT]B", "500MB")
-    parser.add_argument("--shard-size", type=size, metavar="SIZE", help=text)
-    name, text = _shaped(r"[\w-][\w.-]*/[\w-][\w.-]*", "OWNER/NAME"), "repository on the hub"
-    parser.add_argument("--push", type=name, metavar="OWNER/NAME", help=f"upload to this {text}")
-    parser.add_argument("--private", action="store_true", help="make the repository private")
+TEXT is a file, folder or glob of C4 shards, JSON lines, parquet, CSV or text, a data set on the
+Hugging Face hub (allenai/c4 --name en), or stdlib. The same command continues a stopped
+preparation.
 
+TEXT: file, folder, glob, name of a data set, or stdlib
+--output|--out FOLDER: required: folder to make
+--source KIND: kind of text; default: guessed from the endings of the files"""
+    + "".join(map(_of_data, f"{_OF_DATA} heldout_frac num_sequences".split())),
+    "compare": """CONFIG [--workdir FOLDER] [--processes 2]
 
-def _generate(parser: Parser) -> None:
-    parser.describe(
-        'RUN --prompt "Once upon a time" [--tokens 100]',
-        "Writes text with a run's export, or with another Llama in Hugging Face layout.",
-    )
-    text = "a run's folder, a folder in Hugging Face layout, or a hub name"
-    parser.about("MODEL", "--model", "--workdir", text=text)
-    parser.option("--prompt", "", "beginning of the text")
-    parser.option("--tokens", 100, "number of tokens to write, limited by the model's context")
-    parser.option("--samples", 3, "number of texts to write")
-    parser.option("--temperature", 0.8, "temperature of sampling; 0: the most likely token")
-    parser.option("--seed", 0, "random seed")
-    parser.entries()
+Runs variants with several seeds, and reports the cost of each loss.
 
+The same command with the same --workdir (by default runs/CONFIG) continues a stopped
+comparison. Several processes, or several such commands, divide the runs.
 
-def _gradients(parser: Parser) -> None:
-    parser.describe(
-        "RUN [--round 12] [--trainer 3]",
-        "Measures the gradients at a checkpoint, and compares the noise with the run's estimates.",
-    )
-    parser.checkpoint()
-    parser.option("--num-sequences", 512, "number of training sequences")
-    text = "batch sizes in sequences, separated by commas; default: 4,16,64"
-    parser.add_argument("--batch-sizes", type=_integers, default="4,16,64", help=text)
-    parser.option("--draws", 200, "number of random batches of each size")
-    parser.option("--seed", 0, "random seed")
-    text = "sequences per forward and backward pass; default: as in the run"
-    parser.add_argument("--pass-size", type=int, help=text)
-    text = "a folder that is empty or does not exist; default: report in the run's folder"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+CONFIG --config: a file with get_comparison(), or its name
+--workdir FOLDER: the folder; a comparison in it is continued
+--processes N=1: number of processes that divide the runs
+--results FILE: file with a JSON line for each finished run; the run's folder is deleted
+--only-run: do not write tables and figures""",
+    "report": """RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]
 
+Draws a report on one or more runs: a page that a browser opens offline. Lists the runs if RUN is
+a folder of runs.
 
-def _eval(parser: Parser) -> None:
-    parser.describe(
-        "RUN --tasks arc_easy,hellaswag [--limit 100]",
-        "Runs tasks of lm-evaluation-harness on a run's export, and adds them to its report.",
-    )
-    text = "a run's folder, or a folder in Hugging Face layout"
-    parser.about("MODEL", "--model", "--workdir", text=text)
-    text = "names of tasks, or the YAML file of a task of your own, separated by commas"
-    parser.add_argument("--tasks", required=True, help=text)
-    parser.add_argument("--limit", type=int, help="examples of each task; default: all")
-    parser.option("--batch-size", 8, "examples that the model reads at once")
+Runs that differ only in the seed are drawn as one curve with a band. With --watch the page is
+redrawn until the runs end, and refreshes itself in a browser.
+
+RUN... --workdir: a run's folder
+--out FOLDER: an empty folder, or a new one; default for one run: report in its folder
+--watch: redraw the page until the runs end
+--labels LABEL...: one per run; default: the folders' names""",
+    "export": f"""RUN [--out FOLDER] [--round 12] [--trainer 3] [--push OWNER/NAME]
+
+Turns a checkpoint of a run into a folder that transformers loads, with a model card. With --push
+the folder is uploaded to the Hugging Face hub; the run's own export is uploaded as it is.
+
+{_CHECKPOINT}
+--out FOLDER: an empty folder, or a new one; default: export in the run's folder
+--dtype DTYPE: type of the written weights; default: float32
+--shard-size SIZE: size of the largest file of weights; default: 5GB
+--push OWNER/NAME: upload to this repository on the hub
+--private: make the repository private""",
+    "eval": """RUN --tasks arc_easy,hellaswag [--limit 100]
+
+Runs tasks of lm-evaluation-harness on a run's export, and adds them to its report.
+
+MODEL --model --workdir: a run's folder, or a folder in Hugging Face layout
+--tasks TASKS: required: names of tasks, or a YAML file of your own, separated by commas
+--limit N: examples of each task; default: all
+--batch-size N=8: examples that the model reads at once""",
+    "generate": f"""RUN --prompt "Once upon a time" [--tokens 100]
+
+Writes text with a run's export, or with another Llama in Hugging Face layout.
+
+MODEL --model --workdir: a run's folder, a folder in Hugging Face layout, or a hub name
+--prompt TEXT=: beginning of the text
+--tokens N=100: number of tokens to write, limited by the model's context
+--samples N=3: number of texts to write
+--temperature X=0.8: temperature of sampling; 0: the most likely token
+--seed N=0: random seed{_ENTRIES}""",
+    "gradients": f"""RUN [--round 12] [--trainer 3]
+
+Measures the gradients at a checkpoint, and compares the noise with the run's estimates.
+
+{_CHECKPOINT}
+--num-sequences N=512: number of training sequences
+--batch-sizes N,N=4,16,64: batch sizes in sequences, separated by commas
+--draws N=200: number of random batches of each size
+--seed N=0: random seed
+--pass-size N: sequences per forward and backward pass; default: as in the run
+--out FOLDER: an empty folder, or a new one; default: report in the run's folder""",
+}
 
 
 # -- Knobs -----------------------------------------------------------------------------------
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define an option `--config.KEY` for every knob; its value is kept as text."""
-    for key in KNOBS:
-        parser, is_bool = flags.ArgumentParser(), plain_type(key) is bool
-        flag = flags.Flag(parser, None, f"config.{key}", None, "", boolean=is_bool)
-        flags.DEFINE_flag(flag, options)
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
@@ -400,15 +410,3 @@ def _in_words(schema: dict[str, Any]) -> str:
         if schema.get(name, INT32) != INT32
     ]
     return ", ".join([_TYPES[schema["type"]], *["not empty"] * ("minLength" in schema), *limits])
-
-
-_GRAMMAR: dict[str, Callable[[Parser], Any]] = {
-    "configs": _configs,
-    "prepare": _prepare,
-    "compare": _compare,
-    "report": _report,
-    "export": _export,
-    "eval": _eval,
-    "generate": _generate,
-    "gradients": _gradients,
-}

@@ -65,7 +65,7 @@ def _ending(name: str) -> str:
 def prepare(options: argparse.Namespace, command: str) -> None:
     """Make a folder of rows; print what it contains, and the command that trains on these rows."""
     data = dict(vars(options))
-    path, output, source = (data.pop(key) for key in ("source", "output", "kind"))
+    path, output, source = (data.pop(key) for key in ("text", "output", "source"))
     if source is None:
         source = guess_source(path)
         print(f"source: {source}, by the name {path}; --source names another")

@@ -1,124 +1,39 @@
-"""The commands `adloco train` and `adloco plan`.
+"""The commands `adloco train` and `adloco plan`."""
 
-Their options are absl flags, because every key of a config is an option too.
-"""
-
+import argparse
 import contextlib
 import difflib
 import json
 import os
-import re
-import shlex
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from absl import flags, logging
+from absl import logging
 from ml_collections import ConfigDict
 
 from adloco_jax import config
-from adloco_jax.cli.parser import (
-    allowed,
-    define_flags,
-    is_run,
-    knobs_help,
-    override,
-    with_separator,
-)
-from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
+from adloco_jax.cli.parser import is_run, override
+from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
 from adloco_jax.settings import KNOBS, SIZES
-
-_TRAIN = """Trains what a config describes, resumes a stopped run, or prints the plan of a run.
-
-adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
-adloco train RUN [--config.GROUP.KEY=VALUE ...]
-adloco plan CONFIG|RUN [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
-
-CONFIG is a file, or a name that `adloco configs` lists. RUN is the folder of a stopped run, which
-is resumed with its recorded settings; so does the same command with the same --workdir. Every key
-of the config is an option; if it is given twice, the last value counts. To run on several
-processes, start each with this command and --distributed (under Slurm, Open MPI, Kubernetes) or
---coordinator, --num-processes and --process-id.
-"""
-
-
-# For each flag: type, name, default, help, and limits.
-_FLAGS: tuple[tuple[Any, ...], ...] = (
-    (flags.DEFINE_string, "config", None, "same as CONFIG", {"allow_overwrite": False}),
-    (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
-    (flags.DEFINE_bool, "plan", False, "print the plan of the run, as adloco plan does, and stop"),
-    (flags.DEFINE_bool, "memory", False, "with plan: compile, and print each program's memory"),
-    (flags.DEFINE_string, "device", None, "with plan: compile for devices that are not here"),
-    (flags.DEFINE_string, "save", None, "with plan --device: also write the plan to a JSON file"),
-    (flags.DEFINE_bool, "accept_config_change", False, "resume with changed settings"),
-    (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
-    (flags.DEFINE_bool, "distributed", False, "several processes, started by a known launcher"),
-    (flags.DEFINE_string, "coordinator", None, "several processes: HOST:PORT of process 0"),
-    (flags.DEFINE_integer, "num_processes", None, "number of processes", {"lower_bound": 1}),
-    (flags.DEFINE_integer, "process_id", None, "index of this process", {"lower_bound": 0}),
-    (flags.DEFINE_integer, "meeting_s", 300, "seconds to wait for the other processes (300)"),
-    (flags.DEFINE_bool, "help", False, "print this help, and stop"),
-)
-
 
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
 
 
-def train(argv: Sequence[str], *, is_plan: bool) -> int:
-    """Run the command `train` or `plan`, or print its options; return the exit code."""
-    if is_plan and argv and argv[-1] == "--device":
-        from adloco_jax.run.plan import kinds
+def _named_run(options: argparse.Namespace) -> str | None:
+    """Return the folder of the run to resume with its recorded settings, and set it as `workdir`.
 
-        print(*kinds(), sep="\n")
-        return 0
-    options, words = parse_options(argv)
-    if options.help:
-        own = [f"  --{name.replace('_', '-'):22} {text}" for _, name, _, text, *_ in _FLAGS]
-        print("\n".join([_TRAIN, *own, "", knobs_help()]))
-        return 0
-    path, made = configure(options, words)
-    # Libraries log their errors and raise them, too. So the lines of the log are not needed.
-    logging.set_verbosity(logging.FATAL)
-    varying = ("--coordinator=", "--num_processes=", "--process_id=")  # processes may differ here
-    shared = [word for word in argv if not word.startswith(varying)]
-    command_line = without_secrets(shlex.join(["adloco", "train", *shared]))
-    _execute(options, path, made, command_line, is_plan=is_plan)
-    return 0
-
-
-def parse_options(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Parse the options of `train` or `plan`; return them, and the words that are no known options.
-
-    The values of `--config.KEY` options stay text.
+    The result is None if the command line names a config; a first word becomes `config`.
     """
-    options = flags.FlagValues()
-    options.set_gnu_getopt(True)  # options may stand before, between and after other words
-    for define, name, default, text, *limits in _FLAGS:
-        define(name, default, text, flag_values=options, **dict(*limits))
-    define_flags(options)
-    try:
-        spelled = [with_separator(word, "_") for word in argv]
-        words = options(["adloco", *spelled], known_only=True)[1:]
-    except (flags.Error, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    return options, words
-
-
-def _named_run(options: flags.FlagValues, words: list[str]) -> str | None:
-    """Return the folder of the run to resume with its recorded settings, and set it as --workdir.
-
-    The result is None if the command line names a config; a first word becomes the option --config.
-    """
-    has_word = bool(words) and not words[0].startswith("-")
-    if has_word and is_run(words[0]):
-        run = words.pop(0)
+    word = options.words[0] if options.words else None
+    if word is not None and is_run(word):
+        run = options.words.pop(0)
     elif options.config and is_run(options.config):
         run, options.config = options.config, None
     else:
-        if has_word and options.config is None:
-            options.config = words.pop(0)
+        if word is not None and options.config is None:
+            options.config = options.words.pop(0)
         run = options.workdir if options.config is None else None
         return run if run and is_run(run) else None
     if options.workdir not in (None, run):
@@ -127,7 +42,7 @@ def _named_run(options: flags.FlagValues, words: list[str]) -> str | None:
     return run
 
 
-def configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, ConfigDict]:
+def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     """Load a config file, and set the keys that the command line gives; return path and config.
 
     If the command line names a run, the config is the one recorded in the folder of the run. A
@@ -137,8 +52,8 @@ def configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Config
       ConfigError: If the file, a word of the command line, or the resulting config has a fault. The
         message lists all faults.
     """
-    run = _named_run(options, words)
-    faults = [_unknown(word, options) for word in words]
+    run = _named_run(options)
+    faults = [_unknown(word, options) for word in (*options.words, *options.unknown)]
     path, made, is_loaded = Path(), config.default_config(), False
     try:
         if run is not None:
@@ -148,13 +63,16 @@ def configure(options: flags.FlagValues, words: list[str]) -> tuple[Path, Config
             path, made = Path(run), recorded_config(Path(run))
         else:
             if options.config is None:
-                raise ConfigError("no config; write: adloco train quickstart")
+                raise ConfigError(
+                    "no config; write: adloco train quickstart, or another name that adloco configs"
+                    " lists, or a file"
+                )
             path = config.find_config(options.config)
             made = config.load_config(path, "get_config", ConfigDict)
         is_loaded = True
     except ConfigError as error:
         faults.insert(0, str(error))
-    values = {key: options[f"config.{key}"].value for key in KNOBS}
+    values = {key: vars(options)[f"config.{key}"] for key in KNOBS}
     if values["data.path"] is not None or values["data.source"] is not None:
         # The command line names another text. So the settings with which the config file selects
         # its own data set do not apply.
@@ -218,63 +136,45 @@ def take_sizes(config: ConfigDict, given: Container[str]) -> str:
     return f"sizes of model.init_from={model.init_from}: {'; '.join(changed)}" if changed else ""
 
 
-def _unknown(word: str, options: flags.FlagValues) -> str:
+def _unknown(word: str, options: argparse.Namespace) -> str:
     """Describe on one line what is wrong with a word of the command line that is not known."""
-    if key := re.match(r"--?(?:no)?config\.([^=]*)", word):
-        if key[1] in KNOBS:
-            return f"{key[1]}: no value given; must be {allowed(key[1])}"
-        return config.unknown_key_fault(key[1])
+    name = word.partition("=")[0]
+    if name.startswith("--config."):
+        return config.unknown_key_fault(name.removeprefix("--config."))
     if not word.startswith("-"):
         return f"{word}: unexpected; write adloco train CONFIG --config.GROUP.KEY=VALUE"
-    name = word.partition("=")[0]
     nearest = [f"--config.{key}" for key in config.namesakes(name.lstrip("-").replace("-", "_"))]
-    names = [f"--{name}" for name in options]
+    names = [f"--{name.replace('_', '-')}" for name in vars(options)]
     nearest = nearest or difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return f"{word}: no such option; did you mean {' or '.join(nearest)}?"
 
 
-def _execute(
-    options: flags.FlagValues, path: Path, made: ConfigDict, command_line: str, *, is_plan: bool
-) -> None:
-    """Train a run, resume it, or print its plan.
+def train(options: argparse.Namespace, command: str) -> None:
+    """Train a run, or resume it.
 
     If the run is already finished, nothing is trained, and its table and report are made again.
     """
+    if options.plan:
+        plan(options, command)
+        return
+    path, made = configure(options)
+    _connect(options)
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
     from adloco_jax.run import processes
     from adloco_jax.run.changes import changes, finished, how_to_resume, unfinished
-    from adloco_jax.run.plan import plan
     from adloco_jax.study import report
 
-    is_plan = is_plan or options.plan
-    several = {name: options[name].value for name in ("coordinator", "num_processes", "process_id")}
-    if options.distributed or any(value is not None for value in several.values()):
-        processes.connect(**several, timeout_s=options.meeting_s)
-        if options.workdir is None and not is_plan:
-            raise ConfigError("--workdir: several processes need the name of one folder")
-    require_devices()
-    accept = {"accept_config_change": options.accept_config_change}
-    if is_plan and options.device is not None:
-        _plan_device(made, options.device, options.save)
-        return
-    if is_plan:
-        with processes.only_first_prints():
-            print(plan(made, options.workdir, memory=options.memory, **accept))
-            if options.workdir and is_run(options.workdir):
-                settings = config.validate(made, options.workdir)
-                how = how_to_resume(Path(options.workdir), settings, command=command_line)
-                print(f"to resume: {how}")
-        return
-    before = unfinished(command_line) if options.workdir is None else None
+    before = unfinished(command) if options.workdir is None else None
     if before is not None:
-        how = how_to_resume(before, config.validate(made, before), command=command_line)
+        how = how_to_resume(before, config.validate(made, before), command=command)
         print(f"{before}: an unfinished run of this command; to resume it: {how}")
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    accept = {"accept_config_change": options.accept_config_change}
     damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, made, **accept)))
     if damage is None:
-        accept_data = options.accept_data_change
-        training.train(made, folder, command=command_line, accept_data_change=accept_data, **accept)
+        accept["accept_data_change"] = options.accept_data_change
+        training.train(made, folder, command=command, **accept)
         return
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
@@ -284,6 +184,69 @@ def _execute(
             print(f"damaged: {line}", file=sys.stderr)
         report.conclude(folder)
     processes.barrier("the report is written")
+
+
+def plan(options: argparse.Namespace, command: str) -> None:
+    """Print the plan of a run."""
+    if options.device == "":
+        from adloco_jax.run.plan import kinds
+
+        print(*kinds(), sep="\n")
+        return
+    if options.device is not None:
+        with _without_native_messages():
+            _plan_device(configure(options)[1], options.device, options.save)
+        return
+    made = configure(options)[1]
+    _connect(options)
+    from adloco_jax.run import plan as plans
+    from adloco_jax.run import processes
+    from adloco_jax.run.changes import how_to_resume
+
+    accept, workdir = options.accept_config_change, options.workdir
+    with processes.only_first_prints():
+        print(plans.plan(made, workdir, memory=options.memory, accept_config_change=accept))
+        if workdir and is_run(workdir):
+            settings, line = (
+                config.validate(made, workdir),
+                command.replace("adloco plan", "adloco train", 1),
+            )
+            print(f"to resume: {how_to_resume(Path(workdir), settings, command=line)}")
+
+
+def _connect(options: argparse.Namespace) -> None:
+    """Connect the processes of a run, if the command line names several; then check the devices."""
+    several = {name: vars(options)[name] for name in ("coordinator", "num_processes", "process_id")}
+    if options.distributed or any(value is not None for value in several.values()):
+        from adloco_jax.run import processes
+
+        processes.connect(**several, timeout_s=options.meeting_s)
+        if options.workdir is None:
+            raise ConfigError("--workdir: several processes need the name of one folder")
+    # Libraries log their errors and raise them, too. So the lines of the log are not needed.
+    logging.set_verbosity(logging.FATAL)
+    require_devices()
+
+
+@contextlib.contextmanager
+def _without_native_messages() -> Iterator[None]:
+    """Hide what JAX and XLA print about devices, as long as the `with` block runs.
+
+    They warn that devices are missing, or that a program needs more memory than a device has. Both
+    are expected when a run is planned for devices that are not here.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # set before JAX is imported, because JAX looks for devices
+    sys.stderr.flush()
+    python, native = sys.stderr, os.dup(2)
+    with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "w", buffering=1) as real:
+        os.dup2(nowhere.fileno(), 2)
+        sys.stderr = real
+        try:
+            yield
+        finally:
+            sys.stderr = python
+            os.dup2(native, 2)
+            os.close(native)
 
 
 def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
