@@ -9,8 +9,8 @@ from toy import settings_of
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
+from adloco_jax.run import assemble
 from adloco_jax.run import choose as choose_module
-from adloco_jax.run.assemble import build_model, configured_model, program_spec
 from adloco_jax.run.choose import (
     MODES,
     Mode,
@@ -35,13 +35,14 @@ def tiny(**model):
     config.inner.steps_per_round = 2
     config.ensemble.num_trainers = config.ensemble.num_workers = 2
     config.batching.test, config.merge.policy = "constant", "none"
-    config.batching.initial_batch_size, config.batching.batch_cap = 4, 8
-    config.batching.buckets, config.batching.max_batch_size = (4, 8), "auto"
+    config.batching.initial_batch_size, config.batching.batch_cap = 4, 4
+    config.batching.buckets, config.batching.max_batch_size = (4,), "auto"
     return validate(config)
 
 
 def spec_of(settings, device_bytes=None, platform=None):
-    spec = program_spec(settings, configured_model(settings, here()), here())
+    model = assemble.configured_model(settings, here())
+    spec = assemble.program_spec(settings, model, here())
     devices = spec.machine.devices
     if platform is not None:
         devices = (types.SimpleNamespace(platform=platform, process_index=0, id=0),)
@@ -88,11 +89,11 @@ def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
 
 
 def test_a_cpu_rematerialises_only_if_it_must():
-    settings = tiny()
-    peaks = {}
+    settings, peaks = tiny(), {}
+    model = assemble.configured_model(settings, here())
     for mode in (IN_TURN, IN_TURN_REMAT):
-        loss_fn = build_model(settings, here(), mode)[1]
-        spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn)
+        loss_fn = model.loss_of(mode, "xla")
+        spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn, remat=mode.remat)
         peaks[mode] = max(p.total for p in program_peaks(settings, Programs(spec), 4, {}).values())
     assert peaks[IN_TURN_REMAT] < peaks[IN_TURN]
     for budget, expected in (
@@ -103,8 +104,7 @@ def test_a_cpu_rematerialises_only_if_it_must():
         spec = spec_of(settings, int(budget / 0.8) + 1)
 
         def chosen(size=None, spec=spec):
-            loss_of = lambda mode, _: build_model(settings, here(), mode)[1]  # noqa: E731
-            return choose(settings, spec, loss_of, size=size).programs.spec
+            return choose(settings, spec, model.loss_of, size=size).programs.spec
 
         if expected is None:
             with pytest.raises(NothingFits, match=f"need {peaks[IN_TURN_REMAT]} bytes") as error:

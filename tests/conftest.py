@@ -1,5 +1,6 @@
 """The setting of every test: eight emulated CPU devices, strict shapes, checked annotations."""
 
+import dataclasses
 import gc
 import os
 import sys
@@ -60,7 +61,7 @@ def programs_given_back():
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs(programs_given_back):
     """Runs of a module with the same model and settings trace and compile a program once."""
-    if not {"adloco_jax.training", "adloco_jax.main"} & set(sys.modules):  # these tests make no run
+    if "adloco_jax.run.assemble" not in sys.modules:  # these tests make no run
         yield
         return
     from adloco_jax import training
@@ -83,15 +84,17 @@ def shared_programs(programs_given_back):
         return models[key]
 
     def one_spec(settings, *given, **more):
-        """The first of equal specs; optimizers are equal if their settings are."""
+        """The first of equal specs, whatever the memory. Equal settings make equal optimizers."""
         spec = program_spec(settings, *given, **more)
         made = {"params": str(spec.params), "inner_tx": settings.inner, "outer_tx": settings.outer}
-        fields = vars(spec) | made
-        return specs.setdefault((machine(), *fields.values()), spec)
+        fields = vars(spec) | made | {"machine": tuple(map(id, spec.machine.devices))}
+        first = specs.setdefault((machine(), *fields.values()), spec)
+        return dataclasses.replace(first, machine=spec.machine)
 
     def compile_once(self, key, *, background):
         # A program may depend on anything that a test has replaced in the module.
-        used = [*vars(self.spec).values(), *vars(programs).values()]
+        used = [*(vars(self.spec) | {"machine": None}).values(), *self.spec.machine.devices]
+        used += vars(programs).values()
         place = (key, *map(id, used))
         if place not in compiled:
             compiled[place] = compile_now(self, key, background=background), used
