@@ -4,8 +4,12 @@
 model and data. The training loop is `loop.adloco.adloco`.
 """
 
+import contextlib
 import datetime
-from collections.abc import Callable
+import faulthandler
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -14,17 +18,19 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax.config import validate
-from adloco_jax.core.types import LossFn
+from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows
 from adloco_jax.elastic.engine import ElasticEngine
 from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine, OnCall
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import here
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, DivergedError, Preempted, ResourceError
+from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco
+from adloco_jax.loop.plans import is_over
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_arguments
 from adloco_jax.run.assemble import (
@@ -37,16 +43,47 @@ from adloco_jax.run.assemble import (
     pretrained_params,
     program_spec,
 )
-from adloco_jax.run.attempts import Result, require_equal_processes, run_to_end
+from adloco_jax.run.attempts import (
+    Attempt,
+    Failures,
+    after_failure,
+    begin,
+    last_checkpoint,
+    require_equal_processes,
+    to_resume,
+)
 from adloco_jax.run.changes import check_config
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Mode, require_memory
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.folder import recorded_commit, require_usable, with_checkpoint
+from adloco_jax.run.folder import exclusive, recorded_commit, require_usable, with_checkpoint
 from adloco_jax.run.observers import RunEngine
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run returns: its folder, the consensus model with its loss, and the final state.
+
+    The consensus is the one model that stands for all trainers.
+    """
+
+    workdir: Path  # the run's folder
+    params: PyTree  # parameters of the consensus model
+    loss: float  # held-out loss of the consensus model, in the run's unit (nats/token for text)
+    state: State  # the state after the last round
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The parameters and optimizer states of all trainers and workers in the final state."""
+        return self.state.ensemble
+
+    @property
+    def controller(self) -> Control:
+        """The numbers of the final state that the host keeps, such as batches and total tokens."""
+        return self.state.control
 
 
 def train(
@@ -125,7 +162,7 @@ def train(
         )
 
     with processes.only_first_prints():
-        return _to_end(processes.run_on_all(put_together))
+        return run_to_end(processes.run_on_all(put_together))
 
 
 def fit(
@@ -216,13 +253,13 @@ def fit(
             accept_data_change=accept_data_change,
         )
 
-    return _to_end(processes.run_on_all(put_together))
+    return run_to_end(processes.run_on_all(put_together))
 
 
-def _to_end(run: Run) -> Result:
-    """Run all rounds of a run, export its consensus model, and write the report."""
+def run_to_end(run: Run) -> Result:
+    """Run all remaining rounds of a run, export its consensus model, and write the report."""
     require_equal_processes(run)
-    result = run_to_end(run)
+    result = _last_attempt(run)
     exported = fetch(result.params)
     if processes.is_first():
         tokenizer = getattr(run.corpus, "tokenizer", None)
@@ -230,6 +267,83 @@ def _to_end(run: Run) -> Result:
         report.conclude(run.workdir)
     processes.barrier("the export and the report are written")
     return result
+
+
+def _last_attempt(run: Run) -> Result:
+    """Run all remaining rounds, with a new attempt from the newest checkpoint on failure.
+
+    `after_failure` decides after each failure whether there is a new attempt.
+    """
+    failures = Failures()
+    with (
+        exclusive(run.workdir),
+        processes.stop_requests() as stop,
+        processes.ending_together(),
+        _saying_how_to_resume(run),
+    ):
+        while True:
+            # The newest checkpoint restores everything that a failed round has changed.
+            with contextlib.ExitStack() as stack:
+                attempt = begin(run, stack, stop, failures)
+                try:
+                    state = _execute(run, attempt)
+                    params, loss = attempt.evaluator.params, attempt.recorder.loss
+                    return Result(run.workdir, params, loss, state)
+                except (jax.errors.JaxRuntimeError, OSError) as error:
+                    failures = after_failure(run, attempt, error, failures)
+
+
+@contextlib.contextmanager
+def _saying_how_to_resume(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except (Preempted, ResourceError) as error:
+        if (run.workdir / "ledger.jsonl").exists():
+            error.args = (f"{error}; to resume: {to_resume(run)}",)
+        raise
+
+
+def _execute(run: Run, attempt: Attempt) -> State:
+    """Run all remaining rounds of an attempt, and return the state after the last round.
+
+    `attempt.evaluator` then has the consensus model, and `attempt.recorder` has its loss.
+
+    Raises:
+      DivergedError: If the losses of all trainers have become infinite or NaN.
+      Exception: Any error of a round. The caller asks `after_failure` whether to try again.
+    """
+    settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
+    if is_over(state.control, settings):
+        attempt.evaluator.consensus(state)
+        if not attempt.ended:
+            attempt.recorder.write_end(state.control, "finished")
+        return state
+    observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
+    with contextlib.ExitStack() as stack:
+        if settings.checkpoint.watchdog_s is not None:
+            # If no round ends within this number of seconds, the tracebacks of all threads are
+            # printed, and the process ends.
+            watchdog = functools.partial(
+                faulthandler.dump_traceback_later, settings.checkpoint.watchdog_s, exit=True
+            )
+            stack.callback(faulthandler.cancel_dump_traceback_later)
+            watchdog()
+            observe.insert(0, lambda state, boundary: watchdog())
+        # With learners, the driver compiles no programs of rounds: the learners do.
+        is_local = settings.engine.kind == "local"
+        ahead = programs_ahead(state.control, settings, engine.programs.spec) if is_local else []
+        engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
+        try:
+            state = adloco(state, settings=settings, engine=engine, observers=observe)
+            return State(engine.complete(state), state.control)
+        except Diverged as error:
+            attempt.recorder(error.state, error.boundary)
+            saved = last_checkpoint(run, attempt)
+            attempt.recorder.write_end(error.state.control, "diverged")
+            raise DivergedError(
+                f"{error}: the loss of every trainer is not finite; {saved}; try a"
+                " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
+            ) from None
 
 
 def _engine_of(kind: str) -> Callable[..., RunEngine]:

@@ -22,6 +22,7 @@ from safetensors.flax import load_file, save_file
 from toy import bigram_loss, corpus, init_fn, settings_of
 from toy_runs import GROWING, assert_same_end, events, run
 
+from adloco_jax import training
 from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.engine.evaluate import split_heldout
@@ -425,7 +426,7 @@ def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, mon
             return real(*failure)
 
     Exhausted(monkeypatch, largest=2, from_call=9)
-    monkeypatch.setattr(attempts, "after_failure", as_one_of_two)
+    monkeypatch.setattr(training, "after_failure", as_one_of_two)
     wanted = "round 3: process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"
     with pytest.raises(ResourceError, match=wanted) as failed:
         run(tmp_path / "r", settings_of(batching=FULL, checkpoint={"every_rounds": 1}))

@@ -1,31 +1,23 @@
-"""Run the rounds of a run to the end; after a failure, begin again at the newest checkpoint."""
+"""The attempts to finish a run: each begins at the newest checkpoint, and may fail."""
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import hashlib
+import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
-from adloco_jax.core.types import Ensemble
-from adloco_jax.engine import evaluate
-from adloco_jax.engine.inputs import programs_ahead
 from adloco_jax.errors import (
     CheckpointError,
-    DivergedError,
-    Preempted,
     ResourceError,
     reason,
 )
-from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco
+from adloco_jax.loop.adloco import Control, State
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes
 from adloco_jax.run.assemble import (
@@ -38,70 +30,13 @@ from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import run_header
 from adloco_jax.run.folder import (
-    exclusive,
     flat_settings,
     versions,
+    write_config,
 )
+from adloco_jax.run.ledger import Ledger, open_ledger
 from adloco_jax.run.restore import begin_control, host_record, restore
 from adloco_jax.run.terminal import Progress
-from adloco_jax.run.trackers import open_ledger
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run returns: its folder, the consensus model with its loss, and the final state.
-
-    The consensus is the one model that stands for all trainers.
-    """
-
-    workdir: Path  # the run's folder
-    params: PyTree  # parameters of the consensus model
-    loss: float  # held-out loss of the consensus model, in the run's unit (nats/token for text)
-    state: State  # the state after the last round
-
-    @property
-    def ensemble(self) -> Ensemble:
-        """The parameters and optimizer states of all trainers and workers in the final state."""
-        return self.state.ensemble
-
-    @property
-    def controller(self) -> Control:
-        """The numbers of the final state that the host keeps, such as batches and total tokens."""
-        return self.state.control
-
-
-def run_to_end(run: Run) -> Result:
-    """Run all remaining rounds of a run, with a new attempt from the newest checkpoint on failure.
-
-    `after_failure` decides after each failure whether there is a new attempt.
-    """
-    failures = Failures()
-    with (
-        exclusive(run.workdir),
-        processes.stop_requests() as stop,
-        processes.ending_together(),
-        _saying_how_to_resume(run),
-    ):
-        while True:
-            # The newest checkpoint restores everything that a failed round has changed.
-            with contextlib.ExitStack() as stack:
-                attempt = begin(run, stack, stop, failures)
-                try:
-                    state = execute(run, attempt)
-                    params, loss = attempt.evaluator.params, attempt.recorder.loss
-                    return Result(run.workdir, params, loss, state)
-                except (jax.errors.JaxRuntimeError, OSError) as error:
-                    failures = after_failure(run, attempt, error, failures)
-
-
-@contextlib.contextmanager
-def _saying_how_to_resume(run: Run) -> Iterator[None]:
-    try:
-        yield
-    except (Preempted, ResourceError) as error:
-        if (run.workdir / "ledger.jsonl").exists():
-            error.args = (f"{error}; to resume: {_how(run)}",)
-        raise
 
 
 @dataclass(frozen=True)
@@ -152,7 +87,7 @@ def begin(
     stack.callback(progress.close)
     begins_again = restored is None and not failures.faults
     begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
-    ledger = processes.run_on_all(lambda: open_ledger(run, stack, before, progress))
+    ledger = processes.run_on_all(lambda: _open_ledger(run, stack, before, progress))
     control, programs = begin_control(
         run,
         restored,
@@ -179,7 +114,7 @@ def begin(
     if spec.machine.platform != "cpu":
         notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
     notes.append(run.heldout.describe(run.model.num_classes))
-    notes.append(f"folder: {run.workdir}; if the run stops, to resume: {_how(run)}")
+    notes.append(f"folder: {run.workdir}; if the run stops, to resume: {to_resume(run)}")
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
     ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)
@@ -197,47 +132,17 @@ def begin(
     return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
 
 
-def execute(run: Run, attempt: Attempt) -> State:
-    """Run all remaining rounds of an attempt, and return the state after the last round.
-
-    `attempt.evaluator` then has the consensus model, and `attempt.recorder` has its loss.
-
-    Raises:
-      DivergedError: If the losses of all trainers have become infinite or NaN.
-      Exception: Any error of a round. The caller asks `after_failure` whether to try again.
-    """
-    settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
-    if is_over(state.control, settings):
-        attempt.evaluator.consensus(state)
-        if not attempt.ended:
-            attempt.recorder.write_end(state.control, "finished")
-        return state
-    observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
-    with contextlib.ExitStack() as stack:
-        if settings.checkpoint.watchdog_s is not None:
-            # If no round ends within this number of seconds, the tracebacks of all threads are
-            # printed, and the process ends.
-            watchdog = functools.partial(
-                faulthandler.dump_traceback_later, settings.checkpoint.watchdog_s, exit=True
-            )
-            stack.callback(faulthandler.cancel_dump_traceback_later)
-            watchdog()
-            observe.insert(0, lambda state, boundary: watchdog())
-        # With learners, the driver compiles no programs of rounds: the learners do.
-        is_local = settings.engine.kind == "local"
-        ahead = programs_ahead(state.control, settings, engine.programs.spec) if is_local else []
-        engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
-        try:
-            state = adloco(state, settings=settings, engine=engine, observers=observe)
-            return State(engine.complete(state), state.control)
-        except Diverged as error:
-            attempt.recorder(error.state, error.boundary)
-            saved = _last_checkpoint(run, attempt)
-            attempt.recorder.write_end(error.state.control, "diverged")
-            raise DivergedError(
-                f"{error}: the loss of every trainer is not finite; {saved}; try a"
-                " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
-            ) from None
+def _open_ledger(
+    run: Run, stack: contextlib.ExitStack, control: Control | None, progress: Progress
+) -> Ledger:
+    """Record the config again, and open the ledger; only process 0 writes either."""
+    if not processes.is_first():
+        return stack.enter_context(Ledger(os.devnull))
+    made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
+    made_with["data_commit"] = getattr(run.corpus, "commit", "")
+    made_with["made_by"] = "fit" if run.by_fit else "train"
+    write_config(run.workdir, run.settings, **made_with)
+    return open_ledger(run.workdir, run.settings.log, control, stack, progress.note)
 
 
 def after_failure(
@@ -275,7 +180,7 @@ def after_failure(
         mend = f"; set batching.max_batch_size to {size // 2} in all (--accept-config-change)"
         failure = (
             f"round {index}: process {jax.process_index()} failed ({cause}){mend * exhausted}; all"
-            f" start again from the newest checkpoint: {_last_checkpoint(run, attempt)}"
+            f" start again from the newest checkpoint: {last_checkpoint(run, attempt)}"
         )
     else:
         failure = ""
@@ -296,11 +201,13 @@ def after_failure(
     return Failures((*before.faults, fault), largest, control.round)
 
 
-def _how(run: Run) -> str:
+def to_resume(run: Run) -> str:
+    """Return the command or the call that resumes a run (`how_to_resume`)."""
     return how_to_resume(run.workdir, run.settings, command=run.command, by_fit=run.by_fit)
 
 
-def _last_checkpoint(run: Run, attempt: Attempt) -> str:
+def last_checkpoint(run: Run, attempt: Attempt) -> str:
+    """Describe the newest checkpoint of a run, after a save that is under way has ended."""
     with contextlib.suppress(CheckpointError, ResourceError):
         attempt.checkpoints.saver.wait()
     return checkpoint.last(run.workdir / "checkpoints")

@@ -23,7 +23,8 @@ from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.files import Maybe, Size, replaced_file, write_errors
 from adloco_jax.loop.adloco import Control, StateBytes
-from adloco_jax.settings import Settings
+from adloco_jax.run.trackers import Trackers
+from adloco_jax.settings import LogSettings, Settings
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
 # Events that are written again when rounds are run again.
@@ -211,6 +212,39 @@ def _fault(event: dict, rounds: int) -> str:
         return f"{name}.round: have {event['round']} after round {rounds}"
     lengths = {len(event[key]) for key in ("members", "weights", "loss_before") if key in event}
     return f"{name}: members, weights and loss_before differ in length" if len(lengths) > 1 else ""
+
+
+def open_ledger(
+    workdir: Path,
+    log: LogSettings,
+    control: Control | None,
+    stack: contextlib.ExitStack,
+    note: Callable[[str], None],
+) -> Ledger:
+    """Open the ledger of a run, and the trackers to which its lines are sent.
+
+    If the run is resumed from a checkpoint, the lines on later rounds are first removed from the
+    file.
+
+    Args:
+      workdir: The run's folder.
+      log: The config's group that names the trackers.
+      control: The host's data about the run in the restored checkpoint; None if the run starts.
+      stack: Receives the ledger and the trackers. It closes them when it is closed.
+      note: Called with a line to show if a tracker is dropped after an error.
+    """
+    path = workdir / "ledger.jsonl"
+    cut(path, control)
+    kept = read(path) if path.exists() else []
+
+    def drop(name: str, at_round: int, cause: str) -> None:
+        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
+        note(f"log.{name} is off from here on: {cause}")
+
+    trackers = Trackers(log, workdir, kept, drop)
+    ledger = stack.enter_context(Ledger(path, trackers))
+    stack.callback(trackers.close)
+    return ledger
 
 
 def finish(events: Iterable[dict]) -> dict | None:

@@ -15,12 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import ConfigError, reason
-from adloco_jax.loop.adloco import Control
-from adloco_jax.run import processes
-from adloco_jax.run.assemble import Run
-from adloco_jax.run.folder import versions, write_config
-from adloco_jax.run.ledger import Ledger, cut, read
-from adloco_jax.run.terminal import Progress
 from adloco_jax.settings import LogSettings
 
 Send = Callable[[dict], None]
@@ -269,38 +263,3 @@ class Trackers:
             with contextlib.suppress(Exception):
                 stack.close()
             self._on_fault(name, at_round, cause)
-
-
-def open_ledger(
-    run: Run, stack: contextlib.ExitStack, control: Control | None, progress: Progress
-) -> Ledger:
-    """Open the ledger of a run, and the trackers to which its lines are sent.
-
-    If the run is resumed from a checkpoint, the lines on later rounds are first removed from the
-    file. The run's config is also written to the folder again. All this happens in process 0; in
-    other processes the lines of the ledger are discarded.
-
-    Args:
-      run: The data of the run.
-      stack: Receives the ledger and the trackers. It closes them when it is closed.
-      control: The host's data about the run in the restored checkpoint; None if the run starts.
-      progress: The terminal. If a tracker is dropped after an error, its name is written there.
-    """
-    if not processes.is_first():
-        return stack.enter_context(Ledger(os.devnull))
-    path = run.workdir / "ledger.jsonl"
-    made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
-    made_with["data_commit"] = getattr(run.corpus, "commit", "")
-    made_with["made_by"] = "fit" if run.by_fit else "train"
-    write_config(run.workdir, run.settings, **made_with)
-    cut(path, control)
-    kept = read(path) if path.exists() else []
-
-    def drop(name: str, at_round: int, cause: str) -> None:
-        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
-        progress.note(f"log.{name} is off from here on: {cause}")
-
-    trackers = Trackers(run.settings.log, run.workdir, kept, drop)
-    ledger = stack.enter_context(Ledger(path, trackers))
-    stack.callback(trackers.close)
-    return ledger
