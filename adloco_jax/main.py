@@ -24,6 +24,7 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, wit
 COMMANDS = {
     "train": "train what a config describes, or resume a stopped run",
     "plan": "print the memory and communication of a run, without training",
+    "join": "train for a run on other machines, through a bucket",
     "configs": "list the configs that come with the package",
     "prepare": "tokenise and pack text into a folder of rows, which runs can read",
     "compare": "run variants with several seeds, and report the cost of each loss",
@@ -152,7 +153,7 @@ def _run(argv: Sequence[str]) -> int:
     if first not in COMMANDS:
         raise ConfigError(f"{first}: no such command; {_right_command(first, words)}")
     options = parse(first, words)
-    if first in ("compare", "export", "generate", "gradients"):
+    if first in ("compare", "export", "generate", "gradients", "join"):
         require_devices()
     # Processes of one run may differ in these options, and record the same command line.
     varying = ("--coordinator=", "--num-processes=", "--process-id=")

@@ -416,12 +416,14 @@ class CheckpointSettings(SettingsGroup):
 class EngineSettings(SettingsGroup):
     """Where workers run: in this process, or in learner processes that may come and go."""
 
-    kind: Literal["local", "ray"] = "local"
-    """local: in this process. ray: in learners, processes of a Ray cluster; needs the extra ray."""
+    kind: Literal["local", "ray", "bucket"] = "local"
+    """local: in this process. ray: in learners, processes of a Ray cluster; needs the extra ray.
+    bucket: in learners anywhere that share a bucket; needs the extra bucket."""
     address: str = ""
-    """HOST:PORT of a Ray cluster to join. Empty: start one on this machine."""
+    """ray: HOST:PORT of a cluster to join; empty: start one on this machine. bucket: its address,
+    s3://, gs://, az:// or file:///, with a prefix for the run."""
     max_learners: Count | None = None
-    """Number of learners to start. Unset: one for each worker at the start of the run."""
+    """Largest number of learners. Unset: one for each worker at the start of the run."""
     quorum: Count | None = None
     """Number of a trainer's learners whose results suffice to end its round. Unset: all."""
     grace_s: Amount = 5.0
@@ -438,6 +440,8 @@ class EngineSettings(SettingsGroup):
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""
+        if self.kind == "bucket" and "://" not in self.address:
+            yield "kind address", "a bucket has an address, such as s3://BUCKET/RUN; set the second"
         if self.quorum and self.max_learners and self.quorum > self.max_learners:
             yield "quorum max_learners", "there are not as many learners; lower the first"
 

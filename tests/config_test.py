@@ -184,6 +184,7 @@ CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
     "fragments in learners": dict(engine__kind="ray", outer__delay_updates=1),
+    "no bucket": dict(engine__kind="bucket", engine__address="bucket/run"),
     "quorum": dict(engine__quorum=3, engine__max_learners=2),
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),
     "kv heads": dict(model__num_kv_heads=3),

@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from learners import Here, num_updates
+from learners import Here, InBucket, num_updates
 from toy import settings_of
-from toy_runs import events, run
+from toy_runs import GROWING, events, run
 
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.training import train
@@ -375,6 +375,18 @@ def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path
         run(tmp_path, settings_with(num_workers=1))
 
 
+def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(monkeypatch, tmp_path):
+    local = run(tmp_path / "local")
+    here = InBucket(monkeypatch, tmp_path / "bucket")
+    engine = {"kind": "bucket", "address": here.url}
+    far = run(tmp_path / "far", settings_of(**GROWING | {"engine": engine}))
+    assert_same_rounds(far, local)
+    assert far.loss == pytest.approx(local.loss, abs=1e-5)
+    assert chaos.audit(far.workdir) == []
+    left = sorted(path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file())
+    assert left == ["1.json", "run.json"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["quickstart", "recommended_quick"])
 def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
@@ -385,6 +397,12 @@ def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
     Here(monkeypatch, lambda *_: "answer")
     config.engine.update(kind="ray", heartbeat_s=600.0, max_learners=4)
     elastic = train(config, tmp_path / "learners")
+    assert_same_rounds(elastic, local)
+    assert elastic.loss == pytest.approx(local.loss, abs=1e-3)
+    assert chaos.audit(elastic.workdir) == []
+
+
+def assert_same_rounds(elastic, local):
     measured = {"train_loss", "pseudo_grad_norm", "noise", "signal", "test_value"}
     measured |= {"step_s", "stall_s", "workers_counted", "wire_bytes", "up_s"}
     lines, expected = (
@@ -403,5 +421,3 @@ def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
         assert trainer.smoothing == pytest.approx(other.smoothing, rel=1e-2)
         trainer.smoothing = other.smoothing
     assert elastic.controller == local.controller
-    assert elastic.loss == pytest.approx(local.loss, abs=1e-3)
-    assert chaos.audit(elastic.workdir) == []

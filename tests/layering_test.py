@@ -59,7 +59,13 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__in
 # Modules that may ask JAX for the devices of this program, and modules that may call `here`, which
 # does. All others are given a machine, so that described devices go the same way as real ones.
 ASK_JAX = {"engine/spec.py", "cli/train.py"}
-ASK_HERE = {"training.py", "elastic/learner.py", "cli/commands.py", "run/plan.py"}
+ASK_HERE = {
+    "training.py",
+    "elastic/learner.py",
+    "elastic/site.py",
+    "cli/commands.py",
+    "run/plan.py",
+}
 # The pure packages.
 PURE = ("core", "contrib", "models", "settings", "loop")
 

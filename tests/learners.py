@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import itertools
-import signal
 import time
+import types
+from pathlib import Path
 
 import jax
 
-from adloco_jax.elastic import engine, fleet, learner, rounds
-from adloco_jax.elastic.cluster import Reply
+from adloco_jax.elastic import bucket, engine, fleet, learner, rounds, site, store
+from adloco_jax.elastic.learner import Learner, Reply
 
 
 class Here:
@@ -25,14 +26,9 @@ class Here:
         self.orders = []  # learner, life, order
         self.starts = []  # learner, life, seconds
         monkeypatch.setitem(fleet.TRANSPORTS, "ray", self)
-        for module in (engine, fleet, rounds):
-            monkeypatch.setattr(module, "time", self)
-        monkeypatch.setattr(learner, "_end_with", lambda parent: None)
-        monkeypatch.setattr(learner, "use_compilation_cache", lambda: None)
-        for module in (fleet, learner):
-            monkeypatch.setattr(module, "versions", dict)
-        shared = functools.cache(learner.Programs)  # compiled once
-        monkeypatch.setattr(learner, "Programs", lambda spec: shared(_Same(spec)))
+        _simulate(monkeypatch, self)
+
+    is_remote = False
 
     def time(self):
         return time.time()
@@ -43,16 +39,17 @@ class Here:
     def check_possible(self):
         pass
 
-    def connected(self, address, num_learners):
+    def connected(self, address, num_learners, given, is_over):
         assert not self.alive
-        return contextlib.nullcontext()
+        self.given = given
+        return contextlib.nullcontext(self)
 
     def put(self, value):
         return value
 
-    def start(self, kind, num_learners, number, life, given):
+    def start(self, number, life):
         handle = number, life
-        self.handles[handle] = functools.partial(kind, number, life, given)
+        self.handles[handle] = functools.partial(Learner, self.given)
         self.alive.add(handle)
         self.starts.append((*handle, self.now_s))
         return handle
@@ -87,10 +84,150 @@ class Here:
     def learner(self, handle):
         found = self.handles[handle]
         if isinstance(found, functools.partial):
-            at_sigterm = signal.getsignal(signal.SIGTERM)
             found = self.handles[handle] = found()
-            signal.signal(signal.SIGTERM, at_sigterm)
+            found.enlist(*handle, self.given.log)
         return found
+
+
+class InBucket:
+    """The transport `bucket` with learners in this process, on a folder; otherwise like `Here`.
+
+    Learners act whenever the driver polls.
+    """
+
+    def __init__(self, monkeypatch, folder, fate=lambda *_: "answer"):
+        self.fate, self.now_s, self.url = fate, 1000.0, f"file://{folder}"
+        self.sites, self.dead, self.orders, self.acts = {}, set(), [], []
+        _simulate(monkeypatch, self, bucket, site, store)
+        inline = types.SimpleNamespace(ThreadPoolExecutor=_Inline, Future=object)
+        monkeypatch.setattr(bucket, "concurrent", types.SimpleNamespace(futures=inline))
+        monkeypatch.setattr(
+            bucket, "connected", functools.partial(self.connected, bucket.connected)
+        )
+        monkeypatch.setattr(store, "every", self.every)
+
+    def time(self):
+        return time.time()
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+    @contextlib.contextmanager
+    def every(self, seconds, act):
+        self.acts.append(act)
+        yield
+        self.acts.remove(act)
+
+    @contextlib.contextmanager
+    def connected(self, connected, address, num_learners, given, is_over):
+        self.given, self.log = given, Path(given.log).parent
+        with connected(address, num_learners, given, is_over) as made:
+            poll, self.driver = made.poll, made
+
+            def stepping(calls, timeout_s):
+                self.step()
+                return poll(calls, timeout_s)
+
+            made.poll = stepping
+            yield made
+
+    def step(self):
+        """Let the driver and all living learners act once."""
+        for act in self.acts:
+            act()
+        for number, place in [*self.driver._places.items()]:
+            handle = number, place.life
+            if handle not in self.sites and handle not in self.dead:
+                self.open(handle)
+        for handle, there in [*self.sites.items()]:
+            if handle in self.dead:
+                continue
+            try:
+                there.give_sign()
+                there.step()
+            except _Waits:
+                pass
+            except (_Dies, OSError):
+                self.dead.add(handle)
+
+    def open(self, handle):
+        """Let a new learner join at a place, unless its fate is another."""
+        made = Learner(self.given)
+        for method in ("hello", "ping", "play", "prepare", "states"):
+            setattr(made, method, self.fated(made, handle, method))
+        there = site.Site(store.Store(self.url), made, self.given, self.log)
+        there._read_driver = functools.partial(self.only, handle, there._read_driver)
+        with contextlib.suppress(_Waits):
+            while there.place is None:
+                there.step()
+            self.sites[handle] = there
+
+    def only(self, handle, read_driver, epoch):
+        """The driver's board, in which only one place is free."""
+        board = read_driver(epoch)
+        for number, place in board["places"].items() if board else ():
+            place[2] &= (int(number), place[0]) == handle
+        return board
+
+    def fated(self, made, handle, method):
+        """A method of a learner whose call may wait, fail or return something else."""
+        own, first, told = getattr(made, method), [], []
+
+        def call(*arguments):
+            if method == "hello" and first:
+                return first[0]
+            if method == "play" and arguments not in told:
+                self.orders.append((*handle, arguments[0]))
+                told.append(arguments)
+            fate = self.fate(*handle, method, arguments)
+            if fate == "wait":
+                raise _Waits
+            if fate != "answer" and not callable(fate):
+                raise OSError(fate) if fate.startswith("OSError") else _Dies
+            value = own(*arguments)
+            first.append(fate(value) if callable(fate) else value)
+            return first[-1]
+
+        return call
+
+    def learner(self, handle):
+        return self.sites[handle].learner
+
+
+class _Waits(BaseException):
+    """A learner does nothing now."""
+
+
+class _Dies(BaseException):
+    """A learner's process ends."""
+
+
+class _Inline:
+    """An executor that runs everything at once."""
+
+    def __init__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        value = function(*arguments)
+        return types.SimpleNamespace(done=lambda: True, result=lambda: value)
+
+    def shutdown(self, **_):
+        pass
+
+
+def _simulate(monkeypatch, clock, *modules):
+    """Give modules of `elastic` a simulated clock, and let learners share their programs."""
+    for module in (engine, fleet, rounds, *modules):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(learner, "use_compilation_cache", lambda: None)
+    for module in (fleet, learner):
+        monkeypatch.setattr(module, "versions", dict)
+    shared = functools.cache(learner.Programs)  # compiled once
+    monkeypatch.setattr(learner, "Programs", lambda spec: shared(_Same(spec)))
 
 
 class _Same:

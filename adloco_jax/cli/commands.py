@@ -56,6 +56,16 @@ def report(options: argparse.Namespace, command: str) -> None:
     watch(options.run, folder, labels=options.labels)
 
 
+def join(options: argparse.Namespace, command: str) -> None:
+    """Train for a run through a bucket, until it is over or a signal asks to leave."""
+    from adloco_jax.elastic.site import join
+
+    add_entries(options.config)
+    paths = {key: vars(options)[f"config.data.{key}"] for key in ("path", "heldout_path")}
+    own = {key: value for key, value in paths.items() if value is not None}
+    join(options.address, own=own, workdir=options.workdir)
+
+
 def export(options: argparse.Namespace, command: str) -> None:
     """Write the model in a checkpoint of a run to a folder that `transformers` can load.
 

@@ -253,6 +253,18 @@ TEXT: file, folder, glob, name of a data set, or stdlib
 --output|--out FOLDER: required: folder to make
 --source KIND: kind of text; default: guessed from the endings of the files"""
     + "".join(map(_of_data, f"{_OF_DATA} heldout_frac num_sequences".split())),
+    "join": """ADDRESS [--config FILE] [--config.data.path PATH] [--workdir FOLDER]
+
+Trains for a run with engine.kind=bucket until the run is over.
+
+ADDRESS is the run's engine.address, such as s3://BUCKET/RUN. After SIGTERM or ^C the learner leaves
+when its round has ended.
+
+ADDRESS: bucket of the run, and its prefix there
+--config FILE: a config file, to execute if it adds an entry of a table that the run uses
+--config.data.path PATH: the run's text on this machine; default: as the driver names it
+--config.data.heldout_path PATH: the held-out text on this machine; default: as the driver names it
+--workdir FOLDER: folder for a log of what is read; default: no log""",
     "compare": """CONFIG [--workdir FOLDER] [--processes 2]
 
 Runs variants with several seeds, and reports the cost of each loss.

@@ -20,13 +20,16 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from adloco_jax.data.sources import DATA_SOURCES
+from adloco_jax.elastic.learner import Given, Learner, Reply
 from adloco_jax.errors import ConfigError, ResourceError, reason
+from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.processes import machine_id
 
 # A program that waits until the driver has ended, for whatever reason, and then ends all processes
@@ -78,11 +81,24 @@ _lost: list[str] = []  # which of Ray's own processes has ended; empty while all
 _raylet: list[int] = []  # a file that can be read once Ray's process on this machine has ended
 
 
-class Reply(NamedTuple):
-    """The result of a call to a learner's method, or the error that ended the call."""
+class Actor(Learner):
+    """A learner in a process of the cluster."""
 
-    value: Any  # the result; None if the call failed
-    error: str  # the error in one line; empty if the call did not fail
+    def __init__(self, number: int, life: int, given: Given):
+        """Begin a life of the learner. SIGTERM asks it to leave; it ends with its parent."""
+        signal.signal(signal.SIGTERM, self.leave)
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        ARCHITECTURES.update(given.entries["ARCHITECTURES"])
+        DATA_SOURCES.update(given.entries["DATA_SOURCES"])
+        super().__init__(given)
+        self.enlist(number, life, given.log)
+
+
+def _end_with(parent: int) -> None:
+    """Wait until the parent process has ended, then end this process."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def check_possible() -> None:
@@ -105,7 +121,12 @@ def check_possible() -> None:
 
 
 @contextlib.contextmanager
-def connected(address: str, num_learners: int) -> Iterator[None]:
+def connected(
+    address: str,
+    num_learners: int,
+    given: Given | None = None,
+    is_over: Callable[[], bool] = lambda: True,
+) -> Iterator["RayTransport"]:
     """Connect to the Ray cluster at an address, or start a cluster on this machine.
 
     A started cluster accepts only processes with its token. It has no dashboard, sends no usage
@@ -115,6 +136,8 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
     Args:
       address: HOST:PORT of a running cluster. If empty, a cluster is started.
       num_learners: Number of learners that can run at the same time in a started cluster.
+      given: What each learner is sent at its start.
+      is_over: Not used, because learners end with the driver.
 
     Raises:
       ConfigError: If there is no cluster at the address, or the cluster refuses the token.
@@ -139,7 +162,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
                     " addresses and tokens"
                 ) from error
             stack.enter_context(_tamed(ray, at_sigterm))
-            yield
+            yield RayTransport(num_learners, given)
             return
         folder = tempfile.mkdtemp(prefix="adloco-", dir="/tmp")  # a socket's path must be short
         reap = [sys.executable, "-c", _REAPER, folder]
@@ -178,7 +201,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             cause = reason(error, 200)
             raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
         stack.enter_context(_tamed(ray, at_sigterm))
-        yield
+        yield RayTransport(num_learners, given)
 
 
 @contextlib.contextmanager
@@ -273,95 +296,6 @@ def _restore(before: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def put(value: Any) -> Any:
-    """Store a value in the cluster, and return a reference that can be passed in several calls.
-
-    So the value is not sent again with every call.
-
-    Raises:
-      ConfigError: If the value cannot be pickled.
-    """
-    import ray
-
-    _check()
-    try:
-        return ray.put(value)
-    except TypeError as error:  # the message of Ray would list the whole value
-        raise ConfigError(
-            "engine.kind = ray: functions and rows that learners are sent must be picklable"
-            f" ({type(error.__cause__).__name__}: {str(error.__cause__)[:200]})"
-        ) from None
-
-
-def start(kind: type, num_learners: int, *arguments: Any) -> Any:
-    """Ask the cluster to start a learner process, and return a handle for calls to it.
-
-    The process starts on any node with a free CPU (and free GPUs, if the cluster has GPUs), as soon
-    as there is such a node.
-
-    Args:
-      kind: The learner's class.
-      num_learners: Number of learners of the run. The cluster's GPUs are divided among them.
-      *arguments: Arguments of the class's constructor.
-    """
-    import ray
-
-    _check()
-    gpus = ray.cluster_resources().get("GPU", 0)
-    options: dict[str, Any] = {
-        "num_cpus": 1,
-        "num_gpus": max(int(gpus // num_learners), 1) if gpus else 0,
-        "max_restarts": 0,  # Ray must not restart a learner, because its state would be lost
-        "max_task_retries": 0,
-        "concurrency_groups": {"aside": 2},
-        "scheduling_strategy": "SPREAD",
-    }
-    return ray.remote(**options)(kind).remote(*arguments)
-
-
-def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
-    """Call a method of a learner without waiting for the result.
-
-    A learner runs its calls one after another. A call with `aside=True` does not wait for the other
-    calls, but runs beside them in another thread. Returns a reference to the call, which `poll`
-    accepts.
-    """
-    _check()
-    function = getattr(handle, method)
-    if aside:
-        function = function.options(concurrency_group="aside")
-    return function.remote(*arguments)
-
-
-def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
-    """Wait until at least one of some calls to learners has ended, or the time is over.
-
-    Args:
-      calls: References to calls, from `submit`.
-      timeout_s: Longest time to wait, in seconds.
-
-    Returns:
-      The results of all calls that have ended; the key is the reference to the call.
-
-    Raises:
-      ResourceError: If the cluster is gone.
-    """
-    import ray
-
-    _check()
-    if not calls:
-        time.sleep(timeout_s)
-        return {}
-    try:
-        ended, _ = ray.wait([*calls], num_returns=len(calls), timeout=0)
-        if not ended:
-            ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
-    except ray.exceptions.RayError as error:
-        _lost.append(reason(error, 200))
-        raise _gone() from error
-    return {call: _reply(call) for call in ended}
-
-
 def _check() -> None:
     if _is_gone():
         raise _gone()
@@ -381,17 +315,110 @@ def _reply(call: Any) -> Reply:
         return Reply(None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"[:300])
 
 
-def kill(handle: Any, process: tuple[str, int] | None) -> None:
-    """End a learner through Ray, and also by a signal if its process is on this machine.
+class RayTransport:
+    """The transport of a run whose learners are actors of a Ray cluster."""
 
-    `process` has the id of the learner's machine (`machine_id`) and the id of the process.
-    """
-    import ray
+    is_remote = False  # the learners are near, and the driver starts them
 
-    if not _is_gone():
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(handle, no_restart=True)
-    if process is not None and process[0] == machine_id():
-        with contextlib.suppress(OSError):
-            if b"ray::" in Path(f"/proc/{process[1]}/cmdline").read_bytes():
-                os.kill(process[1], 9)
+    def __init__(self, num_learners: int, given: Given | None):
+        """Store the number of learners, among which GPUs are divided, and what they are sent."""
+        self._num_learners, self._given = num_learners, self.put(given)
+
+    def put(self, value: Any) -> Any:
+        """Store a value in the cluster, and return a reference that can be passed in several calls.
+
+        So the value is not sent again with every call.
+
+        Raises:
+          ConfigError: If the value cannot be pickled.
+        """
+        import ray
+
+        _check()
+        try:
+            return ray.put(value)
+        except TypeError as error:  # the message of Ray would list the whole value
+            raise ConfigError(
+                "engine.kind = ray: functions and rows that learners are sent must be picklable"
+                f" ({type(error.__cause__).__name__}: {str(error.__cause__)[:200]})"
+            ) from None
+
+    def start(self, number: int, life: int) -> Any:
+        """Ask the cluster to start a learner process, and return a handle for calls to it.
+
+        The process starts on any node with a free CPU (and free GPUs, if the cluster has GPUs), as
+        soon as there is such a node.
+
+        Args:
+          number: The learner's number.
+          life: How many times this learner has been restarted.
+        """
+        import ray
+
+        _check()
+        gpus = ray.cluster_resources().get("GPU", 0)
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "num_gpus": max(int(gpus // self._num_learners), 1) if gpus else 0,
+            "max_restarts": 0,  # Ray must not restart a learner, because its state would be lost
+            "max_task_retries": 0,
+            "concurrency_groups": {"aside": 2},
+            "scheduling_strategy": "SPREAD",
+        }
+        return ray.remote(**options)(Actor).remote(number, life, self._given)
+
+    def submit(self, handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
+        """Call a method of a learner without waiting for the result.
+
+        A learner runs its calls one after another. A call with `aside=True` does not wait for the
+        other calls, but runs beside them in another thread. Returns a reference to the call, which
+        `poll` accepts.
+        """
+        _check()
+        function = getattr(handle, method)
+        if aside:
+            function = function.options(concurrency_group="aside")
+        return function.remote(*arguments)
+
+    def poll(self, calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
+        """Wait until at least one of some calls to learners has ended, or the time is over.
+
+        Args:
+          calls: References to calls, from `submit`.
+          timeout_s: Longest time to wait, in seconds.
+
+        Returns:
+          The results of all calls that have ended; the key is the reference to the call.
+
+        Raises:
+          ResourceError: If the cluster is gone.
+        """
+        import ray
+
+        _check()
+        if not calls:
+            time.sleep(timeout_s)
+            return {}
+        try:
+            ended, _ = ray.wait([*calls], num_returns=len(calls), timeout=0)
+            if not ended:
+                ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            _lost.append(reason(error, 200))
+            raise _gone() from error
+        return {call: _reply(call) for call in ended}
+
+    def kill(self, handle: Any, process: tuple[str, int] | None) -> None:
+        """End a learner through Ray, and also by a signal if its process is on this machine.
+
+        `process` has the id of the learner's machine (`machine_id`) and the id of the process.
+        """
+        import ray
+
+        if not _is_gone():
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(handle, no_restart=True)
+        if process is not None and process[0] == machine_id():
+            with contextlib.suppress(OSError):
+                if b"ray::" in Path(f"/proc/{process[1]}/cmdline").read_bytes():
+                    os.kill(process[1], 9)

@@ -239,7 +239,7 @@ class ElasticEngine:
 
         The workers' inner states are fetched from the learners first.
         """
-        whole = self.complete(State(ensemble, self.underway))
+        whole = self._with_inner(State(ensemble, self.underway))
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, whole, weights_n, tuple(members), tuple(owners))
 
@@ -248,15 +248,21 @@ class ElasticEngine:
 
         The workers' inner states are fetched from the learners first.
         """
-        whole = self.complete(State(ensemble, self.underway))
+        whole = self._with_inner(State(ensemble, self.underway))
         return replace(spawned, whole, trainer, num_workers)
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble with the inner states of all workers.
+        """Return the ensemble with the inner states of all workers, to save it.
 
-        If the ensemble lacks the inner states, they are fetched from the learners. If workers start
-        every round with a fresh inner state (`inner.state=reset`), it gets fresh states instead.
+        If the ensemble lacks the inner states, they are fetched from the learners. It gets fresh
+        states instead if learners are far away, or if workers start every round with a fresh state
+        (`inner.state=reset`).
         """
+        if self.fleet.learners and self.fleet.is_remote:
+            return self._states.with_fresh(state.ensemble)
+        return self._with_inner(state)
+
+    def _with_inner(self, state: State) -> Ensemble:
         ensemble, control = state
         if ensemble.inner_state_R is not None or self.spec.reset_inner_state:
             return self._states.with_fresh(ensemble)

@@ -12,20 +12,24 @@ from typing import Any, NamedTuple
 
 from adloco_jax.data import Corpus
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.elastic import cluster, members
-from adloco_jax.elastic.learner import Given, Learner
-from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.elastic import bucket, cluster, members
+from adloco_jax.elastic.learner import Given
+from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.loop.control import Control
+from adloco_jax.loop.plans import is_over
 from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.folder import versions
 
+_TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
 
 
-# By `engine.kind`, the module with the functions through which the driver reaches learners:
-# check_possible, connected, put, start, submit, poll and kill.
-TRANSPORTS: dict[str, Any] = {"ray": cluster}
+# By `engine.kind`, the module through which the driver reaches learners. Its function
+# `check_possible` raises an error if it cannot be used. Its context manager `connected` yields the
+# transport, with the methods put, start, submit, poll and kill, and the field `is_remote`.
+TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
 
 
 class PendingCall(NamedTuple):
@@ -51,7 +55,7 @@ class Fleet:
     def __init__(self, run: Run):
         """Store the run; `start_all` later starts the learners."""
         self._run, self._settings = run, run.settings
-        self._transport = TRANSPORTS[run.settings.engine.kind]
+        self._transport: Any = None  # see `TRANSPORTS`; None before the learners are started
         self.learners: dict[int, members.Member] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
@@ -60,50 +64,77 @@ class Fleet:
         self._calls: dict[Any, PendingCall] = {}
         self._causes: dict[int, str] = {}  # why a learner was lost the last time, by its number
         self._connection = contextlib.ExitStack()
-        self._given: Any = None
-        self._count = 0  # number of learners that the run needs
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
         """Start all learners of the run, and wait until they have joined.
 
-        The method waits at most `engine.restart_s` seconds for learners. The run may begin if at
-        least `engine.quorum` learners have joined, or one if no quorum is set. There is one learner
-        for each of the `num_workers` workers, unless `engine.max_learners` is set.
+        There is one learner for each of the `num_workers` workers, unless `engine.max_learners` is
+        set. If the driver starts them, the method waits at most `engine.restart_s` seconds; the run
+        may begin if at least `engine.quorum` learners have joined, or one if no quorum is set. If
+        they join by themselves, the method waits for the quorum, or for all if none is set.
 
         Raises:
           ConfigError: If a learner has other data or versions than the driver, or if the configured
             address does not answer.
           ResourceError: If too few learners have joined, or none can be started.
         """
-        rule = self._settings.engine
-        self._count = count = rule.max_learners or num_workers
-        self._connection.enter_context(self._transport.connected(rule.address, count))
-        corpus = self._run.corpus
-        own = isinstance(corpus, Corpus)
+        rule, corpus = self._settings.engine, self._run.corpus
+        count = rule.max_learners or num_workers
         data, arch = self._settings.data.source, self._settings.model.arch
         entries = {
             "ARCHITECTURES": {arch: ARCHITECTURES[arch]},
             "DATA_SOURCES": {data: DATA_SOURCES[data]},
         }
         log = self._run.workdir.resolve() / "learners" / str(int(time.time() * 1000))
-        log.mkdir(parents=True)
         nowhere = dataclasses.replace(self._run.spec.machine, devices=())
         spec = dataclasses.replace(self._run.spec, machine=nowhere)
         given = Given(
             self._settings,
             spec,
-            None if own else corpus,
+            None if isinstance(corpus, Corpus) else corpus,
             getattr(corpus, "commit", ""),
+            corpus.fingerprint,
             entries,
             str(log),
         )
-        self._given = self.put(given)
+        connect = TRANSPORTS[rule.kind].connected
+        self._transport = self._connection.enter_context(
+            connect(rule.address, count, given, lambda: is_over(self.control, self._settings))
+        )
+        log.mkdir(parents=True)
         for number in range(count):
             self.learners[number] = members.Member(number, 0, time.monotonic())
             self._launch(self.learners[number])
-        deadline_s = time.monotonic() + rule.restart_s
+        if self.is_remote:
+            self._wait_for(min(rule.quorum or count, count))
+        else:
+            self._wait_at_most(rule.restart_s)
+        self._has_started = True
+
+    def _wait_for(self, least: int) -> None:
+        """Wait until enough learners have joined by themselves.
+
+        Raises:
+          Preempted: After a signal.
+        """
+        there = -1
+        while there < least:
+            if there != (there := len(self.learners) - len(self._absent())):
+                print(f"learners: {there} of {least} have joined", flush=True)
+            if processes.is_asked_to_stop():
+                raise Preempted("stopped by a signal before enough learners had joined")
+            self.poll()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Wait until all learners have started, or at least enough when the time is over.
+
+        Raises:
+          ResourceError: If too few have started.
+        """
+        rule, count = self._settings.engine, len(self.learners)
+        deadline_s = time.monotonic() + seconds
         while time.monotonic() < deadline_s and self._absent():
             self.poll()
             if len(self._causes) == count:
@@ -113,9 +144,8 @@ class Fleet:
             cause = "".join(f"; learner {n}: {why}" for n, why in [*self._causes.items()][:1])
             raise ResourceError(
                 f"engine.quorum = {rule.quorum}: {there} of {count} learners have started within"
-                f" {rule.restart_s:g} s{cause}; start more nodes, or lower engine.quorum"
+                f" {seconds:g} s{cause}; start more nodes, or lower engine.quorum"
             )
-        self._has_started = True
 
     def poll(self) -> list[Event]:
         """Return the answers and losses of learners since the last call; restart lost learners.
@@ -146,7 +176,8 @@ class Fleet:
         for number, learner in [*self.learners.items()]:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
-            how = {"heartbeat_s": rule.heartbeat_s, "restart_s": rule.restart_s}
+            restart_s = math.inf if self.is_remote else rule.restart_s
+            how = {"heartbeat_s": rule.heartbeat_s, "restart_s": restart_s}
             if cause := learner.fault(now_s, **how):
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
@@ -165,14 +196,17 @@ class Fleet:
         there = (each for each in self.learners.values() if each.joined)
         return self._ended_up_s + sum(now_s - each.started_s for each in there)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether learners join by themselves, perhaps over slow links."""
+        return self._transport.is_remote
+
     def _absent(self) -> list[int]:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
     def _launch(self, learner: members.Member) -> None:
         """Start the process of a learner."""
-        self._handles[learner.number] = self._transport.start(
-            Learner, self._count, learner.number, learner.life, self._given
-        )
+        self._handles[learner.number] = self._transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello", about=None)
 
     def put(self, value: Any) -> Any:
@@ -230,10 +264,16 @@ class Fleet:
         """
         number = learner.number
         self._processes[number] = tuple(found["process"])
-        here = {"fingerprint": self._run.corpus.fingerprint, "versions": versions()}
-        names = {"fingerprint": "other data", "versions": "other versions of packages"}
-        if differing := [names[name] for name in here if found[name] != here[name]]:
+        here, there, is_remote = versions(), found["versions"], self.is_remote
+        if is_remote:  # versions of Python and of other packages may differ between sites
+            here, there = ({each.get("adloco_jax")} for each in (here, there))
+        differing = ["other data"] * (found["fingerprint"] != self._run.corpus.fingerprint)
+        if here != there:
+            differing.append("other versions of packages")
+        if differing:
             fault = f"has {' and '.join(differing)} than the driver"
+            if is_remote:
+                return [self._lose(learner, fault, has_run=True)]
             if self._has_started:
                 learner.failures = math.inf
                 return [self._lose(learner, f"{fault}; not started again", has_run=True)]
@@ -243,7 +283,11 @@ class Fleet:
             )
         learner.joined, learner.lost_s = True, None
         self._causes.pop(number, None)
-        self.note(number, "joined", found["devices"])
+        about = found["devices"]
+        if is_remote:
+            learner.started_s = time.monotonic()  # until then its place was free
+            about += "".join(f", {each} {found['versions'].get(each)}" for each in _TOLD)
+        self.note(number, "joined", about)
         return []
 
     def _hear(self, learner: members.Member, found: dict) -> None:

@@ -10,10 +10,9 @@ again, and the learner starts with the earlier state.
 """
 
 import dataclasses
+import functools
 import json
 import os
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax.core.outer import Differences, pack_differences
-from adloco_jax.core.types import Ensemble, Workers, norms, of_owners, trainable
-from adloco_jax.data.sources import DATA_SOURCES
+from adloco_jax.core.types import Ensemble, GradientStats, Workers, norms, of_owners, trainable
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
@@ -33,7 +31,6 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Spec, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.assemble import examples_per_pass, load_data
 from adloco_jax.run.choose import fewest_model_shards
 from adloco_jax.run.folder import versions
@@ -48,6 +45,7 @@ class Given(NamedTuple):
     spec: Spec  # what all programs of the run share, without the driver's devices
     corpus: Rows | None  # the rows to train on; None: the learner loads the configured corpus
     commit: str  # commit of the data set on the hub; empty if there is none
+    fingerprint: str  # hash of the content of the data
     # The configured entries of the tables ARCHITECTURES and DATA_SOURCES. A user may have added
     # them in the driver.
     entries: dict[str, Any]
@@ -92,6 +90,13 @@ class Answer(NamedTuple):
     seconds: float  # duration of the round in seconds, without compilation
 
 
+class Reply(NamedTuple):
+    """The result of a call to a learner's method, or the error that ended the call."""
+
+    value: Any  # the result; None if the call failed
+    error: str  # the error in one line; empty if the call did not fail
+
+
 class Learner:
     """The object of a process that runs rounds of workers for the driver.
 
@@ -99,26 +104,17 @@ class Learner:
     process.
     """
 
-    def __init__(self, number: int, life: int, given: Given):
+    def __init__(self, given: Given):
         """Load the rows of tokens, and prepare the programs of the run for this process's devices.
 
-        From now on, SIGTERM asks the learner to leave the run. If the parent process ends, this
-        process ends too.
-
         Args:
-          number: The learner's number.
-          life: How many times this learner has been restarted.
           given: The description of the run.
 
         Raises:
           UserError: If the corpus cannot be read, or if the number of devices cannot be divided by
             `ensemble.model_shards`.
         """
-        signal.signal(signal.SIGTERM, self._leave)
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         use_compilation_cache()
-        ARCHITECTURES.update(given.entries["ARCHITECTURES"])
-        DATA_SOURCES.update(given.entries["DATA_SOURCES"])
         settings, machine = given.settings, here()
         self.corpus = given.corpus or load_data(settings, given.commit)
         steps = 1 if settings.engine.steps == "by_speed" else given.spec.num_micro_batches
@@ -140,8 +136,23 @@ class Learner:
         # Workers' inner states. The key is the trainer's id, the stream, and the position in it.
         self.held: dict[tuple[int, int, int], PyTree] = {}
         self.leaving = False
-        self._log = Path(given.log) / f"{number}-{life}.jsonl"
+        self._log = Path()
+
+    def enlist(self, number: int, life: int, log: str | Path) -> None:
+        """Begin a life of the learner: without inner states, and with a log file of its own.
+
+        Args:
+          number: The learner's number.
+          life: How many lives learners with this number have had before.
+          log: The folder of the log file. If it does not exist, nothing is logged.
+        """
+        self.held.clear()
+        self._log = Path(log) / f"{number}-{life}.jsonl"
         self._note(pid=os.getpid(), learner=number, life=life)
+
+    def leave(self, *_: object) -> None:
+        """Ask the learner to leave the run, for instance at a signal."""
+        self.leaving = True
 
     def hello(self) -> dict:
         """Describe the learner: its machine, process and devices, its data, its package versions.
@@ -250,21 +261,11 @@ class Learner:
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
 
-    def _leave(self, *_: object) -> None:
-        self.leaving = True
-
 
 def _group(order: Order, num_updates: int) -> Group:
     """Make the group of one worker and its trainer that a learner runs."""
     plan = RoundPlan(order.micro_batch_size, order.num_accum_steps, num_updates)
     return Group((0,), (0,), (0,), None, plan)
-
-
-def _end_with(parent: int) -> None:
-    """Wait until the parent process has ended, then end this process."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _alone(params_M: PyTree) -> Ensemble:
@@ -284,3 +285,23 @@ def _differences(params_M: PyTree, workers: Workers, precision: str, is_single: 
 
 
 _send = jax.jit(_differences, static_argnums=(2, 3))
+
+
+def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
+    """Return the form of a worker's answer: a shape and dtype for each array, a type for others."""
+    params_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), spec.params)
+    how = functools.partial(_differences, precision=spec.outer.precision, is_single=order.is_single)
+    differences, _ = jax.eval_shape(how, params_M, Workers(params_M, None))
+    one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
+    names = [field.name for field in dataclasses.fields(GradientStats)]
+    fields: dict[str, Any] = {name: int for name in Answer._fields if name not in _REALS}
+    fields |= dict.fromkeys(_REALS, float) | {"differences": differences, "stats_R": None}
+    shape = (work.num_updates, 1)
+    fields["loss_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(np.float64))
+    fields["skipped_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(bool))
+    if work.num_tested:
+        fields["stats_R"] = GradientStats(**dict.fromkeys(names, one))
+    return Answer(**fields)
+
+
+_REALS = ("norm", "seconds")

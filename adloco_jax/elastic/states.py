@@ -61,9 +61,10 @@ class InnerStates:
         """Bring inner states into this process, except those that the target processes have.
 
         The method waits for the processes that have the states. `targets` has the process that will
-        run each worker, by stream; None if this is not decided yet.
+        run each worker, by stream; None if this is not decided yet. Over slow links nothing is
+        brought: a state is several times an update, and a fresh one serves as well.
         """
-        if self._spec.reset_inner_state:
+        if self._spec.reset_inner_state or self._fleet.is_remote:
             return
         self._fetch(
             [

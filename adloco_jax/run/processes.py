@@ -31,6 +31,8 @@ _END_MS = 10 * 1000  # for so long a process that ends waits for the other proce
 
 T = TypeVar("T")
 
+_stops: list[threading.Event] = []  # the event of the present `stop_requests`
+
 _num_sent: Counter[str] = Counter()  # for each name of an exchange, how many values were sent
 
 
@@ -347,6 +349,11 @@ def require_shared(folder: Path) -> None:
             mark.unlink(missing_ok=True)
 
 
+def is_asked_to_stop() -> bool:
+    """Whether the present `stop_requests` has received a signal."""
+    return any(stop.is_set() for stop in _stops)
+
+
 @contextlib.contextmanager
 def stop_requests() -> Iterator[threading.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
@@ -363,6 +370,7 @@ def stop_requests() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
+    _stops.append(stop)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -389,6 +397,7 @@ def stop_requests() -> Iterator[threading.Event]:
     try:
         yield stop
     finally:
+        _stops.remove(stop)
         signal.set_wakeup_fd(fd_before)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,422 @@
+"""The transport of a run whose learners share only a bucket with the driver.
+
+The driver and each learner have one object each that its owner overwrites again and again, a
+*board*. It says what its owner has done, and its count is a sign of life: the reader measures with
+a clock of its own how long the count has not changed. All other objects are written once:
+
+    run.json                                     settings, version and data of the run
+    driver/EPOCH.json                            board of the EPOCH-th driver of the run
+    learners/EPOCH/NUMBER-LIFE.json              board of a learner
+    params/EPOCH/INDEX.safetensors               parameters of a trainer, for one round
+    orders/EPOCH/NUMBER-LIFE/ORDER.safetensors   call of a learner's method
+    answers/EPOCH/NUMBER-LIFE/ORDER.safetensors  result of the call
+
+This module is the driver's side; `elastic.site` is that of a learner.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from adloco_jax import __version__, files
+from adloco_jax.elastic import store
+from adloco_jax.elastic.learner import Given, Order, Reply, WorkerOrder, answer_form
+from adloco_jax.elastic.store import Refused, Store
+from adloco_jax.engine.spec import Spec, num_bytes
+from adloco_jax.errors import ConfigError, ResourceError
+
+_SLACK = 2**24  # bytes that an object may have besides its arrays
+_KEPT_ROUNDS = 2  # rounds of a trainer whose parameters are in the bucket at the same time
+SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
+# What a learner's board has, besides `hello`, which describes the learner.
+_BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
+_HELLO = {"process": list[Any], "fingerprint": str, "versions": dict[str, str], "devices": str}
+
+
+class OrderCall(NamedTuple):
+    """A call of a learner's method, or a question that the learner's board answers."""
+
+    handle: tuple[int, int]  # the learner's number and life
+    what: str  # the method; "hello" and "ping" are answered by the board
+    number: int  # of the order; for questions, the board's count when the question was asked
+    index: int  # differs between all calls
+
+
+def names(epoch: int, handle: tuple[int, int], order: int) -> tuple[str, str]:
+    """Return the names of an order and of its answer."""
+    where = f"{epoch}/{handle[0]}-{handle[1]}/{order}.safetensors"
+    return f"orders/{where}", f"answers/{where}"
+
+
+def order_form(spec: Spec, message: dict[str, Any]) -> Any:
+    """Return the expected form of an order: shapes and dtypes of its arrays, types of its values.
+
+    `message["parts"]` has the number of micro-batches of each worker, and whether an inner state is
+    sent with them.
+    """
+    float32 = jax.numpy.dtype("float32")
+    state = jax.eval_shape(spec.inner_tx.init, spec.params)
+    work: list[Any] = [
+        (int, int, int, int, jax.ShapeDtypeStruct((length,), float32), state if has_state else None)
+        for length, has_state in message["parts"]
+    ]
+    whole: list[Any] = [int, int, int, int, bool, tuple(WorkerOrder(*each) for each in work)]
+    return Order(*whole)
+
+
+def limit(form: Any) -> int:
+    """Return the largest accepted size of an object of this form, in bytes."""
+    arrays = [leaf for leaf in jax.tree.leaves(form) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return num_bytes(arrays) + _SLACK
+
+
+def check_possible() -> None:
+    """Check that a run can use learners through a bucket.
+
+    Raises:
+      ConfigError: If obstore is not installed, or the driver would be several processes.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            "engine.kind = bucket: its driver is one process; leave out --distributed and"
+            " --coordinator, or set engine.kind=local"
+        )
+    store.check_installed("engine.kind = bucket")
+
+
+@contextlib.contextmanager
+def connected(
+    address: str, num_learners: int, given: Given, is_over: Callable[[], bool]
+) -> Iterator["BucketTransport"]:
+    """Become the driver of the run in a bucket, and print the command with which learners join.
+
+    Args:
+      address: The bucket, with a prefix for the run.
+      num_learners: Number of places for learners.
+      given: The description of the run.
+      is_over: Whether the run is over. If so at the end, its learners end too; otherwise they wait
+        for the run to be continued.
+
+    Raises:
+      ConfigError: If the bucket cannot be used, holds another run, or has a driver that is alive.
+    """
+    bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
+    _describe(bucket, given)
+    epoch = _next_epoch(bucket, heartbeat_s)
+    made = BucketTransport(bucket, epoch, given)
+    if not bucket.create(f"driver/{epoch}.json", made.board(is_over=False)):
+        raise ConfigError(f"{address}: another driver has begun to run there at the same time")
+    _delete_rounds(bucket, *range(1, epoch))  # what a driver that was killed has left
+    print(f"to join, on up to {num_learners} machines: adloco join {address}", flush=True)
+    try:
+        with store.every(heartbeat_s / SIGNS, made.give_sign):
+            yield made
+    finally:
+        made.close(is_over=is_over())
+
+
+def _describe(bucket: Store, given: Given) -> None:
+    """Write `run.json`, unless it is there; check that it is this run's.
+
+    A run has an id, a file in its folder. So a copy of the folder may continue the run.
+    """
+    path = Path(given.log).parent / "id"
+    run_id = path.read_text("utf-8") if path.is_file() else uuid.uuid4().hex
+    data = bucket.get("run.json")
+    if data is not None:
+        with contextlib.suppress(Refused):
+            if store.from_json(data, "run.json")["id"] == run_id:
+                return
+        raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(run_id, "utf-8")
+    message = {"id": run_id, "adloco_jax": __version__, "commit": given.commit}
+    message |= {"fingerprint": given.fingerprint, "settings": given.settings.model_dump()}
+    if not bucket.create("run.json", store.to_json(message)):
+        raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
+
+
+def _next_epoch(bucket: Store, heartbeat_s: float) -> int:
+    """Return the number of the next driver, once the last one gives no sign of life.
+
+    Raises:
+      ConfigError: If it gives one.
+    """
+    epoch, before = 0, None
+    while (data := bucket.get(f"driver/{epoch + 1}.json")) is not None:
+        epoch, before = epoch + 1, data
+    if before is None or store.from_json(before, f"driver/{epoch}.json")["has_ended"]:
+        return epoch + 1
+    print(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True)
+    until_s = time.monotonic() + heartbeat_s
+    while time.monotonic() < until_s:
+        time.sleep(min(1.0, heartbeat_s / SIGNS))
+        if bucket.get(f"driver/{epoch}.json") != before:
+            raise ConfigError(
+                f"{bucket.url}: another driver runs there; wait for it, or name another prefix"
+            )
+    return epoch + 1
+
+
+def _delete_rounds(bucket: Store, *epochs: int) -> None:
+    parts = tuple(f"{part}/{e}/" for part in ("params", "orders", "answers") for e in epochs)
+    bucket.delete(*(name for name in bucket.names() if name.startswith(parts)))
+
+
+@dataclasses.dataclass
+class _Place:
+    """A learner's place in the run, which any machine may take."""
+
+    life: int
+    sent: int = 0  # number of orders that have been written
+    asked: int = 0  # number of orders that have been submitted
+    board: dict[str, Any] | None = None  # the newest one; None: the place is free
+    look: concurrent.futures.Future | None = None  # a request for the board that has not ended
+    next_s: float = 0.0  # when to look at the board next
+    pause_s: float = store.FIRST_PAUSE_S
+
+
+@dataclasses.dataclass
+class Reference:
+    """Parameters that are being written to the bucket."""
+
+    name: str
+    sha256: str = ""  # empty until they are written
+
+
+class BucketTransport:
+    """The transport of a run whose learners join by themselves, through a bucket."""
+
+    is_remote = True
+
+    def __init__(self, bucket: Store, epoch: int, given: Given):
+        """Store the bucket, the number of this driver, and the description of the run."""
+        self._store, self._epoch, self._spec = bucket, epoch, given.spec
+        self._places: dict[int, _Place] = {}
+        self._params: dict[int, list[Reference]] = {}  # in the bucket, by the trainer's id
+        self._forms: dict[OrderCall, Any] = {}  # what the answer to a call must look like
+        self._answers: dict[
+            OrderCall, concurrent.futures.Future
+        ] = {}  # answers that are being read
+        self._index, self._num_params = itertools.count(), itertools.count()
+        self._count, self._id = itertools.count(), uuid.uuid4().hex
+        self._writing = threading.Lock()
+        self._fault: BaseException | None = None  # an error of a thread
+        # Objects are written one after another, so an order follows its parameters.
+        self._up = concurrent.futures.ThreadPoolExecutor(1)
+        self._down = concurrent.futures.ThreadPoolExecutor(8)
+
+    def board(self, *, is_over: bool, has_ended: bool = False) -> bytes:
+        """Return the driver's board: for each place its life, number of orders, and if it is free.
+
+        Args:
+          is_over: Whether learners may end, because the run is over.
+          has_ended: Whether the driver has ended.
+        """
+        places = {n: [p.life, p.sent, p.board is None] for n, p in self._places.items()}
+        return store.to_json(
+            {"id": self._id, "count": next(self._count), "places": places}
+            | {"is_over": is_over, "has_ended": has_ended}
+        )
+
+    def give_sign(self) -> None:
+        """Write the board, unless another driver has taken over."""
+        try:
+            if self._store.get(f"driver/{self._epoch + 1}.json") is not None:
+                raise ResourceError(f"{self._store.url}: another driver has taken over")
+            self._write_board()
+        except Exception as error:  # deliberately broad: the main thread raises it
+            self._fault = error
+
+    def _write_board(self) -> None:
+        with self._writing:
+            self._store.put(f"driver/{self._epoch}.json", self.board(is_over=False))
+
+    def put(self, params: Any) -> Reference:
+        """Begin to write the parameters of a trainer, which several orders may name."""
+        name = f"params/{self._epoch}/{next(self._num_params)}.safetensors"
+        reference = Reference(name)
+
+        def write() -> None:
+            data, reference.sha256 = store.pack({}, params)
+            self._store.put(name, data)
+
+        self._begin(write)
+        return reference
+
+    def _begin(self, write: Callable[[], None]) -> None:
+        def noting_faults() -> None:
+            try:
+                write()
+            except Exception as error:  # deliberately broad: the main thread raises it
+                self._fault = error
+
+        self._up.submit(noting_faults)
+
+    def start(self, number: int, life: int) -> tuple[int, int]:
+        """Open a place for a learner, and return a handle for calls to it."""
+        self._places[number] = _Place(life)
+        self._begin(self._write_board)
+        return number, life
+
+    def submit(
+        self, handle: tuple[int, int], method: str, *arguments: Any, aside: bool = False
+    ) -> OrderCall:
+        """OrderCall a method of a learner without waiting for the result, which `poll` returns."""
+        place = self._places[handle[0]]
+        if method in ("hello", "ping"):
+            count = -1 if place.board is None else place.board["count"]
+            return OrderCall(handle, method, count, next(self._index))
+        place.asked += 1
+        call = OrderCall(handle, method, place.asked, next(self._index))
+        message = {"call": [self._epoch, *handle, place.asked], "method": method, "parts": []}
+        order, tree = arguments[0], arguments[0]
+        if method == "states":
+            message["wanted"], tree = [[*key] for key in order], None
+            state = jax.eval_shape(self._spec.inner_tx.init, self._spec.params)
+            self._forms[call] = [state for _ in order]
+        else:
+            message["parts"] = [[len(w.rate_T), w.inner_state is not None] for w in order.work]
+            self._forms[call] = [answer_form(self._spec, order, work) for work in order.work]
+        if method == "prepare":
+            message["tests"], self._forms[call] = arguments[1], None
+        reference = arguments[1] if method == "play" else None
+        old = [] if reference is None else self._keep(order.trainer, reference)
+
+        def write() -> None:
+            if reference is not None:
+                message["params"] = [reference.name, reference.sha256]
+            data, _ = store.pack(message, tree)
+            self._store.put(names(self._epoch, handle, call.number)[0], data)
+            place.sent = call.number
+            self._write_board()
+            self._store.delete(*(each.name for each in old))
+
+        self._begin(write)
+        return call
+
+    def _keep(self, trainer: int, reference: Reference) -> list[Reference]:
+        """Note the newest parameters of a trainer; return those that nobody needs any more."""
+        there = self._params.setdefault(trainer, [])
+        if reference not in there:
+            there.append(reference)
+        old = there[:-_KEPT_ROUNDS]
+        del there[:-_KEPT_ROUNDS]
+        return old
+
+    def poll(self, calls: Sequence[OrderCall], timeout_s: float) -> dict[OrderCall, Reply]:
+        """Wait until at least one of some calls to learners has ended, or the time is over.
+
+        Raises:
+          ResourceError: If another driver has taken over.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            for number in {call.handle[0] for call in calls}:
+                self._look(number, self._places[number])
+            replies = {call: self._reply(call) for call in calls}
+            ended = {call: reply for call, reply in replies.items() if reply is not None}
+            if ended or time.monotonic() >= until_s:
+                return ended
+            time.sleep(min(0.02, timeout_s))
+
+    def _look(self, number: int, place: _Place) -> None:
+        """Take the board of a learner if it has come, or request it if it is time."""
+        if place.look is None:
+            if time.monotonic() >= place.next_s:
+                place.look = self._down.submit(self._read_board, number, place.life)
+            return
+        if not place.look.done():
+            return
+        board, place.look = place.look.result(), None
+        place.pause_s = min(1.5 * place.pause_s, store.LONGEST_PAUSE_S)
+        if board is not None:
+            if place.board is None or board["answered"] != place.board["answered"]:
+                place.pause_s = store.FIRST_PAUSE_S
+            if place.board is None:
+                self._begin(self._write_board)
+            place.board = board
+        place.next_s = time.monotonic() + place.pause_s
+
+    def _read_board(self, number: int, life: int) -> dict[str, Any] | None:
+        name = f"learners/{self._epoch}/{number}-{life}.json"
+        with contextlib.suppress(Refused):  # as if there were no board, so no sign of life
+            if (data := self._store.get(name)) is not None:
+                board = store.from_json(data, name)
+                if not files.fault(board, _BOARD | {"hello": _HELLO}, name):
+                    return board
+        return None
+
+    def _reply(self, call: OrderCall) -> Reply | None:
+        board = self._places[call.handle[0]].board
+        if board is None:
+            return None
+        if call.what == "hello":
+            return Reply(board["hello"], "")
+        if call.what == "ping":
+            found = {name: board[name] for name in ("leaving", "compiling")}
+            return Reply(found, "") if board["count"] != call.number else None
+        if call in self._answers:
+            answer = self._answers[call]
+            if not answer.done():
+                return None
+            del self._answers[call]
+            return answer.result()
+        if board["answered"] >= call.number:
+            self._answers[call] = self._down.submit(self._read, call, self._forms.pop(call))
+        return None
+
+    def _read(self, call: OrderCall, form: Any) -> Reply:
+        """Read the answer to an order, and delete both."""
+        order, name = names(self._epoch, call.handle, call.number)
+
+        def form_of(message: dict[str, Any]) -> Any:
+            if message["call"] != [self._epoch, *call.handle, call.number]:
+                raise Refused(f"{name}: answers another order")
+            if message.get("error"):
+                raise Refused(str(message["error"])[:300])
+            if call.what != "states":
+                return form
+            return [
+                each if there else None for each, there in zip(form, message["there"], strict=True)
+            ]
+
+        try:
+            data = self._store.get(name, limit=limit(form))
+            if data is None:
+                raise Refused(f"{name}: missing")
+            _, value, _ = store.unpack(data, name, form_of)
+            return Reply(value, "")
+        except Refused as error:
+            return Reply(None, str(error))
+        finally:
+            self._store.delete(order, name)
+
+    def kill(self, handle: tuple[int, int], process: Any) -> None:
+        """Close the place of a learner, which leaves when it sees this."""
+        place = self._places.pop(handle[0])
+        self._begin(self._write_board)
+        left = [names(self._epoch, handle, n + 1) for n in range(place.asked)][-2:]
+        board = f"learners/{self._epoch}/{handle[0]}-{handle[1]}.json"
+        self._begin(lambda: self._store.delete(board, *itertools.chain(*left)))
+
+    def close(self, *, is_over: bool) -> None:
+        """Say on the board that the driver has ended, delete its rounds, name what is left."""
+        self._up.shutdown(cancel_futures=True)
+        self._down.shutdown(cancel_futures=True)
+        with self._writing:
+            board = self.board(is_over=is_over, has_ended=True)
+            self._store.put(f"driver/{self._epoch}.json", board)
+        _delete_rounds(self._store, self._epoch)
+        print(f"{self._store.url}: what is left: {', '.join(self._store.names())}", flush=True)

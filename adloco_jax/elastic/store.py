@@ -1,0 +1,352 @@
+"""The bucket through which a driver and its learners exchange objects, and the form of objects.
+
+A bucket is a store of named objects: on S3, Google Cloud, Azure, or a shared folder. An object is
+JSON, or JSON with arrays in the format safetensors. Each has a SHA-256 of its content. Nothing that
+is read from a bucket is executed or unpickled.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from safetensors.numpy import save
+
+from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
+
+PIECE = 8 * 2**20  # bytes of a request; larger objects are sent and read in pieces
+JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
+_RETRY_S = 3.0  # longest pause before a failed request is repeated
+_FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
+_SECOND = datetime.timedelta(seconds=1)
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """Error: an object of a bucket is not what its name promises, and was not used."""
+
+
+def check_installed(where: str) -> None:
+    """Check that obstore, which reads and writes buckets, is installed.
+
+    Raises:
+      ConfigError: If it is not.
+    """
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError(f"{where}: obstore is not installed; pip install 'adloco_jax[bucket]'")
+
+
+class Store:
+    """A bucket, or the part of one whose names begin with a prefix. Its methods are thread-safe.
+
+    A failed request is repeated after growing pauses until it succeeds. But if no request of its
+    kind (read, write) has succeeded before, an error is raised soon.
+
+    Attributes:
+      requests, bytes_up, bytes_down: What was requested, sent and received so far.
+    """
+
+    def __init__(self, url: str, *, say: Callable[[str], object] = print):
+        """Open a bucket without a request to it.
+
+        Args:
+          url: Its address, such as s3://bucket/run1 or file:///shared/run1.
+          say: Shows a line to the user.
+
+        Raises:
+          ConfigError: If this is no address of a bucket, or if a folder's parent does not exist.
+        """
+        from obstore.store import from_url
+
+        self.url, self._say, self._known = url, say, set[str]()
+        self.requests = self.bytes_up = self.bytes_down = 0
+        self._counting = threading.Lock()
+        folder = Path(url.removeprefix("file://"))
+        how: dict[str, Any] = {"mkdir": True}
+        if not url.startswith("file://"):
+            backoff = {"init_backoff": _SECOND / 10, "max_backoff": 2 * _SECOND, "base": 2}
+            how = {"retry_config": {"backoff": backoff, "max_retries": 3}}
+            how["retry_config"]["retry_timeout"] = 15 * _SECOND
+            # http is used only if the user's endpoint says so.
+            how["client_options"] = {"allow_http": True, "connect_timeout": "10s"}
+            how["client_options"]["timeout"] = "180s"  # of a piece
+        elif not folder.parent.is_dir():
+            raise ConfigError(f"{url}: no such folder {folder.parent}; make it, or name another")
+        if not url.startswith(("file:///", "s3://", "gs://", "az://")):
+            raise ConfigError(
+                f"{without_secrets(url)}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or"
+                " file:///FOLDER"
+            )
+        try:
+            self._store: Any = from_url(url, **how)
+        except Exception as error:  # deliberately broad: obstore's errors have no common meaning
+            raise ConfigError(f"{url}: {_cause(error)}") from error
+
+    def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
+        """Read an object; None if there is none.
+
+        Raises:
+          Refused: If the object has more than `limit` bytes.
+        """
+        import obstore
+
+        def read() -> bytearray | None:
+            ranged: Any = {"range": (0, PIECE)} if limit > PIECE else None
+            try:
+                found = obstore.get(self._store, name, options=ranged)
+            except FileNotFoundError as error:
+                if any(word in str(error) for word in _NO_BUCKET):
+                    raise  # not only the object is missing
+                return None
+            size = found.meta["size"]
+            if size > limit:
+                raise Refused(f"{name}: {size} bytes, expected at most {limit}")
+            data = bytearray(found.bytes())
+            while len(data) < size:
+                length = min(PIECE, size - len(data))
+                data += obstore.get_range(self._store, name, start=len(data), length=length)
+            return data
+
+        data = self._patiently("read", read)
+        size = len(data or b"")
+        self._count(max(1, -(-size // PIECE)), down=size)
+        return None if data is None else bytes(data)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object, or replace it."""
+        import obstore
+
+        self._patiently("write", lambda: obstore.put(self._store, name, data, chunk_size=PIECE))
+        parts = -(-len(data) // PIECE)
+        self._count(1 if parts == 1 else parts + 2, up=len(data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if there is none of this name; say whether this call has written it.
+
+        `data` must differ from what anybody else would write.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        def write() -> bool:
+            try:
+                obstore.put(self._store, name, data, mode="create")
+            except AlreadyExistsError:  # perhaps by this call, whose answer was lost
+                return self.get(name, limit=2**62) == data
+            return True
+
+        self._count(1, up=len(data))
+        return self._patiently("write", write)
+
+    def delete(self, *names: str) -> None:
+        """Delete objects, if they are there and may be deleted."""
+        import obstore
+
+        for name in names:
+            with contextlib.suppress(Exception):  # what is left costs space only
+                obstore.delete(self._store, name)
+        self._count(len(names))
+
+    def names(self) -> list[str]:
+        """List the names of all objects; the list is empty if listing is not permitted."""
+        import obstore
+
+        self._count(1)
+        with contextlib.suppress(Exception):
+            return sorted(found["path"] for found in obstore.list(self._store).collect())
+        return []
+
+    def _count(self, requests: int, *, up: int = 0, down: int = 0) -> None:
+        with self._counting:
+            self.requests += requests
+            self.bytes_up += up
+            self.bytes_down += down
+
+    def _patiently(self, kind: str, act: Callable[[], T]) -> T:
+        """Return what `act` returns; repeat it while it fails."""
+        pause_s, failures, failed_s = 0.2, 0, time.monotonic()
+        while True:
+            try:
+                result = act()
+            except (Refused, ConfigError):
+                raise
+            except Exception as error:  # deliberately broad: obstore's errors have no common kind
+                failures += 1
+                if kind not in self._known:
+                    self._give_up(kind, error, failures)
+                elif failures == 3:
+                    self._say(f"{self.url}: cannot {kind} ({_cause(error)}); waiting")
+            else:
+                if failures >= 3:
+                    gone_s = time.monotonic() - failed_s
+                    self._say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
+                self._known.add(kind)
+                return result
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RETRY_S)
+
+    def _give_up(self, kind: str, error: Exception, failures: int) -> None:
+        text = f"{type(error).__name__} {error}"
+        if isinstance(error, FileNotFoundError):
+            raise ConfigError(f"{self.url}: no such bucket; make it, or name another") from error
+        if any(word in text for word in ("169.254.169.254", "metadata.google", "Unauthenticated")):
+            raise ConfigError(
+                f"{self.url}: no valid credentials; set them in the environment, such as"
+                " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (those of a profile must be exported)"
+            ) from error
+        if any(word in text for word in ("PermissionDenied", "403", "401", "os error 13")):
+            raise ConfigError(
+                f"{self.url}: no permission to {kind} objects ({_cause(error)}); the list of what"
+                " the bucket must allow is in docs/guides/sites.md"
+            ) from error
+        if failures >= _FIRST_TRIES:
+            raise ResourceError(f"{self.url}: cannot {kind} objects ({_cause(error)})") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of an error of obstore, whose later lines are Rust's."""
+    return reason(RuntimeError(str(error).partition("\n")[0]), 200)
+
+
+@contextlib.contextmanager
+def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call a function again and again in a thread, as long as the `with` block runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+# -- Objects ---------------------------------------------------------------------------------
+
+
+def to_json(message: Mapping[str, Any]) -> bytes:
+    """Make an object of JSON without arrays."""
+    return json.dumps({"sha256": _sha256(message), "message": message}).encode()
+
+
+def from_json(data: bytes, name: str) -> dict[str, Any]:
+    """Read an object of JSON without arrays.
+
+    Raises:
+      Refused: If it is damaged.
+    """
+    try:
+        found = json.loads(data)
+        message, digest = found["message"], found["sha256"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Refused(f"{name}: no JSON of adloco_jax") from error
+    if not isinstance(message, dict) or _sha256(message) != digest:
+        raise Refused(f"{name}: damaged (SHA-256)")
+    return message
+
+
+def _sha256(message: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(message).encode()).hexdigest()
+
+
+def pack(message: Mapping[str, Any], tree: PyTree) -> tuple[bytes, str]:
+    """Make an object of JSON and of a tree whose leaves are arrays and plain values.
+
+    Arrays of zeros, such as fresh optimizer states, take no space.
+
+    Returns:
+      The object, and its SHA-256.
+    """
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
+    kinds = np.ndarray, np.generic
+    arrays = {name: np.asarray(x, order="C") for name, x in leaves.items() if isinstance(x, kinds)}
+    sent = {name: x for name, x in arrays.items() if x.any()}
+    values = {name: x for name, x in leaves.items() if name not in arrays}
+    text = json.dumps({**message, "values": values, "zeros": sorted(arrays.keys() - sent.keys())})
+    digest = _digest(text, sent)
+    return save(sent, {"message": text, "sha256": digest}), digest
+
+
+def unpack(
+    data: bytes, name: str, form: Callable[[dict[str, Any]], PyTree]
+) -> tuple[dict[str, Any], PyTree, str]:
+    """Read an object that `pack` has made. Names, sizes and types are checked before arrays exist.
+
+    Args:
+      data: The object.
+      name: Its name, for messages.
+      form: Returns the expected tree for the object's message: a `jax.ShapeDtypeStruct` for an
+        array, and a type such as `int` for a plain value.
+
+    Returns:
+      The message, the tree, and the SHA-256 of the object.
+
+    Raises:
+      Refused: If the object is damaged, or has another form.
+    """
+    try:
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        about = header.pop("__metadata__")
+        message = json.loads(about["message"])
+        paths = jax.tree.leaves_with_path(form(message))
+        wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+        values, zeros, arrays = message.pop("values"), set(message.pop("zeros")), {}
+        if {*header, *values, *zeros} != wanted.keys():
+            raise Refused(f"{name}: parts are missing or unknown")
+        for key, want in wanted.items():
+            if isinstance(want, type):
+                if type(values[key]) is not want:
+                    raise Refused(f"{name}: {key} is no {want.__name__}")
+            elif key in header:
+                arrays[key] = _view(memoryview(data)[end:], header[key], want, f"{name}: {key}")
+        if _digest(about["message"], arrays) != about["sha256"]:
+            raise Refused(f"{name}: damaged (SHA-256)")
+    # Deliberately broad: there are many ways in which an object can be damaged.
+    except Exception as error:
+        if isinstance(error, Refused):
+            raise
+        raise Refused(f"{name}: damaged ({type(error).__name__}: {reason(error, 100)})") from error
+
+    def leaf(path, want):
+        key = jax.tree_util.keystr(path)
+        if isinstance(want, type):
+            return values[key]
+        return np.zeros(want.shape, want.dtype) if key in zeros else arrays[key]
+
+    return message, jax.tree.map_with_path(leaf, form(message)), about["sha256"]
+
+
+def _view(
+    data: memoryview, entry: dict[str, Any], want: jax.ShapeDtypeStruct, name: str
+) -> np.ndarray:
+    start, end = entry["data_offsets"]
+    size = int(np.prod(want.shape)) * want.dtype.itemsize
+    if tuple(entry["shape"]) != want.shape or end - start != size or end > len(data):
+        raise Refused(f"{name}: damaged, or not of shape {want.shape}")
+    return np.frombuffer(data, want.dtype, size // want.dtype.itemsize, start).reshape(want.shape)
+
+
+def _digest(text: str, arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        digest.update(arrays[name].reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,149 @@
+"""Objects of a bucket, drivers and learners that share one, and what is refused; on a folder."""
+
+import importlib.util
+import json
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+from learners import InBucket
+from toy import settings_of
+from toy_runs import events, run
+
+from adloco_jax.elastic import bucket, site, store
+from adloco_jax.errors import ConfigError, ResourceError
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(3), "n": 5, "x": 0.5}
+FORM = {"a": jax.ShapeDtypeStruct((2, 3), np.dtype("f4")), "n": int, "x": float}
+FORM |= {"b": jax.ShapeDtypeStruct((3,), np.dtype("f8"))}
+
+
+def settings_at(url, **engine):
+    return settings_of(
+        num_rounds=3,
+        ensemble={"num_trainers": 1, "num_workers": 2},
+        merge={"policy": "none"},
+        batching={"test": "constant"},
+        engine={"kind": "bucket", "address": url, "heartbeat_s": 4.0} | engine,
+    )
+
+
+def test_an_object_holds_what_was_packed_and_zeros_take_no_space():
+    data, digest = store.pack({"about": "it"}, TREE)
+    message, tree, found = store.unpack(data, "name", lambda _: FORM)
+    assert message == {"about": "it"} and found == digest
+    jax.tree.map(np.testing.assert_array_equal, tree, TREE)
+    large, _ = store.pack({}, {"zeros": np.zeros(10**6)})
+    assert len(large) < 500
+
+
+@pytest.mark.parametrize("at", ["header", "first", "last", "cut", "empty", "form", "missing part"])
+def test_an_altered_object_is_refused_by_name(at):
+    data = bytearray(store.pack({}, TREE)[0])
+    form = dict(FORM)
+    if at == "form":
+        form["a"] = jax.ShapeDtypeStruct((3, 2), np.dtype("f4"))
+    elif at == "missing part":
+        form["c"] = int
+    elif at in ("cut", "empty"):
+        data = data[: len(data) - 4 if at == "cut" else 0]
+    else:
+        data[{"header": 30, "first": len(data) - 24, "last": len(data) - 1}[at]] ^= 1
+    with pytest.raises(store.Refused, match="^orders/1: ") as error:
+        store.unpack(bytes(data), "orders/1", lambda _: form)
+    assert "\n" not in str(error.value)
+
+
+def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(
+    monkeypatch, tmp_path
+):
+    url = f"file://{tmp_path}/bucket"
+    first = store.Store(url)
+    board = {"id": "x", "count": 1, "places": {}, "is_over": False, "has_ended": False}
+    first.put("driver/1.json", store.to_json(board))
+
+    def works(seconds):
+        clock.now_s += seconds
+        board["count"] += 1
+        first.put("driver/1.json", store.to_json(board))
+
+    clock = types.SimpleNamespace(now_s=0.0, sleep=works, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(bucket, "time", clock)
+    with pytest.raises(ConfigError, match="another driver runs there") as error:
+        bucket._next_epoch(first, 4.0)
+    assert "\n" not in str(error.value) and clock.now_s < 4
+    clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
+    assert bucket._next_epoch(first, 4.0) == 2 and clock.now_s >= 4
+
+
+def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
+    monkeypatch, tmp_path
+):
+    here = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(here.url))
+    with pytest.raises(ConfigError, match="holds another run; name another prefix") as error:
+        run(tmp_path / "two", settings_at(here.url))
+    assert error.value.exit_code == 2 and "\n" not in str(error.value)
+    longer = settings_at(here.url).model_copy(update={"num_rounds": 5})
+    ended = run(tmp_path / "one", longer)
+    assert ended.controller.round == 5
+    assert {e["what"] for e in events(tmp_path / "one", "learner")} == {"joined"}
+
+
+def test_an_old_driver_that_comes_back_ends(monkeypatch, tmp_path):
+    def fate(n, life, method, arguments):
+        if method == "play" and arguments[0].round == 2:
+            store.Store(here.url).put("driver/2.json", b"{}")
+        return "answer"
+
+    here = InBucket(monkeypatch, tmp_path / "bucket", fate)
+    with pytest.raises(ResourceError, match="another driver has taken over"):
+        run(tmp_path / "run", settings_at(here.url))
+
+
+def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
+    for url in (f"file://{tmp_path}/no/run", "ftp://host/run", "s3://", "https://host/run"):
+        with pytest.raises(ConfigError) as error:
+            store.Store(url)
+        assert str(error.value).startswith(url) and "\n" not in str(error.value)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"adloco_jax\[bucket\]"):
+        run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
+    assert not (tmp_path / "r").exists() and not (tmp_path / "bucket").exists()
+
+
+@pytest.mark.parametrize("what", ["adloco_jax", "fingerprint"])
+def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch, tmp_path, what):
+    here = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(here.url))
+    path = tmp_path / "bucket" / "run.json"
+    message = json.loads(path.read_bytes())["message"]
+    path.write_bytes(store.to_json(message | {what: "other"}))
+    monkeypatch.setattr(site, "load_data", lambda *_: types.SimpleNamespace(fingerprint="table"))
+    with pytest.raises(ConfigError, match="the driver has ") as error:
+        site.join(here.url, own={})
+    assert error.value.exit_code == 2 and "\n" not in str(error.value)
+
+
+def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_path, capsys):
+    waits = []
+    clock = types.SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
+    monkeypatch.setattr(store, "time", clock)
+    there = store.Store(f"file://{tmp_path}/bucket")
+    there.put("a", b"1")
+    fails = iter([True] * 9 + [False])
+
+    def write():
+        if next(fails):
+            raise RuntimeError("503\nRust")
+        return 7
+
+    assert there._patiently("write", write) == 7
+    assert len(waits) == 9 and waits == sorted(waits) and max(waits) <= 3
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and said[0].endswith("cannot write (503); waiting")
+    assert threading.active_count() < 50
