@@ -9,6 +9,7 @@ A config file returns a ConfigDict of these knobs. `config.validate` turns it in
 which the training loop and its engine read every setting. This module does not import JAX.
 """
 
+import inspect
 import operator
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -130,7 +131,7 @@ class ModelSettings(SettingsGroup):
     init_from: str = ""
     """Weights to start from: a folder in Hugging Face layout, its address, or a hub name. Sizes set
     here must equal the checkpoint's. A head that it lacks is random. Empty: random weights."""
-    # Not a knob: config.json of the checkpoint, as text (`run.folder.with_checkpoint`).
+    # Not a knob: config.json of the checkpoint, as text (`run.folder.completed`).
     checkpoint: Annotated[str, RECORDED] = ""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
@@ -168,6 +169,10 @@ class DataSettings(SettingsGroup):
     """bytes, a *.json, a *.model, a folder, a hub name. Unset: model.init_from's, else bytes."""
     sequence_length: Count = 128
     """L, predicted tokens per row."""
+    attention: Literal["row", "document"] = "row"
+    """What a token attends to before it: its row, or only its own document in the row."""
+    # Not a knob: the id that separates documents, -1 if not known (`run.folder.completed`).
+    separator: Annotated[int, RECORDED] = -1
     num_sequences: Count | None = None
     """Upper limit of the training rows; unset: all."""
     heldout_frac: Part = 0.05
@@ -499,6 +504,9 @@ class Settings(SettingsGroup):
             yield "eval.sample_tokens model.max_length", "no room is left for a text; lower it"
         if is_labelled and "text_column" not in source.needs:
             yield "model.arch data.source", "rows need labels; set the second to jsonl, parquet, hf"
+        build = inspect.signature(tables["ARCHITECTURES"][self.model.arch].build)
+        if self.data.attention == "document" and "separator" not in build.parameters:
+            yield "model.arch data.attention", "it cannot separate documents; set the second to row"
         if is_labelled and self.data.sequence_length < 3:
             yield "model.arch data.sequence_length", "two tokens frame a text; set at least 3"
         if workers.initial_workers and not joins:

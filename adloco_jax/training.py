@@ -56,7 +56,7 @@ from adloco_jax.run.changes import check_config
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Mode, require_memory
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.folder import exclusive, recorded_commit, require_usable, with_checkpoint
+from adloco_jax.run.folder import completed, exclusive, recorded_commit, require_usable
 from adloco_jax.run.observers import RunEngine
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -138,7 +138,7 @@ def train(
     machine = here()
 
     def put_together() -> Run:
-        whole = with_checkpoint(settings, folder)
+        whole = completed(settings, folder)
         check_config(folder, whole, accept=accept_config_change)
         require_usable(folder)
         model = configured_model(whole, machine)

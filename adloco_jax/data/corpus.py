@@ -181,6 +181,9 @@ def load_corpus(
         options = {"num_classes": num_classes, "commit": commit}
         options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
         manifest, (train, heldout) = _kept_rows(data, tokenizer, note, options)
+    if data.attention == "document" and manifest.documents[0] < 2:
+        need = "set data.attention=row"
+        raise DataError(f"{where_of(data)}: a single document to train on; {need}")
     order = order_of(settings, len(train), where=where_of(data))
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
     return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)

@@ -21,11 +21,12 @@ class Architecture:
     Attributes:
       build: `build(*, ...)` returns a Flax module. `module.init(key, tokens_BL)["params"]` must be
         the parameters, a tree of arrays. `build` receives these keywords, and ignores the others by
-        `**_`: the sizes of the config's group `model`, `dtype`, `remat`, `checkpoint`, `attention`
-        and `layer_form`. `checkpoint` is the text of the `config.json` of `model.init_from`, or
-        empty. `attention` is "xla", or "cudnn" if `build` names this keyword and the device allows
-        it. `layer_form` says how the compiled program shall run the layers
-        (`models.kernels.run_layers`).
+        `**_`: the sizes of the config's group `model`, `dtype`, `remat`, `checkpoint`, `attention`,
+        `layer_form` and `separator`. `checkpoint` is the text of the `config.json` of
+        `model.init_from`, or empty. `attention` is "xla", or "cudnn" if `build` names this keyword
+        and the device allows it. `layer_form` says how the compiled program shall run the layers
+        (`models.kernels.run_layers`). `separator` is the id of the token that separates documents,
+        or None if tokens attend to whole rows; a `build` must name it to be given one.
       loss: `loss(module, *, loss_chunk)` returns `loss_fn(params, rows)`, the mean loss over int32
         rows. If `loss_fn` also takes the keyword `tap_B` (`models.layers`), batch-size tests
         measure gradients by taps.
@@ -57,11 +58,13 @@ def _attributes(module: type[nn.Module], given: dict[str, Any]) -> dict[str, Any
     return {name: value for name, value in given.items() if name in names}
 
 
-def _build_llama(*, attention: str, checkpoint: str, **given: Any) -> llama.Llama:
+def _build_llama(
+    *, attention: str, checkpoint: str, separator: int | None, **given: Any
+) -> llama.Llama:
     # A checkpoint describes more than sizes, and the settings of sizes agree with it.
     described = LLAMA.attributes(json.loads(checkpoint)) if checkpoint else {}
     described |= _attributes(llama.Llama, given)
-    return llama.Llama(**described, attention=attention)
+    return llama.Llama(**described, attention=attention, separator=separator)
 
 
 def _build_bert(**given: Any) -> bert.Bert:

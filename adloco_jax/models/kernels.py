@@ -39,6 +39,7 @@ def attend(
     q_BHLK: Float[Array, "B H L K"],
     k_BGLK: Float[Array, "B G L K"],
     v_BGLK: Float[Array, "B G L K"],
+    starts_BL: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B L D"]:
     """Compute causal grouped-query attention: softmax(q k^T, masked) v, with heads concatenated.
 
@@ -46,6 +47,7 @@ def attend(
       q_BHLK: Queries, already scaled. H/G consecutive query heads share a key and value head.
       k_BGLK: Keys.
       v_BGLK: Values.
+      starts_BL: The first position to which each position attends. None: position 0.
 
     Returns:
       The outputs of the heads side by side (D = H K), in the dtype of `v_BGLK`. The softmax is
@@ -59,27 +61,31 @@ def attend(
     for start in range(0, L, size):
         end = min(start + size, L)
         q_BGqK = q_BGrLK[:, :, :, start:end].reshape(B, G, -1, K)
-        y_BGqK = _attend_block(q_BGqK, k_BGLK[:, :, :end], v_BGLK[:, :, :end], H // G)
+        keys = (k_BGLK[:, :, :end], v_BGLK[:, :, :end])
+        starts = None if starts_BL is None else starts_BL[:, start:end]
+        y_BGqK = _attend_block(q_BGqK, *keys, starts, H // G)
         blocks.append(y_BGqK.reshape(B, H, end - start, K))
     return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3).reshape(B, L, H * K)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _attend_block(q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _attend_block(
+    q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
+) -> Array:
     """Return the attention outputs of the last positions of a sequence.
 
     The axis s has all positions. The axis q has the last positions of each of the `num_shared`
-    query heads that share a key head, one head after another.
+    query heads that share a key head, one head after another; the axis l has them once.
     """
-    return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, num_shared)[0]
+    return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, starts_Bl, num_shared)[0]
 
 
 def _attend_block_and_sums(
-    q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int
+    q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> tuple[Array, Array]:
     """Return attention outputs, and the log of each query's sum of exponentials [B, G, q, 1]."""
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
-    scores = jnp.where(_visible(q_BGqK, k_BGsK, num_shared), scores, -jnp.inf)
+    scores = jnp.where(_visible(q_BGqK, k_BGsK, starts_Bl, num_shared), scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     powers = jnp.exp(scores - largest)
     sums = jnp.sum(powers, axis=-1, keepdims=True)
@@ -95,10 +101,10 @@ def _attend_block_and_sums(
 # to 0.859 on an idle one.
 @_attend_block.defjvp
 def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (q, k, v), (dq, dk, dv) = primals, tangents
-    y, log_sums_BGq1 = map(kept, _attend_block_and_sums(q, k, v, num_shared))
+    (q, k, v, starts), (dq, dk, dv, _) = primals, tangents
+    y, log_sums_BGq1 = map(kept, _attend_block_and_sums(q, k, v, starts, num_shared))
     scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
-    scores = jnp.where(_visible(q, k, num_shared).T, scores, -jnp.inf)
+    scores = jnp.where(_visible(q, k, starts, num_shared).swapaxes(-1, -2), scores, -jnp.inf)
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
     dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
     # The derivatives of the weights as if their sum were constant. The derivative of the sum enters
@@ -112,16 +118,31 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
     return y, dy.astype(y.dtype)
 
 
-def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
-    """Return the mask [q, s] of the keys that a query may see: those up to the query's position."""
+def _visible(
+    q_BGqK: Array, k_BGsK: Array, starts_Bl: Array | None, num_shared: int
+) -> np.ndarray | Array:
+    """Return the mask [q, s] or [B, 1, q, s] of the keys that a query may see.
+
+    They are those from the query's start, if there are starts, up to its position.
+    """
     num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
-    return np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
+    causal = np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
+    if starts_Bl is None:
+        return causal
+    starts_B1q1 = jnp.tile(starts_Bl, (1, num_shared))[:, None, :, None]
+    return causal[None, None] & (np.arange(num_keys)[None, None, None] >= starts_B1q1)
 
 
-def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
+def document_starts(tokens_BL: Int[Array, "B L"], separator: int) -> Int[Array, "B L"]:
+    """Return the first position of the document of each position; a separator begins one."""
+    begins_BL = jnp.where(tokens_BL == separator, np.arange(tokens_BL.shape[1])[None], 0)
+    return lax.cummax(begins_BL, axis=1)
+
+
+def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: None) -> Array:
     """Compute `attend` with cuDNN's fused kernel, which does not store the scores.
 
-    The kernel needs an NVIDIA GPU and bfloat16.
+    The kernel needs an NVIDIA GPU and bfloat16, and no starts.
     """
 
     def attend(*heads_BLHK: Array) -> Array:

@@ -16,7 +16,16 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from adloco_jax.models.kernels import ATTENTION, KEEP_NAMED, kept, pick, run_layers, stacked, swiglu
+from adloco_jax.models.kernels import (
+    ATTENTION,
+    KEEP_NAMED,
+    document_starts,
+    kept,
+    pick,
+    run_layers,
+    stacked,
+    swiglu,
+)
 from adloco_jax.models.layers import (
     HEADS_DIVIDE_WIDTH,
     Embed,
@@ -122,7 +131,7 @@ class _Sizes(NamedTuple):
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention of every position to itself and to all positions before it.
+    """Grouped-query attention of every position to itself and to the positions before it.
 
     In its arrays the axis of heads comes before the axis of positions, as the products need it.
     """
@@ -130,7 +139,9 @@ class _Attention(nn.Module):
     sizes: _Sizes
 
     @nn.compact
-    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap) -> Array:
+    def __call__(
+        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, starts_BL: Array | None
+    ) -> Array:
         B, L, D = x_BLD.shape
         sizes, K = self.sizes, self.sizes.head_size
 
@@ -151,7 +162,7 @@ class _Attention(nn.Module):
         q_BHLK = rotated(heads("query", sizes.num_heads, norm=sizes.qk_norm), *scaled)
         k_BGLK = rotated(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
         v_BGLK = kept(heads("value", sizes.num_kv_heads))
-        y_BLD = ATTENTION[sizes.attention](q_BHLK, k_BGLK, v_BGLK)
+        y_BLD = ATTENTION[sizes.attention](q_BHLK, k_BGLK, v_BGLK, starts_BL)
         return kept(Linear(D, sizes.dtype, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B))
 
 
@@ -176,12 +187,12 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap
+        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, starts_BL: Array | None
     ) -> tuple[Array, None]:
         attention, mlp = _Attention(self.sizes, name="attention"), _MLP(self.sizes, name="mlp")
         norm = functools.partial(RMSNorm, self.sizes.norm_eps, self.sizes.dtype)
         attention_norm, mlp_norm = norm(name="attention_norm"), norm(name="mlp_norm")
-        x_BLD = x_BLD + attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B)
+        x_BLD = x_BLD + attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, starts_BL)
         return x_BLD + mlp(mlp_norm(x_BLD, tap_B), tap_B), None
 
 
@@ -213,6 +224,8 @@ class Llama(nn.Module):
       mlp_bias: Whether the three products of the MLP have biases.
       qk_norm: Whether the queries and keys of each head are normalised before rotation.
       tied: Whether the head is the embedding table. The two are then one parameter.
+      separator: Token id that begins a document. A position then attends only to positions of its
+        own document, which needs `attention="xla"`. None: it attends to all positions before it.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, rotation, softmax and logits
         are float32 in any case.
       remat: What the backward pass keeps. If True, it keeps only the input of each layer and
@@ -247,6 +260,7 @@ class Llama(nn.Module):
     mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
+    separator: int | None = None
     dtype: str = "float32"
     remat: bool = False
     attention: str = "xla"
@@ -260,6 +274,8 @@ class Llama(nn.Module):
         check_sizes(self, RULES if self.head_size is None else _HEAD_SIZE_RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
+        if self.separator is not None and self.attention != "xla":
+            raise ValueError(f"attention={self.attention!r} separates no documents; use 'xla'.")
         # XLA merges what inlined layers recompute with the original, unless that is prevented.
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=None if self.remat else KEEP_NAMED)
@@ -289,7 +305,12 @@ class Llama(nn.Module):
             x_BLD, head_tap = self.embed.look_up_tied(tokens_BL, tap_B)
         else:
             x_BLD = self.embed(tokens_BL, tap_B)
-        x_BLD = run_layers(self.layers, self.layer, x_BLD, *tables, tap_B, form=self.layer_form)
+        # Rotary attention depends on distances alone, so the tables need no restart in a document.
+        starts_BL = None
+        if self.separator is not None:
+            starts_BL = document_starts(tokens_BL, self.separator)
+        shared = (*tables, tap_B, starts_BL)
+        x_BLD = run_layers(self.layers, self.layer, x_BLD, *shared, form=self.layer_form)
         return self.norm(x_BLD, tap_B), head_tap
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap: Any = None) -> Float[Array, "B L V"]:
@@ -300,7 +321,9 @@ class Llama(nn.Module):
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """Make a function that returns the mean next-token loss of each sequence.
 
-    Every token counts, because rows are packed without padding.
+    Every token counts, because rows are packed without padding. If the model separates documents,
+    a separator closes the document before it as a target, and begins the next one as an input. So
+    the loss of a row is the mean over its tokens of the losses of its documents alone.
 
     Args:
       model: The model that computes the logits.

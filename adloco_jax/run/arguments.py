@@ -85,6 +85,8 @@ def check_arguments(
     faults = []
     if not isinstance(settings, Settings):
         faults.append(f"settings: {_kind(settings)}; give what config.validate(config) returns")
+    elif settings.data.attention == "document":
+        faults.append("data.attention = 'document': loss_fn says what a token attends to; set row")
     if not isinstance(workdir, str | os.PathLike):
         faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
     rows: Any = getattr(corpus, "heldout_rows", None)

@@ -114,7 +114,8 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
     """Choose the attention kernel of the configured model: "cudnn" if possible, else "xla".
 
     The conditions for "cudnn" are those of `jax.nn.dot_product_attention` on the GPU with the
-    strictest limits. A batch-size test that uses inner products of gradients needs "xla". If
+    strictest limits. Attention within documents needs "xla": the function turns their mask into a
+    bias for each head and pair of positions, and writes its gradient. A batch-size test that uses inner products of gradients needs "xla". If
     `model_shards` devices share a worker's parameters, a test that measures gradients also needs
     "xla": XLA cannot partition the call of the cuDNN kernel in the program that measures them.
     """
@@ -129,6 +130,7 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
         "cudnn"
         if (
             takes(ARCHITECTURES[model.arch].build, "attention")
+            and settings.data.attention == "row"
             and model.dtype == "bfloat16"
             and head_size <= 128
             and head_size % 8 == 0
@@ -184,6 +186,7 @@ def build_network(
         remat=mode.remat,
         attention=kernel or "xla",
         layer_form=layer_form,
+        separator=settings.data.separator if settings.data.attention == "document" else None,
     )
 
 

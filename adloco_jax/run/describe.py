@@ -38,7 +38,8 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
-        f" {model.dtype}, attention by {spec.attention};"
+        f" {model.dtype}, attention by {spec.attention}"
+        f"{' within documents' * (settings.data.attention == 'document')};"
         f" {spec.machine.describe()}, {at.describe()}",
         f"trainers: {ensemble.num_trainers} with {counted(len(owners), 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax import __version__, files, hf
 from adloco_jax.config import default_config, tables, validate
-from adloco_jax.data.tokenizers import default_tokenizer
+from adloco_jax.data.tokenizers import default_tokenizer, tokenizer_of
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.files import replaced_file, write_errors
 from adloco_jax.hub import COMMIT
@@ -127,19 +127,30 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
         raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
 
 
-def with_checkpoint(settings: Settings, workdir: Path | None = None) -> Settings:
-    """Add to the settings the description and the tokenizer of the checkpoint `model.init_from`.
+def completed(settings: Settings, workdir: Path | None = None) -> Settings:
+    """Add to the settings what is read from the files that they name.
 
-    The description is the checkpoint's `config.json`. A run records it with the tokenizer's name,
-    and needs the checkpoint's weights only once.
+    This is the description and the tokenizer of the checkpoint `model.init_from` and, if
+    `data.attention` needs it, the tokenizer's end-of-text token. The description is the
+    checkpoint's `config.json`. A run records it with the tokenizer's name, and needs the
+    checkpoint's weights only once.
 
     Args:
       settings: The run's settings.
       workdir: The run's folder. If it contains a run, the description is that of the record.
 
     Raises:
-      UserError: If the checkpoint cannot be read.
+      UserError: If the checkpoint or the tokenizer cannot be read.
     """
+    settings = _with_checkpoint(settings, workdir)
+    if settings.data.attention == "row":
+        return settings
+    separator = tokenizer_of(settings).eot_id
+    data = settings.data.model_copy(update={"separator": separator})
+    return settings.model_copy(update={"data": data})
+
+
+def _with_checkpoint(settings: Settings, workdir: Path | None) -> Settings:
     model, path = settings.model, (workdir or Path()) / "config.json"
     if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
         return settings
@@ -170,7 +181,7 @@ def recorded_settings(workdir: Path) -> Settings:
     if commit := recorded_commit(workdir):
         config["data"]["revision"] = commit
     try:
-        return with_checkpoint(validate(config), workdir)
+        return completed(validate(config), workdir)
     except ConfigError as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 

@@ -35,7 +35,7 @@ from adloco_jax.run.choose import (
     reachable_keys,
 )
 from adloco_jax.run.describe import plan_lines, round_bytes, run_header
-from adloco_jax.run.folder import with_checkpoint
+from adloco_jax.run.folder import completed
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
 
@@ -65,7 +65,7 @@ def plan(
       UserError: If a check fails; `check_inputs` lists the cases.
     """
     folder = None if workdir is None else Path(workdir)
-    settings = processes.run_on_all(lambda: with_checkpoint(validate(config, folder), folder))
+    settings = processes.run_on_all(lambda: completed(validate(config, folder), folder))
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
@@ -131,7 +131,7 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
     """
     settings, machine, start_s = validate(config), described(device), time.perf_counter()
     with contextlib.suppress(UserError):  # without the hub, the sizes describe the model
-        settings = with_checkpoint(settings)
+        settings = completed(settings)
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
     lines = [f"Compiled for {device}, not run.", ""]
