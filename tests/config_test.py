@@ -214,6 +214,9 @@ CONTRADICTIONS = {
     "a classifier's sample": dict(
         model__arch="bert", data__source="jsonl", data__path="x", eval__sample_tokens=5
     ),
+    "a classifier's documents": dict(
+        model__arch="bert", data__source="jsonl", data__path="x", data__attention="document"
+    ),
     "inner decay": dict(inner__tx="sgd"),
     "fragments of unequal rounds": dict(outer__fragments=3),
     "a fragment late for the next": dict(outer__fragments=4, outer__delay_updates=50),

@@ -111,9 +111,6 @@ def test_a_run_separates_documents_at_the_end_of_text(tmp_path, capsys):
 
 
 def test_what_has_no_documents_is_refused_in_a_line(tmp_path):
-    with pytest.raises(ConfigError, match="^model.arch = 'bert', data.attention = 'document': "):
-        data = DOCUMENT | {"source": "jsonl", "path": "x"}
-        validate(toy.config_of(model={"arch": "bert"}, data=data))
     settings = toy.settings_of(data=DOCUMENT | {"sequence_length": toy.LENGTH})
     functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
     with pytest.raises(ConfigError, match="^data.attention = 'document': loss_fn"):

@@ -115,9 +115,10 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
 
     The conditions for "cudnn" are those of `jax.nn.dot_product_attention` on the GPU with the
     strictest limits. Attention within documents needs "xla": the function turns their mask into a
-    bias for each head and pair of positions, and writes its gradient. A batch-size test that uses inner products of gradients needs "xla". If
-    `model_shards` devices share a worker's parameters, a test that measures gradients also needs
-    "xla": XLA cannot partition the call of the cuDNN kernel in the program that measures them.
+    bias for each head and pair of positions, and writes its gradient. A batch-size test that uses
+    inner products of gradients needs "xla". If `model_shards` devices share a worker's parameters,
+    a test that measures gradients also needs "xla": XLA cannot partition the call of the cuDNN
+    kernel in the program that measures them.
     """
     model, device = settings.model, machine.devices[0]
     head_size = (
