@@ -139,11 +139,14 @@ def document_starts(tokens_BL: Int[Array, "B L"], separator: int) -> Int[Array, 
     return lax.cummax(begins_BL, axis=1)
 
 
-def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: None) -> Array:
+def _attend_cudnn(
+    q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: Array | None = None
+) -> Array:
     """Compute `attend` with cuDNN's fused kernel, which does not store the scores.
 
-    The kernel needs an NVIDIA GPU and bfloat16, and no starts.
+    The kernel needs an NVIDIA GPU and bfloat16, and has no starts.
     """
+    assert starts_BL is None
 
     def attend(*heads_BLHK: Array) -> Array:
         return jax.nn.dot_product_attention(
