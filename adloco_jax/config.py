@@ -1,4 +1,4 @@
-"""Read the config of a run from a file, check it, and report all faults.
+"""Make the default config of a run, check a config, and report all faults.
 
 A config is a ConfigDict of knobs (settings), most of them in groups such as `inner`. The module
 `adloco_jax.settings` declares the knobs. A config file calls `default_config()`, which returns a
@@ -10,24 +10,15 @@ import contextlib
 import difflib
 import importlib
 import json
-import os
-import re
-import runpy
-import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from ml_collections import ConfigDict, FieldReference
 from pydantic import ValidationError
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Settings, default_of, shown
-
-# The folder of the configs that come with the package. In the repository it is a link to the folder
-# `configs` at the top level.
-SHIPPED = (Path(__file__).parent / "configs").resolve()
 
 # What a value needs, by the type of pydantic's error. Other errors have pydantic's own words.
 _NEEDS = {
@@ -41,8 +32,6 @@ _NEEDS = {
     "less_than_equal": "must be at most {le:.12g}",
     "model_type": "must be a group of keys; see default_config()",
 }
-
-T = TypeVar("T")
 
 
 def default_config() -> ConfigDict:
@@ -198,75 +187,3 @@ def _resolve_buckets(settings: Settings) -> tuple[int, ...]:
     powers = [2**n for n in range(largest.bit_length())]
     sizes = batching.buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
     return tuple(sorted({size for size in sizes if size <= largest}))
-
-
-def find_config(name: str) -> Path:
-    """Find a config file by its path, or by the name of a config that comes with this package.
-
-    Raises:
-      ConfigError: If there is no such file. The message lists the configs that come with this
-        package.
-    """
-    for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
-        if os.path.isfile(path):
-            return path
-    known = sorted(file.stem for file in SHIPPED.glob("[!_]*.py"))
-    nearest = difflib.get_close_matches(Path(name).stem, known, n=1)
-    meant = "".join(f"did you mean {near}? " for near in nearest)
-    raise ConfigError(
-        f"--config {name}: no such file; {meant}those that come with adloco_jax: {', '.join(known)}"
-    )
-
-
-def load_config(path: Path, function: str, kind: type[T]) -> T:
-    """Run the Python file of a config, call one of its functions, and return the result.
-
-    Raises:
-      ConfigError: If the file raises an error, if it does not define the function, or if the result
-        is not of type `kind`.
-    """
-    made = _run(path, function)
-    if type(made) is not kind:
-        hint = "start it from adloco_jax.config.default_config()"
-        for other, verb in (("get_config", "train"), ("get_comparison", "compare")):
-            if other != function and f"def {other}(" in path.read_text("utf-8", "replace"):
-                hint = f"write: adloco {verb} {path}"
-        raise ConfigError(f"{path}: needs a {function}() that returns a {kind.__name__}; {hint}")
-    return made
-
-
-def add_entries(name: str | None) -> None:
-    """Run a config file only for the entries that it adds to tables, such as `ARCHITECTURES`.
-
-    The config that the file makes is ignored. `name` is the path of the file, or the name of a
-    config that comes with this package. If it is None, nothing is done.
-    """
-    if name is not None:
-        _run(find_config(name), "get_config", "get_comparison")
-
-
-def _run(path: Path, *functions: str) -> object:
-    """Run a Python file, and return the result of one of its functions.
-
-    The function is the first in `functions` that the file defines. The result is None if the file
-    defines none of them.
-    """
-    # The parent of the config's folder is added to the import path, so that a config can import
-    # other configs in this folder.
-    root = str(path.resolve().parent.parent)
-    sys.path.insert(0, root)
-    try:
-        names = runpy.run_path(str(path))
-        found = [names[name] for name in functions if callable(names.get(name))]
-        return found[0]() if found else None
-    # Deliberately broad, because a config file is arbitrary Python.
-    except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f"{path}, line {lines[-1]}" if lines else str(path)
-        # The error of a locked ConfigDict lists all fields before it names the nearest one. This
-        # list is removed.
-        text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")
-        raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
-    finally:
-        sys.path.remove(root)

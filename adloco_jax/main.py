@@ -16,8 +16,11 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from adloco_jax import __version__, config
-from adloco_jax.cli.parser import is_run, parse
+from absl import logging
+
+from adloco_jax import __version__
+from adloco_jax.cli.names import find_config, is_run
+from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import require_devices
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
 
@@ -153,6 +156,8 @@ def _run(argv: Sequence[str]) -> int:
     if first not in COMMANDS:
         raise ConfigError(f"{first}: no such command; {_right_command(first, words)}")
     options = parse(first, words)
+    # Libraries log their errors and raise them, too. So the lines of the log are not needed.
+    logging.set_verbosity(logging.FATAL)
     if first in ("compare", "export", "generate", "gradients", "join"):
         require_devices()
     # Processes of one run may differ in these options, and record the same command line.
@@ -173,7 +178,7 @@ def _right_command(word: str, others: Sequence[str]) -> str:
     if is_run(word):
         return f"write: adloco report {word}"
     with contextlib.suppress(ConfigError):
-        name = config.find_config(word).stem
+        name = find_config(word).stem
         return f"write: adloco {'compare' if name.startswith('compare_') else 'train'} {word}"
     nearest = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.0)
     return f"did you mean {shlex.join(['adloco', *nearest, *others])}? adloco --help lists them"

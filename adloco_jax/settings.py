@@ -147,8 +147,8 @@ class DataSettings(SettingsGroup):
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
     source: Annotated[str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf tokens")] = "stdlib"
-    """stdlib: the Python library's own files. hf: a data set on the hub, a saved one, or files.
-    tokens: a folder that adloco prepare made."""
+    """Kind of text. stdlib: the standard library of the running Python. hf: a data set on the
+    Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made."""
     path: Annotated[str, "harmless"] = ""
     """File, folder or glob, here or at an address such as s3://; for hf also a hub name."""
     name: str = ""
@@ -200,7 +200,8 @@ class EnsembleSettings(SettingsGroup):
     num_workers: Count = 4
     """R, workers of the whole pool, not per trainer."""
     initial_workers: Count | None = None
-    """Workers at the start; noise lets others join (see batching.growth). Unset: the pool."""
+    """Workers at the start; the others join as gradient noise grows (see batching.growth). Unset:
+    the whole pool."""
     spawn_frac: Part | None = None
     """Fraction of the run after which all workers join."""
     model_shards: Annotated[Count | None, AUTO, "harmless"] = None
@@ -337,7 +338,8 @@ class BatchingSettings(SettingsGroup):
     """What grows with the request, in this order: workers (at most twofold at a time), the length
     of rounds (up to inner.max_steps_per_round), the batch."""
     max_blind_growth: Count | None = None
-    """Largest factor over the last batch with a positive estimated signal. Unset: no limit."""
+    """Largest growth while the estimated signal is not positive, as a factor over the last batch
+    with a positive signal. Unset: no limit."""
     smoothing: Decay = 0.9
     """Decay of the moving averages of each test's gradient statistics."""
     test_batch_size: Annotated[int | None, Field(ge=8, le=INT32), AUTO] = None
@@ -390,7 +392,8 @@ class MergeSettings(SettingsGroup):
     max_barrier: Amount | None = None
     """Largest rise of the held-out loss, in nats/token, by an accepted merge. Unset: no limit."""
     on_refusal: Literal["keep", "retire"] = "keep"
-    """After a refused merge. keep: its trainers go on. retire: only the largest request does."""
+    """After a refused merge. keep: all its trainers continue. retire: only the one with the largest
+    request continues."""
 
 
 class EvalSettings(SettingsGroup):
@@ -486,7 +489,8 @@ class Settings(SettingsGroup):
     num_rounds: Annotated[Count, "harmless"] = 20
     """Outer steps (AdLoCo table A.2)."""
     num_tokens: Annotated[int | None, Field(ge=1, le=4 * 10**18), "harmless"] = None
-    """Tokens of all trainers that end the run and set its schedules. Unset: num_rounds does."""
+    """Number of tokens, of all trainers together, after which the run ends; schedules then depend
+    on tokens. Unset: num_rounds ends the run."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about knobs of several groups."""

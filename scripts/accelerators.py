@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from hlo import collectives  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
-from adloco_jax.config import load_config, validate  # noqa: E402
+from adloco_jax.cli.names import load_config  # noqa: E402
+from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.engine.programs import lower, num_turns, placement  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.engine.work import Work, count  # noqa: E402

@@ -10,7 +10,8 @@ from toy import config_of
 
 from adloco_jax import ARCHITECTURES, hf
 from adloco_jax import main as cli
-from adloco_jax.config import default_config, load_config, validate
+from adloco_jax.cli.names import load_config
+from adloco_jax.config import default_config, validate
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Bert, Llama
 from adloco_jax.models.layers import param_shapes

@@ -15,7 +15,8 @@ from toy import config_of
 
 from adloco_jax import main as cli
 from adloco_jax.cli import compare as compare_command
-from adloco_jax.config import default_config, find_config, load_config
+from adloco_jax.cli.names import find_config, load_config
+from adloco_jax.config import default_config
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import chart, compare, curves, results, summary

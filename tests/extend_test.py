@@ -20,7 +20,8 @@ from adloco_jax import (
     OUTER_OPTIMIZERS,
     ROUND_LENGTHS,
 )
-from adloco_jax.config import load_config, validate
+from adloco_jax.cli.names import load_config
+from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu  # noqa: E402
 
-from adloco_jax.config import load_config, validate  # noqa: E402
+from adloco_jax.cli.names import load_config  # noqa: E402
+from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.run.arguments import check_inputs  # noqa: E402
 
 SPEED = {"tokens": {"low": 9e4, "median": 1e5, "high": 2e5}, "flops_per_s": 4945e11}

@@ -7,7 +7,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from adloco_jax import DATA_SOURCES, main
-from adloco_jax.config import load_config, validate
+from adloco_jax.cli.names import load_config
+from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
 from adloco_jax.run.assemble import build_model
 from adloco_jax.run.ledger import read

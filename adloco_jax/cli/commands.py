@@ -10,8 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from adloco_jax.cli.parser import is_run, runs_in
-from adloco_jax.config import SHIPPED, add_entries
+from adloco_jax.cli.names import SHIPPED, add_entries, is_run, runs_in
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Settings
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from adloco_jax.config import find_config, load_config
+from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.errors import UserError, counted
 from adloco_jax.run.changes import finished
 from adloco_jax.run.folder import check_workdir

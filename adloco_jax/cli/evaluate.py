@@ -5,7 +5,7 @@ import difflib
 import logging
 from pathlib import Path
 
-from adloco_jax.cli.parser import is_run
+from adloco_jax.cli.names import is_run
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.study import benchmarks, card
 from adloco_jax.study.report import write

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, get_origin
 from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
 
+from adloco_jax.cli.names import is_run, runs_in
 from adloco_jax.config import plain_type
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import GROUPS, INT32, KNOBS, SIZES, Settings, default_of, meaning
@@ -136,17 +137,6 @@ class Parser(argparse.ArgumentParser):
             for near in difflib.get_close_matches(stray, self._option_string_actions, n=1):
                 message += f" (did you mean {near}?)"
         raise ConfigError(f"{message}; write: {self.prog} {example} ({self.prog} --help says more)")
-
-
-def is_run(folder: str | Path) -> bool:
-    """Whether a folder contains a run."""
-    return os.path.isfile(Path(folder) / "ledger.jsonl")  # False also for invalid names
-
-
-def runs_in(folder: str | Path) -> list[Path]:
-    """Return the folders of the runs in a folder, the newest first."""
-    found = [path for path in Path(folder).glob("*") if is_run(path)]
-    return sorted(found, key=lambda run: run.stat().st_mtime, reverse=True)
 
 
 def _spelled(word: str) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Container, Iterator
 from datetime import datetime
 from pathlib import Path
 
-from absl import logging
 from ml_collections import ConfigDict
 
 from adloco_jax import config
-from adloco_jax.cli.parser import is_run, override
+from adloco_jax.cli.names import add_entries, find_config, is_run, load_config
+from adloco_jax.cli.parser import override
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
 from adloco_jax.settings import KNOBS, SIZES
 
@@ -59,7 +59,7 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
         if run is not None:
             from adloco_jax.run.folder import recorded_config
 
-            config.add_entries(options.config)
+            add_entries(options.config)
             path, made = Path(run), recorded_config(Path(run))
         else:
             if options.config is None:
@@ -67,8 +67,8 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
                     "no config; write: adloco train quickstart, or another name that adloco configs"
                     " lists, or a file"
                 )
-            path = config.find_config(options.config)
-            made = config.load_config(path, "get_config", ConfigDict)
+            path = find_config(options.config)
+            made = load_config(path, "get_config", ConfigDict)
         is_loaded = True
     except ConfigError as error:
         faults.insert(0, str(error))
@@ -158,7 +158,7 @@ def train(options: argparse.Namespace, command: str) -> None:
         plan(options, command)
         return
     path, made = configure(options)
-    _connect(options)
+    _connect(options, needs_folder=True)
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
     from adloco_jax.run import processes
@@ -198,7 +198,7 @@ def plan(options: argparse.Namespace, command: str) -> None:
             _plan_device(configure(options)[1], options.device, options.save)
         return
     made = configure(options)[1]
-    _connect(options)
+    _connect(options, needs_folder=False)
     from adloco_jax.run import plan as plans
     from adloco_jax.run import processes
     from adloco_jax.run.changes import how_to_resume
@@ -207,24 +207,20 @@ def plan(options: argparse.Namespace, command: str) -> None:
     with processes.only_first_prints():
         print(plans.plan(made, workdir, memory=options.memory, accept_config_change=accept))
         if workdir and is_run(workdir):
-            settings, line = (
-                config.validate(made, workdir),
-                command.replace("adloco plan", "adloco train", 1),
-            )
-            print(f"to resume: {how_to_resume(Path(workdir), settings, command=line)}")
+            line = command.replace("adloco plan", "adloco train", 1)
+            how = how_to_resume(Path(workdir), config.validate(made, workdir), command=line)
+            print(f"to resume: {how}")
 
 
-def _connect(options: argparse.Namespace) -> None:
+def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
     """Connect the processes of a run, if the command line names several; then check the devices."""
     several = {name: vars(options)[name] for name in ("coordinator", "num_processes", "process_id")}
     if options.distributed or any(value is not None for value in several.values()):
         from adloco_jax.run import processes
 
         processes.connect(**several, timeout_s=options.meeting_s)
-        if options.workdir is None:
+        if needs_folder and options.workdir is None:
             raise ConfigError("--workdir: several processes need the name of one folder")
-    # Libraries log their errors and raise them, too. So the lines of the log are not needed.
-    logging.set_verbosity(logging.FATAL)
     require_devices()
 
 

@@ -1,0 +1,101 @@
+"""Find what a name on the command line stands for: the file of a config, or the folder of a run."""
+
+import difflib
+import os
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import TypeVar
+
+from adloco_jax.errors import ConfigError
+
+# The folder of the configs that come with the package. In the repository it is a link to the folder
+# `configs` at the top level.
+SHIPPED = (Path(__file__).parents[1] / "configs").resolve()
+
+T = TypeVar("T")
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder contains a run."""
+    return os.path.isfile(Path(folder) / "ledger.jsonl")  # False also for invalid names
+
+
+def runs_in(folder: str | Path) -> list[Path]:
+    """Return the folders of the runs in a folder, the newest first."""
+    found = [path for path in Path(folder).glob("*") if is_run(path)]
+    return sorted(found, key=lambda run: run.stat().st_mtime, reverse=True)
+
+
+def find_config(name: str) -> Path:
+    """Find a config file by its path, or by the name of a config that comes with this package.
+
+    Raises:
+      ConfigError: If there is no such file. The message lists the configs that come with this
+        package.
+    """
+    for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
+        if os.path.isfile(path):
+            return path
+    known = sorted(file.stem for file in SHIPPED.glob("[!_]*.py"))
+    nearest = difflib.get_close_matches(Path(name).stem, known, n=1)
+    meant = "".join(f"did you mean {near}? " for near in nearest)
+    raise ConfigError(
+        f"--config {name}: no such file; {meant}those that come with adloco_jax: {', '.join(known)}"
+    )
+
+
+def load_config(path: Path, function: str, kind: type[T]) -> T:
+    """Run the Python file of a config, call one of its functions, and return the result.
+
+    Raises:
+      ConfigError: If the file raises an error, if it does not define the function, or if the result
+        is not of type `kind`.
+    """
+    made = _run(path, function)
+    if type(made) is not kind:
+        hint = "start it from adloco_jax.config.default_config()"
+        for other, verb in (("get_config", "train"), ("get_comparison", "compare")):
+            if other != function and f"def {other}(" in path.read_text("utf-8", "replace"):
+                hint = f"write: adloco {verb} {path}"
+        raise ConfigError(f"{path}: needs a {function}() that returns a {kind.__name__}; {hint}")
+    return made
+
+
+def add_entries(name: str | None) -> None:
+    """Run a config file only for the entries that it adds to tables, such as `ARCHITECTURES`.
+
+    The config that the file makes is ignored. `name` is the path of the file, or the name of a
+    config that comes with this package. If it is None, nothing is done.
+    """
+    if name is not None:
+        _run(find_config(name), "get_config", "get_comparison")
+
+
+def _run(path: Path, *functions: str) -> object:
+    """Run a Python file, and return the result of one of its functions.
+
+    The function is the first in `functions` that the file defines. The result is None if the file
+    defines none of them.
+    """
+    # The parent of the config's folder is added to the import path, so that a config can import
+    # other configs in this folder.
+    root = str(path.resolve().parent.parent)
+    sys.path.insert(0, root)
+    try:
+        names = runpy.run_path(str(path))
+        found = [names[name] for name in functions if callable(names.get(name))]
+        return found[0]() if found else None
+    # Deliberately broad, because a config file is arbitrary Python.
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        # The error of a locked ConfigDict lists all fields before it names the nearest one. This
+        # list is removed.
+        text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")
+        raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
+    finally:
+        sys.path.remove(root)
