@@ -20,23 +20,9 @@ from absl import logging
 
 from adloco_jax import __version__
 from adloco_jax.cli.names import find_config, is_run
-from adloco_jax.cli.parser import parse
+from adloco_jax.cli.parser import COMMANDS, parse
 from adloco_jax.cli.train import require_devices
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
-
-COMMANDS = {
-    "train": "train what a config describes, or resume a stopped run",
-    "plan": "print the memory and communication of a run, without training",
-    "join": "train for a run on other machines, through a bucket",
-    "configs": "list the configs that come with the package",
-    "prepare": "tokenise and pack text into a folder of rows, which runs can read",
-    "compare": "run variants with several seeds, and report the cost of each loss",
-    "report": "draw a report on one or more runs",
-    "export": "turn a checkpoint into a folder that transformers loads",
-    "eval": "run benchmarks on an exported model",
-    "generate": "write text with an exported model",
-    "gradients": "measure the gradient noise at a checkpoint",
-}
 
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code, as of a program that SIGPIPE ends
 

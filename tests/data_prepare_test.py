@@ -414,7 +414,7 @@ def test_a_damaged_folder_is_refused_in_a_line(finished, damage):
     [
         (["missing/file.jsonl", "--output", "out"], 3, "no such file"),
         (["x" * 300, "--output", "out"], 3, "not a readable path (File name too long)"),
-        (["stdlib"], 2, "required: --out/--output; write: adloco prepare stdlib --out prepared"),
+        (["stdlib"], 2, "required: --output/--out; write: adloco prepare stdlib --out prepared"),
         (["stdlib", "--out", "out", "--sequence_length", "0"], 2, "data.sequence_length = 0"),
         (["stdlib", "--output", "out", "--split", "x"], 2, "data.split = 'x': only hf has"),
     ],

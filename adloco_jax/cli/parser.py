@@ -182,10 +182,7 @@ _ENTRIES = """
 _CHECKPOINT = f"""RUN --workdir: a run's folder
 --round N: round of the checkpoint; default: the newest
 --trainer N: id of a trainer in the ledger; default: the consensus model{_ENTRIES}"""
-_TRAIN = """CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
-
-Trains what a config describes, resumes a stopped run, or prints the plan of a run.
-
+_RUN = """
 adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
 adloco train RUN [--config.GROUP.KEY=VALUE ...]
 adloco plan CONFIG|RUN [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
@@ -224,8 +221,14 @@ def _of_data(name: str) -> str:
 # the options that may give it instead. An option without a value is a switch; a value in brackets
 # may be left out, VALUE... is one or more, and VALUE=DEFAULT has a default.
 _GRAMMAR = {
-    "train": _TRAIN,
-    "plan": _TRAIN,
+    "train": f"""CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
+
+Trains what a config describes, or resumes a stopped run.
+{_RUN}""",
+    "plan": f"""CONFIG [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN]
+
+Prints the memory and communication of a run, without training.
+{_RUN}""",
     "configs": """[--schema]
 
 Lists the configs that come with the package.
@@ -269,11 +272,10 @@ CONFIG --config: a file with get_comparison(), or its name
 --only-run: do not write tables and figures""",
     "report": """RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]
 
-Draws a report on one or more runs: a page that a browser opens offline. Lists the runs if RUN is
-a folder of runs.
+Draws a report on one or more runs: a page that a browser opens offline.
 
-Runs that differ only in the seed are drawn as one curve with a band. With --watch the page is
-redrawn until the runs end, and refreshes itself in a browser.
+Lists the runs if RUN is a folder of runs. Runs that differ only in the seed are drawn as one curve
+with a band. With --watch the page is redrawn until the runs end, and refreshes itself in a browser.
 
 RUN... --workdir: a run's folder
 --out FOLDER: an empty folder, or a new one; default for one run: report in its folder
@@ -281,8 +283,9 @@ RUN... --workdir: a run's folder
 --labels LABEL...: one per run; default: the folders' names""",
     "export": f"""RUN [--out FOLDER] [--round 12] [--trainer 3] [--push OWNER/NAME]
 
-Turns a checkpoint of a run into a folder that transformers loads, with a model card. With --push
-the folder is uploaded to the Hugging Face hub; the run's own export is uploaded as it is.
+Turns a checkpoint of a run into a folder that transformers loads, with a model card.
+
+With --push the folder is uploaded to the Hugging Face hub; the run's own export as it is.
 
 {_CHECKPOINT}
 --out FOLDER: an empty folder, or a new one; default: export in the run's folder
@@ -320,6 +323,10 @@ Measures the gradients at a checkpoint, and compares the noise with the run's es
 --pass-size N: sequences per forward and backward pass; default: as in the run
 --out FOLDER: an empty folder, or a new one; default: report in the run's folder""",
 }
+
+
+# The first sentence about each command.
+COMMANDS = {command: text.split("\n\n")[1] for command, text in _GRAMMAR.items()}
 
 
 # -- Knobs -----------------------------------------------------------------------------------
