@@ -173,10 +173,10 @@ def test_scores_by_class_against_counts_by_hand(monkeypatch):
 def bert_config(path: str):
     config = default_config()
     config.model.update(
-        dict(arch="bert", width=16, num_layers=1, num_heads=2, mlp_width=32, max_length=48)
+        dict(arch="bert", width=16, num_layers=1, num_heads=2, mlp_width=32, max_length=64)
     )
     config.model.norm_eps = 1e-12
-    config.data.update(dict(source="jsonl", path=path, sequence_length=48, heldout_frac=0.2))
+    config.data.update(dict(source="jsonl", path=path, sequence_length=64, heldout_frac=0.2))
     config.ensemble.num_trainers, config.ensemble.num_workers = 1, 2
     config.inner.learning_rate = 5e-3
     config.inner.weight_decay = 0.0
@@ -202,7 +202,7 @@ def test_a_run_learns_to_tell_classes_apart(classified):
     assert evals[-1]["loss"] < 0.3 < 0.6 < evals[0]["loss"]
     assert [scores["support"] for scores in evals[-1]["classes"]] == [30, 30]
     rounds = [e for e in read(classified.workdir / "ledger.jsonl") if e["event"] == "round"]
-    assert rounds[0]["tokens"] == 2 * 40 * 8 * 48  # two workers, padding included
+    assert rounds[0]["tokens"] == 2 * 40 * 8 * 48  # two workers; padding to the longest text
     table = summary.closing_table(classified.workdir)
     assert "nats/example" in table and "accuracy" in table and "class 1 " in table
     assert "perplexity" not in table
@@ -212,7 +212,7 @@ def test_its_export_is_a_bert_that_reads_a_text_as_it_was_trained(classified):
     loaded = hf.load(classified.workdir / "export")
     exported = AutoTokenizer.from_pretrained(classified.workdir / "export")
     assert exported("good").input_ids == [256, *b"good", 256]
-    assert len(exported("x" * 99, truncation=True).input_ids) == exported.model_max_length == 48
+    assert len(exported("x" * 99, truncation=True).input_ids) == exported.model_max_length == 64
     assert exported(["a", "bc"], padding=True).attention_mask == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert type(loaded.network).__name__ == "Bert" and loaded.network.num_classes == 2
     trained = read_trained(classified.workdir, here())

@@ -51,7 +51,7 @@ class Model(NamedTuple):
       init_fn: Draws the parameters of one model.
       loss_of: `loss_of(mode, kernel)` returns the loss. The mode says how workers run and whether
         layers are rematerialised, and the kernel is that of attention.
-      row_length: Number of integers in the longest row.
+      row_length: Number of integers in the longest row that the model reads.
       num_classes: Number of classes of labelled rows; None for text.
       attention: Chooses the kernel of attention, by the number of devices that share a worker.
       params: Parameters to start from; None: `init_fn` draws them.
@@ -443,6 +443,13 @@ class Run:
     make_engine: Callable[..., Any]  # of the run, its programs, held-out rows, and a callback
 
 
+def for_rows(spec: Spec, corpus: Rows) -> Spec:
+    """Adapt a spec to rows of labelled texts, which are as long as the longest of them."""
+    unused = spec.row_length - corpus.heldout_rows.shape[1]
+    lengths = {"row_length": spec.row_length, "sequence_length": spec.sequence_length}
+    return dataclasses.replace(spec, **{name: n - unused for name, n in lengths.items()})
+
+
 def assemble(
     settings: Settings,
     model: Model,
@@ -491,7 +498,7 @@ def assemble(
     return Run(
         settings=settings,
         model=model,
-        spec=spec,
+        spec=for_rows(spec, corpus),
         corpus=corpus,
         heldout=heldout,
         workdir=workdir,

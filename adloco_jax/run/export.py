@@ -27,6 +27,7 @@ from adloco_jax.run import checkpoint
 from adloco_jax.run.assemble import (
     build_network,
     class_count,
+    for_rows,
     load_data,
     spec_of,
 )
@@ -153,6 +154,7 @@ def read_trained(
         return Trained(settings, params, tokenizer, control.round, source)
     refuse_fit(workdir)
     corpus = load_data(settings)
+    spec = for_rows(spec, corpus)
     heldout = evaluate.split_heldout(
         corpus.heldout_rows,
         num_sequences=settings.eval.num_sequences,
