@@ -20,6 +20,7 @@ from ledgers import write_run
 
 from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
 from adloco_jax import main as cli
+from adloco_jax.cli import train as train_command
 from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
@@ -191,7 +192,7 @@ GUESSES = {
     "compare quickstart": "write: adloco train ",
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
     "exprt runs/first": "did you mean adloco export runs/first?",
-    "configs --stray": "--stray; write: adloco configs",
+    "configs --stray": "--stray; write: adloco configs (",
 }
 
 
@@ -211,6 +212,15 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
             path, made = configure(parse("train", given))
             assert path.stem == "quickstart" and made.seed == 3
+
+
+def test_processes_of_one_run_record_the_same_command_line(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(train_command, "train", lambda options, line: recorded.append(line))
+    for number in "01":
+        words = ["--num-processes=2", f"--process_id={number}", "--coordinator=here:1"]
+        assert cli.main(["train", "quickstart", *words]) == 0
+    assert recorded == ["adloco train quickstart"] * 2
 
 
 def test_shipped_configs_are_listed_by_name_and_can_be_imported(capsys):

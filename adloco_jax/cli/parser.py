@@ -129,14 +129,14 @@ class Parser(argparse.ArgumentParser):
             "FOLDER": ["prepared"],
             "CONFIG": ["compare_quick" if self.prog.endswith("compare") else "quickstart"],
         }
-        example = self.example.split(" [")[0]
+        example = f"{self.prog} {self.example.split('[')[0]}".strip()
         for name, values in found.items():
             for value in values:
                 example = re.sub(rf"\b{name}\b", lambda _, v=value: shlex.quote(str(v)), example)
         for stray in re.findall(r"^unrecognized arguments: (--[\w-]+)", message):
             for near in difflib.get_close_matches(stray, self._option_string_actions, n=1):
                 message += f" (did you mean {near}?)"
-        raise ConfigError(f"{message}; write: {self.prog} {example} ({self.prog} --help says more)")
+        raise ConfigError(f"{message}; write: {example} ({self.prog} --help says more)")
 
 
 def _spelled(word: str) -> str:
