@@ -22,6 +22,7 @@ from adloco_jax.errors import ResourceError
 # Largest JSON file that is read. It has room for the records of a million source files, and limits
 # the memory that reading needs.
 MAX_JSON_BYTES = 2**28
+PIECE_BYTES = 8 * 2**20  # bytes of a request to a bucket; larger objects are sent in pieces
 Size = typing.NewType("Size", int)  # an integer of at least 1
 _MOST_SECONDS = 1e12  # upper limit of durations and times in JSON files
 _WORDS = {

@@ -435,9 +435,11 @@ class EngineSettings(SettingsGroup):
     quorum: Count | None = None
     """Number of a trainer's learners whose results suffice to end its round. Unset: all."""
     grace_s: Amount = 5.0
-    """Seconds to wait for other learners after the quorum is reached."""
+    """Seconds to wait for other learners after the quorum is reached; more if their answers have
+    varied more."""
     heartbeat_s: Positive = 20.0
-    """Seconds without a heartbeat after which a learner is lost."""
+    """Seconds without a heartbeat after which a learner is lost; more if its heartbeats have taken
+    longer."""
     restart_s: Positive = 120.0
     """Seconds to wait for a learner to start; then others take over its workers."""
     steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "equal"

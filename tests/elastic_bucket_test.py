@@ -1,5 +1,6 @@
 """Objects of a bucket, drivers and learners that share one, and what is refused; on a folder."""
 
+import importlib
 import importlib.util
 import json
 import threading
@@ -12,8 +13,13 @@ from learners import InBucket
 from toy import settings_of
 from toy_runs import events, run
 
+from adloco_jax.config import validate
 from adloco_jax.elastic import bucket, site, store
+from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form
+from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.run.assemble import spec_of
+from adloco_jax.run.describe import bucket_cost
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -83,12 +89,12 @@ def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it
 def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
     monkeypatch, tmp_path
 ):
-    here = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(here.url))
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
     with pytest.raises(ConfigError, match="holds another run; name another prefix") as error:
-        run(tmp_path / "two", settings_at(here.url))
+        run(tmp_path / "two", settings_at(there.url))
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
-    longer = settings_at(here.url).model_copy(update={"num_rounds": 5})
+    longer = settings_at(there.url).model_copy(update={"num_rounds": 5})
     ended = run(tmp_path / "one", longer)
     assert ended.controller.round == 5
     assert {e["what"] for e in events(tmp_path / "one", "learner")} == {"joined"}
@@ -97,12 +103,12 @@ def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
 def test_an_old_driver_that_comes_back_ends(monkeypatch, tmp_path):
     def fate(n, life, method, arguments):
         if method == "play" and arguments[0].round == 2:
-            store.Store(here.url).put("driver/2.json", b"{}")
+            store.Store(there.url).put("driver/2.json", b"{}")
         return "answer"
 
-    here = InBucket(monkeypatch, tmp_path / "bucket", fate)
+    there = InBucket(monkeypatch, tmp_path / "bucket", fate)
     with pytest.raises(ResourceError, match="another driver has taken over"):
-        run(tmp_path / "run", settings_at(here.url))
+        run(tmp_path / "run", settings_at(there.url))
 
 
 def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
@@ -118,14 +124,14 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("what", ["adloco_jax", "fingerprint"])
 def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch, tmp_path, what):
-    here = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(here.url))
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
     path = tmp_path / "bucket" / "run.json"
     message = json.loads(path.read_bytes())["message"]
     path.write_bytes(store.to_json(message | {what: "other"}))
     monkeypatch.setattr(site, "load_data", lambda *_: types.SimpleNamespace(fingerprint="table"))
     with pytest.raises(ConfigError, match="the driver has ") as error:
-        site.join(here.url, own={})
+        site.join(there.url, own={})
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
 
 
@@ -147,3 +153,32 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and said[0].endswith("cannot write (503); waiting")
     assert threading.active_count() < 50
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int4"])
+def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, precision):
+    config = importlib.import_module("adloco_jax.configs.quickstart").get_config()
+    config.outer.precision, config.inner.steps_per_round = precision, 2
+    settings = validate(config)
+    spec = spec_of(settings, here())
+
+    def filled(want):
+        return want(1) if isinstance(want, type) else np.ones(want.shape, want.dtype)
+
+    work = WorkerOrder(0, 0, 2, 4, np.ones(2, np.float32), None)
+    order = Order(0, 1, 4, 1, False, (work,))
+    there = store.Store(f"file://{tmp_path}/bucket")
+    sent = [order, jax.tree.map(filled, spec.params)]
+    for index, tree in enumerate(sent):
+        there.put(str(index), store.pack({}, tree)[0])
+    driver = there.requests
+    there.bytes_up = 0
+    for index in range(2):
+        assert there.get(str(index), limit=2**30) is not None
+    answer = jax.tree.map(filled, answer_form(spec, order, work))
+    there.put("answer", store.pack({}, [answer])[0])
+    there.put("board", b"1" * 500)
+    down, up, requests = bucket_cost(spec)
+    assert there.requests - driver == requests
+    assert there.bytes_down == pytest.approx(down, rel=0.03)
+    assert there.bytes_up == pytest.approx(up, rel=0.03, abs=6000)

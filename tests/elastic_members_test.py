@@ -10,8 +10,10 @@ from adloco_jax.elastic.members import (
     deadline,
     has_quorum,
     is_over,
+    jitter_s,
     too_large,
     updates_by_speed,
+    usual_s,
 )
 
 
@@ -129,3 +131,18 @@ def test_an_update_is_compared_with_its_peers_or_else_with_the_last_accepted_one
 ):
     assert too_large(dict(enumerate(norms)), 5.0, before) == (out, is_judged)
     assert too_large(dict(enumerate(norms)), None, before) == ([], True)
+
+
+def test_deadlines_follow_the_median_and_spread_of_what_was_measured():
+    learner = Member(0, 0, 0.0, joined=True, sequence_s=0.5)
+    assert deadline(learner, 100, 10.0, heartbeat_s=1.0) == 10 + 5 * 50
+    learner.transfer_s.extend([30.0, 32.0, 31.0, 500.0, 29.0])  # one of them compiled, too
+    assert deadline(learner, 100, 10.0, heartbeat_s=1.0) == 10 + 5 * (50 + 31 + 8 * 1)
+    assert jitter_s([3.0, 9.0]) == 0.0 and usual_s([3.0, 9.0]) == 0.0
+    assert usual_s([4.0, 5.0, 7.0]) == 5 + 8 * 1
+    learner.asked_s = 0.0
+    assert "no sign for 21.0 s" in learner.fault(21.0, heartbeat_s=20.0, restart_s=60.0)
+    learner.sign_s.extend([10.0, 12.0, 13.0])
+    assert not learner.fault(20.0, heartbeat_s=20.0, restart_s=60.0)
+    assert "no sign" in learner.fault(20.1, heartbeat_s=20.0, restart_s=60.0)
+    assert not learner.fault(20.0, heartbeat_s=1.0, restart_s=60.0)

@@ -44,7 +44,7 @@ class Here:
         self.given = given
         return contextlib.nullcontext(self)
 
-    def put(self, value):
+    def put(self, value, trainer):
         return value
 
     def start(self, number, life):
@@ -97,7 +97,7 @@ class InBucket:
 
     def __init__(self, monkeypatch, folder, fate=lambda *_: "answer"):
         self.fate, self.now_s, self.url = fate, 1000.0, f"file://{folder}"
-        self.sites, self.dead, self.orders, self.acts = {}, set(), [], []
+        self.sites, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, site, store)
         inline = types.SimpleNamespace(ThreadPoolExecutor=_Inline, Future=object)
         monkeypatch.setattr(bucket, "concurrent", types.SimpleNamespace(futures=inline))
@@ -156,6 +156,7 @@ class InBucket:
     def open(self, handle):
         """Let a new learner join at a place, unless its fate is another."""
         made = Learner(self.given)
+        self.starts.append((*handle, self.now_s))
         for method in ("hello", "ping", "play", "prepare", "states"):
             setattr(made, method, self.fated(made, handle, method))
         there = site.Site(store.Store(self.url), made, self.given, self.log)
@@ -179,14 +180,15 @@ class InBucket:
         def call(*arguments):
             if method == "hello" and first:
                 return first[0]
-            if method == "play" and arguments not in told:
+            if method == "play" and arguments[0].round not in told:
                 self.orders.append((*handle, arguments[0]))
-                told.append(arguments)
+                told.append(arguments[0].round)
             fate = self.fate(*handle, method, arguments)
             if fate == "wait":
                 raise _Waits
             if fate != "answer" and not callable(fate):
-                raise OSError(fate) if fate.startswith("OSError") else _Dies
+                raised = OSError(fate.removeprefix("OSError: "))
+                raise raised if fate.startswith("OSError") else _Dies
             value = own(*arguments)
             first.append(fate(value) if callable(fate) else value)
             return first[-1]

@@ -35,7 +35,6 @@ from adloco_jax.engine.spec import Spec, num_bytes
 from adloco_jax.errors import ConfigError, ResourceError
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
-_KEPT_ROUNDS = 2  # rounds of a trainer whose parameters are in the bucket at the same time
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 # What a learner's board has, besides `hello`, which describes the learner.
 _BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
@@ -241,14 +240,19 @@ class BucketTransport:
         with self._writing:
             self._store.put(f"driver/{self._epoch}.json", self.board(is_over=False))
 
-    def put(self, params: Any) -> Reference:
-        """Begin to write the parameters of a trainer, which several orders may name."""
-        name = f"params/{self._epoch}/{next(self._num_params)}.safetensors"
-        reference = Reference(name)
+    def put(self, params: Any, trainer: int) -> Reference:
+        """Begin to write the parameters of a trainer, which several orders may name.
+
+        Those of the round before stay, for learners that are late. Earlier ones are deleted.
+        """
+        reference = Reference(f"params/{self._epoch}/{next(self._num_params)}.safetensors")
+        there = self._params.setdefault(trainer, [])
+        old, there[:] = there[:-1], [*there[-1:], reference]
 
         def write() -> None:
+            self._store.delete(*(each.name for each in old))
             data, reference.sha256 = store.pack({}, params)
-            self._store.put(name, data)
+            self._store.put(reference.name, data)
 
         self._begin(write)
         return reference
@@ -290,7 +294,6 @@ class BucketTransport:
         if method == "prepare":
             message["tests"], self._forms[call] = arguments[1], None
         reference = arguments[1] if method == "play" else None
-        old = [] if reference is None else self._keep(order.trainer, reference)
 
         def write() -> None:
             if reference is not None:
@@ -299,19 +302,9 @@ class BucketTransport:
             self._store.put(names(self._epoch, handle, call.number)[0], data)
             place.sent = call.number
             self._write_board()
-            self._store.delete(*(each.name for each in old))
 
         self._begin(write)
         return call
-
-    def _keep(self, trainer: int, reference: Reference) -> list[Reference]:
-        """Note the newest parameters of a trainer; return those that nobody needs any more."""
-        there = self._params.setdefault(trainer, [])
-        if reference not in there:
-            there.append(reference)
-        old = there[:-_KEPT_ROUNDS]
-        del there[:-_KEPT_ROUNDS]
-        return old
 
     def poll(self, calls: Sequence[OrderCall], timeout_s: float) -> dict[OrderCall, Reply]:
         """Wait until at least one of some calls to learners has ended, or the time is over.
@@ -330,6 +323,8 @@ class BucketTransport:
             if ended or time.monotonic() >= until_s:
                 return ended
             time.sleep(min(0.02, timeout_s))
+            while self._store.is_out_of_reach and self._fault is None:
+                time.sleep(0.2)  # a driver that cannot see learners must not judge them
 
     def _look(self, number: int, place: _Place) -> None:
         """Take the board of a learner if it has come, or request it if it is time."""

@@ -322,12 +322,12 @@ class RayTransport:
 
     def __init__(self, num_learners: int, given: Given | None):
         """Store the number of learners, among which GPUs are divided, and what they are sent."""
-        self._num_learners, self._given = num_learners, self.put(given)
+        self._num_learners, self._given = num_learners, self.put(given, None)
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: Any, trainer: int | None) -> Any:
         """Store a value in the cluster, and return a reference that can be passed in several calls.
 
-        So the value is not sent again with every call.
+        So the value is not sent again with every call. The trainer is not used.
 
         Raises:
           ConfigError: If the value cannot be pickled.

@@ -111,12 +111,13 @@ class ElasticEngine:
         if not self.rounds:
             self._states.adopt(state)
         together, rule = _keep_together(self.settings), self.settings.engine
+        learners = self.fleet.learners
         while True:
             self._begin(state)
             over = [
                 position
                 for position, trainer in enumerate(control.trainers)
-                if trainer.id in self.rounds and self.rounds[trainer.id].is_over(rule)
+                if trainer.id in self.rounds and self.rounds[trainer.id].is_over(rule, learners)
             ]
             if over and (not together or len(over) == len(control.trainers)):
                 return over
@@ -314,7 +315,7 @@ class ElasticEngine:
             params = jax.device_get(trainer_params(state.ensemble, position))
             sent_bytes = num_bytes(params)
             each = Round(plan, order, rate_T, now_s, sent_bytes * len(set(free.values())))
-            reference = self.fleet.put(params)
+            reference = self.fleet.put(params, order.trainer)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
                 speeds = {w: self.fleet.learners[n].sequence_s for w, n in free.items()}
@@ -340,8 +341,9 @@ class ElasticEngine:
         self.fleet.ask(number, "play", order, params, about=order.trainer)
         sequences = sum(work.num_updates for work in order.work)
         sequences *= order.micro_batch_size * order.num_accum_steps
+        learner.sent_s = time.monotonic()
         learner.due_s = members.deadline(
-            learner, sequences, time.monotonic(), heartbeat_s=self.settings.engine.heartbeat_s
+            learner, sequences, learner.sent_s, heartbeat_s=self.settings.engine.heartbeat_s
         )
 
     def _prepare_spares(self, order: Order, tests: bool) -> None:
@@ -424,7 +426,9 @@ class ElasticEngine:
         learner, answers = event.learner, event.value
         learner.due_s = None
         done = sum(answer.num_sequences for answer in answers)
-        learner.sequence_s = sum(answer.seconds for answer in answers) / done
+        seconds = sum(answer.seconds for answer in answers)
+        learner.sequence_s = seconds / done
+        learner.transfer_s.append(max(0.0, time.monotonic() - learner.sent_s - seconds))
         if event.about in self.rounds:  # otherwise the answer is too late: the round has ended
             self.rounds[event.about].take(learner, answers)
 

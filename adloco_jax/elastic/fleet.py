@@ -10,6 +10,8 @@ import math
 import time
 from typing import Any, NamedTuple
 
+from jaxtyping import PyTree
+
 from adloco_jax.data import Corpus
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic import bucket, cluster, members
@@ -158,8 +160,10 @@ class Fleet:
           ConfigError: If, at the start, a learner has other data or versions than the driver.
           ResourceError: If no learner can be reached any more.
         """
-        rule, events = self._settings.engine, []
-        for call, reply in self._transport.poll([*self._calls], _POLL_S).items():
+        rule, events, before_s = self._settings.engine, [], time.monotonic()
+        replies = self._transport.poll([*self._calls], _POLL_S)
+        self._forgive(time.monotonic() - before_s - _POLL_S)
+        for call, reply in replies.items():
             asked = self._calls.pop(call, None)
             if asked is None:
                 continue  # a call to a process that has ended
@@ -185,6 +189,12 @@ class Fleet:
                 learner.asked_s, learner.next_s = now_s, now_s + rule.heartbeat_s / 4
         return events
 
+    def _forgive(self, seconds: float) -> None:
+        """Move the deadlines of all learners by the seconds that the driver could not look."""
+        for learner in self.learners.values() if seconds > _POLL_S else ():
+            learner.asked_s = None if learner.asked_s is None else learner.asked_s + seconds
+            learner.due_s = None if learner.due_s is None else learner.due_s + seconds
+
     def up_s(self) -> float:
         """Return the total seconds that all learner processes of the run have been up.
 
@@ -209,9 +219,9 @@ class Fleet:
         self._handles[learner.number] = self._transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello", about=None)
 
-    def put(self, value: Any) -> Any:
-        """Store a value for the learners; return a reference to pass as an argument of calls."""
-        return self._transport.put(value)
+    def put(self, params: PyTree, trainer: int) -> Any:
+        """Store a trainer's parameters for learners; return a reference to pass in calls."""
+        return self._transport.put(params, trainer)
 
     def asked(self, what: str) -> set[int]:
         """Return the numbers of the learners that have not answered a call of `what` yet."""
@@ -295,6 +305,8 @@ class Fleet:
 
         If the learner is compiling a program, the time by which its round must end is extended.
         """
+        if learner.asked_s is not None:
+            learner.sign_s.append(time.monotonic() - learner.asked_s)
         learner.asked_s = None
         learner.leaving |= found["leaving"]
         if found["compiling"] and learner.due_s is not None:

@@ -32,7 +32,7 @@ from adloco_jax.engine.spec import Spec, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.assemble import examples_per_pass, load_data
-from adloco_jax.run.choose import fewest_model_shards
+from adloco_jax.run.choose import fewest_model_shards, peak
 from adloco_jax.run.folder import versions
 from adloco_jax.run.processes import machine_id
 from adloco_jax.settings import Settings
@@ -135,6 +135,10 @@ class Learner:
         self.programs = Programs(self.spec)
         # Workers' inner states. The key is the trainer's id, the stream, and the position in it.
         self.held: dict[tuple[int, int, int], PyTree] = {}
+        self._budget = machine.budget(settings.batching.memory_frac)
+        # Into how many parts this process divides a micro-batch of an order. The key is its size,
+        # and whether gradients are accumulated.
+        self._parts: dict[tuple[int, bool], int] = {}
         self.leaving = False
         self._log = Path()
 
@@ -188,7 +192,7 @@ class Learner:
 
         `params` are the parameters of the trainer as NumPy arrays, from which all workers start.
         """
-        params_M = jax.tree.map(lambda leaf: leaf[None], params)
+        order, params_M = self._fitted(order), jax.tree.map(lambda leaf: leaf[None], params)
         return [self._play(order, work, params_M) for work in order.work]
 
     def prepare(self, order: Order, tests: bool) -> None:
@@ -201,10 +205,25 @@ class Learner:
           order: The request for the round. Only its batch size and accumulation are used.
           tests: Whether gradient statistics are measured in the round, for the batch-size test.
         """
+        order = self._fitted(order)
         group, accumulates = _group(order, 0), order.num_accum_steps > 1
         keys = [group.key("start", accumulates=accumulates), group.steps_key()]
         for key in keys + [group.key("stats")] * tests:
             self.programs[key]
+
+    def _fitted(self, order: Order) -> Order:
+        """Divide the micro-batches of an order, if they do not fit on the devices of this process.
+
+        The sequences of an update stay the same.
+        """
+        size, key = order.micro_batch_size, (order.micro_batch_size, order.num_accum_steps > 1)
+        if key not in self._parts:
+            parts = (n for n in range(1, size + 1) if size % n == 0)
+            self._parts[key] = next(n for n in parts if n == size or self._fits(_divided(order, n)))
+        return _divided(order, self._parts[key])
+
+    def _fits(self, order: Order) -> bool:
+        return peak(self.programs, _group(order, 1).steps_key(), (0,)).total <= self._budget
 
     def _play(self, order: Order, work: WorkerOrder, params_M: PyTree) -> Answer:
         spec, group = self.spec, _group(order, work.num_updates)
@@ -260,6 +279,15 @@ class Learner:
         if self._log.parent.is_dir():  # the learner's machine may not have the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
+
+
+def _divided(order: Order, parts: int) -> Order:
+    """Divide each micro-batch of an order into equal parts, whose gradients are accumulated."""
+    if parts == 1:
+        return order
+    work = tuple(each._replace(rate_T=np.repeat(each.rate_T, parts)) for each in order.work)
+    size, accum = order.micro_batch_size // parts, order.num_accum_steps * parts
+    return order._replace(micro_batch_size=size, num_accum_steps=accum, work=work)
 
 
 def _group(order: Order, num_updates: int) -> Group:

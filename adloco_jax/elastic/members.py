@@ -8,12 +8,17 @@ identified by its number, which stays the same when its process is restarted.
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 # A learner at work counts as lost after this factor times the seconds that its measured speed
 # predicts. A process that is stopped sends no heartbeat, so it counts as lost sooner.
 SLOW = 5.0
+# A measured duration may exceed its median by this factor times its median distance to the median.
+_SPREADS = 8.0
+_MEASURED = 16  # number of the last durations that count
 
 
 @dataclass
@@ -28,6 +33,11 @@ class Member:
     asked_s: float | None = None  # time of a heartbeat request without an answer yet
     next_s: float = 0.0  # time of the next heartbeat request
     sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
+    # The last seconds from a heartbeat request to its answer, and from an order to its answer
+    # without the seconds of the round itself.
+    sign_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
+    transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
+    sent_s: float = 0.0  # when its present order was submitted
     failures: float = 0  # number of processes before it, in a row, that ran but did not join
     lost_s: float | None = None  # when its last process ended; None if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
@@ -40,17 +50,35 @@ class Member:
 
         Args:
           now_s: The present time.
-          heartbeat_s: Longest time without an answer to a heartbeat request.
+          heartbeat_s: Longest time without an answer to a heartbeat request, unless earlier answers
+            have taken longer.
           restart_s: Longest time from the start of the process to its first answer.
         """
         if not self.joined:
             is_late = now_s - self.started_s > restart_s
             return f"did not start within {restart_s:g} s" if is_late else ""
-        if self.asked_s is not None and now_s - self.asked_s > heartbeat_s:
+        longest_s = max(heartbeat_s, usual_s(self.sign_s))
+        if self.asked_s is not None and now_s - self.asked_s > longest_s:
             return f"gave no sign for {now_s - self.asked_s:.1f} s"
         if self.due_s is not None and now_s > self.due_s:
             return "at work for longer than its measured speed explains"
         return ""
+
+
+def jitter_s(measured: Sequence[float]) -> float:
+    """Return by how much a duration may exceed the median of its last measurements.
+
+    The result is 0 if there are fewer than three measurements.
+    """
+    if len(measured) < 3:
+        return 0.0
+    median = statistics.median(measured)
+    return _SPREADS * statistics.median(abs(seconds - median) for seconds in measured)
+
+
+def usual_s(measured: Sequence[float]) -> float:
+    """Return how long something may take, by its last measurements; 0 if there are too few."""
+    return statistics.median(measured) + jitter_s(measured) if len(measured) >= 3 else 0.0
 
 
 def pause_s(failures: float) -> float:
@@ -65,12 +93,13 @@ def pause_s(failures: float) -> float:
 def deadline(learner: Member, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
     """Return the time by which a learner must have processed some sequences, or counts as lost.
 
-    The time allows `SLOW` times as long as the measured speed of the learner predicts, and at least
-    `SLOW` heartbeats. It is None if the speed has not been measured yet.
+    The time allows `SLOW` times as long as the measured speed and transfers of the learner predict,
+    and at least `SLOW` heartbeats. It is None if the speed has not been measured yet.
     """
     if learner.sequence_s is None:
         return None
-    return now_s + SLOW * max(heartbeat_s, learner.sequence_s * sequences)
+    predicted_s = learner.sequence_s * sequences + usual_s(learner.transfer_s)
+    return now_s + SLOW * max(heartbeat_s, predicted_s)
 
 
 def assign(

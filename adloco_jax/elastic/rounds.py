@@ -6,7 +6,7 @@ loop.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -50,17 +50,22 @@ class Round:
                 self.broken.add(answer.stream)
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
-    def is_over(self, rule: EngineSettings) -> bool:
+    def is_over(self, rule: EngineSettings, learners: Mapping[int, members.Member]) -> bool:
         """Whether the round ends now, because all learners have answered, or enough of them.
 
-        `rule` is the config's group `engine`, with the quorum. The time at which the quorum was
-        reached is stored.
+        The time at which the quorum was reached is stored.
+
+        Args:
+          rule: The config's group `engine`, with the quorum.
+          learners: All learners by number. The round waits as long as their answers usually vary.
         """
         now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
         if self.quorum_s is None and members.has_quorum(reported, awaited, rule.quorum):
             self.quorum_s = now_s
         since_s = None if self.quorum_s is None else now_s - self.quorum_s
-        how = {"quorum": rule.quorum, "since_quorum_s": since_s, "grace_s": rule.grace_s}
+        varies_s = [members.jitter_s(learners[number].transfer_s) for number in self.awaited]
+        grace_s = max([rule.grace_s, *varies_s])
+        how = {"quorum": rule.quorum, "since_quorum_s": since_s, "grace_s": grace_s}
         return members.is_over(reported, awaited, **how)
 
     def judge(self, rule: EngineSettings, before: Sequence[float]) -> None:

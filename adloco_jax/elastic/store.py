@@ -22,8 +22,8 @@ from jaxtyping import PyTree
 from safetensors.numpy import save
 
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
+from adloco_jax.files import PIECE_BYTES
 
-PIECE = 8 * 2**20  # bytes of a request; larger objects are sent and read in pieces
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
@@ -73,6 +73,7 @@ class Store:
         self.url, self._say, self._known = url, say, set[str]()
         self.requests = self.bytes_up = self.bytes_down = 0
         self._counting = threading.Lock()
+        self._num_failing = 0  # number of requests that are being repeated
         folder = Path(url.removeprefix("file://"))
         how: dict[str, Any] = {"mkdir": True}
         if not url.startswith("file://"):
@@ -94,6 +95,11 @@ class Store:
         except Exception as error:  # deliberately broad: obstore's errors have no common meaning
             raise ConfigError(f"{url}: {_cause(error)}") from error
 
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether a request has failed several times, and has not succeeded since."""
+        return self._num_failing > 0
+
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object; None if there is none.
 
@@ -103,7 +109,7 @@ class Store:
         import obstore
 
         def read() -> bytearray | None:
-            ranged: Any = {"range": (0, PIECE)} if limit > PIECE else None
+            ranged: Any = {"range": (0, PIECE_BYTES)} if limit > PIECE_BYTES else None
             try:
                 found = obstore.get(self._store, name, options=ranged)
             except FileNotFoundError as error:
@@ -115,21 +121,23 @@ class Store:
                 raise Refused(f"{name}: {size} bytes, expected at most {limit}")
             data = bytearray(found.bytes())
             while len(data) < size:
-                length = min(PIECE, size - len(data))
+                length = min(PIECE_BYTES, size - len(data))
                 data += obstore.get_range(self._store, name, start=len(data), length=length)
             return data
 
         data = self._patiently("read", read)
         size = len(data or b"")
-        self._count(max(1, -(-size // PIECE)), down=size)
+        self._count(max(1, -(-size // PIECE_BYTES)), down=size)
         return None if data is None else bytes(data)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
         import obstore
 
-        self._patiently("write", lambda: obstore.put(self._store, name, data, chunk_size=PIECE))
-        parts = -(-len(data) // PIECE)
+        self._patiently(
+            "write", lambda: obstore.put(self._store, name, data, chunk_size=PIECE_BYTES)
+        )
+        parts = -(-len(data) // PIECE_BYTES)
         self._count(1 if parts == 1 else parts + 2, up=len(data))
 
     def create(self, name: str, data: bytes) -> bool:
@@ -174,9 +182,13 @@ class Store:
             self.bytes_up += up
             self.bytes_down += down
 
+    def _fails(self, change: int) -> None:
+        with self._counting:
+            self._num_failing += change
+
     def _patiently(self, kind: str, act: Callable[[], T]) -> T:
         """Return what `act` returns; repeat it while it fails."""
-        pause_s, failures, failed_s = 0.2, 0, time.monotonic()
+        pause_s, failures, failed_s, is_told = 0.2, 0, time.monotonic(), False
         while True:
             try:
                 result = act()
@@ -186,13 +198,16 @@ class Store:
                 failures += 1
                 if kind not in self._known:
                     self._give_up(kind, error, failures)
-                elif failures == 3:
+                elif failures >= 3 and not is_told:
+                    is_told = True
+                    self._fails(1)
                     self._say(f"{self.url}: cannot {kind} ({_cause(error)}); waiting")
             else:
-                if failures >= 3:
+                self._known.add(kind)
+                if is_told:
+                    self._fails(-1)
                     gone_s = time.monotonic() - failed_s
                     self._say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
-                self._known.add(kind)
                 return result
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_S)

@@ -9,6 +9,7 @@ from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
 from adloco_jax.errors import counted
+from adloco_jax.files import PIECE_BYTES
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
@@ -135,8 +136,31 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
         *drawn,
         f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices {between}",
+        *_bucket_lines(settings, spec),
         *_merge_lines(settings, spec),
         f"tokens: {least:,} a round at the start; {total}",
+    ]
+
+
+def bucket_cost(spec: Spec) -> tuple[int, int, int]:
+    """Return what a round of one worker costs a learner: bytes received, bytes sent, requests.
+
+    Not counted are looks at the driver's board, and the learner's own signs of life.
+    """
+    down, up = spec.param_bytes, spec.sync_bytes
+    parts = -(-up // PIECE_BYTES)
+    requests = 2 + -(-down // PIECE_BYTES) + (1 if parts == 1 else parts + 2)
+    return down, up, requests
+
+
+def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
+    if settings.engine.kind != "bucket":
+        return []
+    down, up, requests = bucket_cost(spec)
+    return [
+        f"bucket: a round of one worker costs a learner {in_bytes(down)} down and {in_bytes(up)} up"
+        f" in {counted(requests, 'request')}, and while it waits at most one request a second; the"
+        f" driver sends {in_bytes(down)} for each trainer, and receives what learners send"
     ]
 
 
