@@ -358,7 +358,8 @@ def test_a_broken_config_file_is_refused(capsys, tmp_path):
         ("from ml_collections import ConfigDict as get_config", "seed: missing"),
     ):
         (tmp_path / "mine.py").write_text(text)
-        lines = refused(capsys, f"--config={tmp_path / 'mine.py'}", "--config.seed=1")
+        words = ["--config.seed=1", "--config.data.path=x.txt"]
+        lines = refused(capsys, f"--config={tmp_path / 'mine.py'}", *words)
         assert expected in "\n".join(lines)
         assert len(lines) == (len(KNOBS) if expected == "seed: missing" else 1)
 

@@ -54,7 +54,6 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     """
     run = _named_run(options)
     faults = [_unknown(word, options) for word in (*options.words, *options.unknown)]
-    path, made, is_loaded = Path(), config.default_config(), False
     try:
         if run is not None:
             from adloco_jax.run.folder import recorded_config
@@ -69,16 +68,16 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
                 )
             path = find_config(options.config)
             made = load_config(path, "get_config", ConfigDict)
-        is_loaded = True
     except ConfigError as error:
-        faults.insert(0, str(error))
+        raise ConfigError("\n".join([str(error), *faults])) from error
     values = {key: vars(options)[f"config.{key}"] for key in KNOBS}
     if values["data.path"] is not None or values["data.source"] is not None:
         # The command line names another text. So the settings with which the config file selects
         # its own data set do not apply.
         values |= {key: KNOBS[key].default for key in _OF_A_DATA_SET if values[key] is None}
-    guessed = None
-    if (at := values["data.path"]) and not values["data.source"] and made.data.source == "stdlib":
+    guessed, at, data = None, values["data.path"], made.get("data")
+    is_stdlib = isinstance(data, ConfigDict) and data.get("source") == "stdlib"
+    if at and not values["data.source"] and is_stdlib:
         from adloco_jax.cli.prepare import guess_source
         from adloco_jax.data.prepared import is_prepared
 
@@ -94,15 +93,13 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     for key, text in values.items():
         if text is not None:
             override(made, key, text)
-    sizes = ""
-    if is_loaded:
-        model = made.get("model")
-        if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
-            sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
-        try:
-            config.validate(made, options.workdir)
-        except ConfigError as error:
-            faults.append(str(error))
+    sizes, model = "", made.get("model")
+    if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
+        sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
+    try:
+        config.validate(made, options.workdir)
+    except ConfigError as error:
+        faults.append(str(error))
     if faults:
         raise ConfigError("\n".join(faults))
     if sizes:
