@@ -7,7 +7,7 @@ device that is not here.
 import functools
 import math
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class Work(NamedTuple):
@@ -35,20 +35,18 @@ class Rates(NamedTuple):
         return max(products_s, memory_s) + self.kernel_s * work.kernels
 
 
-class _Instruction(NamedTuple):
-    name: str
-    result: str  # its type
-    kind: str
-    operands: list[str]  # their names
-    text: str  # operands and attributes
-
-
+_COMPUTATION = re.compile(r"(?ms)^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\s*\n(.*?)^\}")
+_INSTRUCTION = re.compile(
+    r"(?m)^\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<result>\(.*?\)|\S+) (?P<kind>[\w\-]+)"
+    r"\((?P<operands>[^)\n]*)\)(?P<attributes>.*)"
+)
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _FREE = ("parameter", "get-tuple-element", "tuple", "constant", "bitcast", "after-all")
-_SLICES = ("slice", "dynamic-slice", "gather")
+_SLICES = ("slice", "dynamic-slice", "gather", "dynamic-update-slice")
 # How many products a kernel of cuDNN's attention computes. The causal mask halves each of them.
 _ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
+
+_Instruction: TypeAlias = re.Match[str]
 
 
 def count(text: str | None) -> Work:
@@ -58,16 +56,11 @@ def count(text: str | None) -> Work:
     often. Of a conditional, only the branch with the most bytes counts. Where a kernel reads or
     writes only a slice of an array, only the slice counts.
     """
-    computations: dict[str, dict[str, _Instruction]] = {}
-    own, entry = {}, ""
     assert text is not None, "the compiler gives no text"
-    for line in text.splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
-            own = computations.setdefault(head[2], {})
-            entry = head[2] if head[1] else entry
-        elif found := _INSTRUCTION.match(line):
-            operands = re.findall(r"%([\w.\-]+)", found[4].partition(")")[0])
-            own[found[1]] = _Instruction(found[1], found[2], found[3], operands, found[4])
+    computations = {
+        name: {one["name"]: one for one in _INSTRUCTION.finditer(body)}
+        for name, body in _COMPUTATION.findall(re.sub(r"/\*.*?\*/", "", text))
+    }
 
     @functools.cache
     def work_of(name: str) -> Work:
@@ -76,75 +69,64 @@ def count(text: str | None) -> Work:
         return Work(*(float(sum(column)) for column in zip(Work(), *works, strict=True)))
 
     def work(one: _Instruction, own: dict[str, _Instruction]) -> Work:
-        if one.kind in _FREE or one.kind.endswith("-done"):
+        if one["kind"] in _FREE or one["kind"].endswith("-done"):
             return Work()
-        if one.kind == "while":
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', one.text)
-            return work_of(_called(one, "body")[0]).times(int(trips[1]) if trips else 1)
-        if one.kind == "conditional":
-            branches = _called(one, r"branch_computations|\w+_computation")
-            return max(map(work_of, branches), key=lambda branch: branch.num_bytes)
-        if one.kind in ("call", "async-start"):
-            return work_of(_called(one, "to_apply|calls")[0])
-        inner = computations[_called(one, "calls")[0]] if one.kind == "fusion" else {}
-        products = [_operations(part, inner) for part in inner.values()]
-        return Work(_operations(one, own) + sum(products), _bytes(one, own, inner), 1)
+        called = [name for name in _names(one["attributes"]) if name in computations]
+        if one["kind"] in ("while", "conditional", "call", "async-start"):
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', one["attributes"])
+            largest = max(map(work_of, called), key=lambda work: work.num_bytes)
+            return largest.times(int(trips[1]) if trips else 1)
+        inner = computations[called[0]] if one["kind"] == "fusion" else {}
+        operations = _operations(one, own) + sum(_operations(i, inner) for i in inner.values())
+        return Work(operations, _bytes(one, own, inner), 1)
 
-    return work_of(entry)
+    return work_of([*computations][-1])  # the program's own computation
 
 
-def _called(one: _Instruction, attribute: str) -> list[str]:
-    """Return the names of the computations that an instruction calls."""
-    groups = re.findall(rf"\b(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", one.text)
-    return [name for group in groups for name in re.findall(r"[\w.\-]+", group)]
+def _names(text: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", text)
 
 
-def _sizes(type_text: str) -> list[int]:
-    """Return the sizes of the axes of the first array of a type; none for a scalar."""
-    found = _ARRAY.search(type_text)
-    return [int(size) for size in found[2].split(",") if size] if found else []
+def _integers(text: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
-def _num_bytes(type_text: str) -> float:
-    return sum(
-        int(bits or 8) / 8 * math.prod(int(size) for size in sizes.split(",") if size)
-        for bits, sizes in _ARRAY.findall(type_text)
-    )
+def _num_bytes(one: _Instruction) -> float:
+    arrays = _ARRAY.findall(one["result"])
+    return sum(int(bits or 8) / 8 * math.prod(_integers(sizes)) for bits, sizes in arrays)
 
 
 def _operations(one: _Instruction, own: dict[str, _Instruction]) -> float:
     """Count the operations of a matrix product; other instructions have none."""
-    results = math.prod(_sizes(one.result))
-    target = re.search(r'custom_call_target="([^"]*)"', one.text)
-    if target and target[1] in _ATTENTION:  # the result is [B, H, L, K]
-        return _ATTENTION[target[1]] * results * _sizes(one.result)[2]
-    if one.kind == "convolution":  # a TPU's products
-        factor = _sizes(own[one.operands[1]].result)
-        labels = re.search(r"dim_labels=\w+_(\w+)->", one.text)
-        return 2 * results * math.prod(factor) / factor[labels[1].index("o")] if labels else 0
-    if one.kind != "dot" and not (target and "gemm" in target[1]):
+    target = "".join(re.findall(r'custom_call_target="([^"]*)"', one["attributes"]))
+    is_product = one["kind"] in ("dot", "convolution") or "gemm" in target
+    if not is_product and target not in _ATTENTION:
         return 0
-    (axes,) = re.findall(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', one.text)
-    factor = _sizes(own[one.operands[0]].result)
-    return 2 * results * math.prod(factor[int(axis)] for axis in re.findall(r"\d+", axes))
+    arrays = [one, *(own[name] for name in _names(one["operands"]))]
+    result, left, right, *_ = (_integers(_ARRAY.findall(a["result"])[0][1]) for a in arrays)
+    if target in _ATTENTION:  # the result is [B, H, L, K]
+        return _ATTENTION[target] * math.prod(result) * result[2]
+    if one["kind"] == "convolution":  # a TPU's products
+        (labels,) = re.findall(r"dim_labels=\w+_(\w+)->", one["attributes"])
+        return 2 * math.prod(result) * math.prod(right) / right[labels.index("o")]
+    (axes,) = re.findall(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', one["attributes"])
+    return 2 * math.prod(result) * math.prod(left[axis] for axis in _integers(axes))
 
 
 def _bytes(
     one: _Instruction, own: dict[str, _Instruction], inner: dict[str, _Instruction]
 ) -> float:
     """Count the bytes that a kernel reads and writes; `inner` has the instructions of a fusion."""
-    reads = [_num_bytes(own[name].result) if name in own else 0 for name in one.operands]
-    written = _num_bytes(one.result)
-    for part in inner.values():
-        if part.kind == "parameter":
-            users = [user for user in inner.values() if part.name in user.operands]
-            sliced = [u for u in users if u.kind in _SLICES and u.operands[0] == part.name]
-            if users and sliced == users:
-                read = sum(_num_bytes(user.result) for user in users)
-                reads[int(part.text.partition(")")[0])] = read
-        elif part.kind == "dynamic-update-slice":
-            array, new = (inner[name] for name in part.operands[:2])
-            written -= _num_bytes(array.result) - _num_bytes(new.result)
-            if array.kind == "parameter":
-                reads[int(array.text.partition(")")[0])] = 0
+    reads = [_num_bytes(own[name]) for name in _names(one["operands"])]
+    written, update = _num_bytes(one), "dynamic-update-slice"
+    operands = {name: _names(part["operands"]) for name, part in inner.items()}
+    for name, part in inner.items():
+        if part["kind"] == "parameter":
+            users = [user for user in inner.values() if name in operands[user["name"]]]
+            if all(u["kind"] in _SLICES and operands[u["name"]][0] == name for u in users):
+                read = sum(_num_bytes(user) for user in users if user["kind"] != update)
+                reads[int(part["operands"])] = read
+        elif part["kind"] == update:
+            array, new = (_num_bytes(inner[name]) for name in operands[name][:2])
+            written -= array - new
     return written + sum(reads)

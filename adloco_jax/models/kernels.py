@@ -206,8 +206,7 @@ def _look_up(logits_BLV: Array, ids_BL: Array) -> Array:
 @pick.defjvp
 def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     def sum_up(dlogits_BLV: Array, ids_BL: Array) -> Array:
-        ids_V = jnp.arange(dlogits_BLV.shape[-1])
-        is_picked_BLV = ids_V[None, None, :] == ids_BL[:, :, None]
+        is_picked_BLV = jax.nn.one_hot(ids_BL, dlogits_BLV.shape[-1], dtype=bool)
         return jnp.sum(jnp.where(is_picked_BLV, dlogits_BLV, 0), axis=-1)
 
     change = (tangents[0], primals[1])

@@ -85,13 +85,14 @@ class Tried(NamedTuple):
     If not even the smallest micro-batch fits in memory, `max_batch_size` is None, and `fault` is an
     error message with the bytes that the smallest micro-batch needs. `peaks` has the memory that
     each program needs with the largest micro-batch that fits, or with the smallest if none fits. It
-    is empty if nothing was compiled.
+    is empty if nothing was compiled. `programs` has what was compiled; None if nothing fits.
     """
 
     mode: Mode
     max_batch_size: int | None  # sequences of a micro-batch
     peaks: dict[str, Peak]  # the key is the name of the program
     fault: str = ""
+    programs: Programs | None = None
 
 
 class NothingFits(ResourceError):
@@ -169,7 +170,7 @@ def choose(
         chosen = dataclasses.replace(spec, loss_fn=loss_fn, in_turn=mode.in_turn, remat=mode.remat)
         programs = Programs(chosen, on_compile)
         if platform == "cpu" and size is not None:
-            return Choice(programs, size, [Tried(mode, size, {})])
+            return Choice(programs, size, [Tried(mode, size, {}, programs=programs)])
         tried.append(_try(settings, programs, sizes, mode))
         largest = tried[-1].max_batch_size
         if largest is None:
@@ -221,7 +222,7 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         busy = max(STEP_TOKENS // tokens_of_a_row(spec, owners), 1)
         how = {"sizes": sizes, "budget": budget, "resting": resting, "busy": busy}
         if (largest := find_max_batch(largest_peak, **how)) is not None:
-            return Tried(mode, largest, needs[largest])
+            return Tried(mode, largest, needs[largest], programs=programs)
     needed = max([least, *(peak.total for peak in needs[first].values())])
     return Tried(
         mode,

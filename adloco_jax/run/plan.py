@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import validate
-from adloco_jax.engine.programs import Programs, num_turns, placement
+from adloco_jax.engine.programs import num_turns, placement
 from adloco_jax.engine.spec import TAKEN, Compiled, Compiling, Machine, OnCompile, here
 from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError, counted
@@ -139,21 +139,18 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
         try:
             choice = configured_choice(settings, machine, on_compile)
         except NothingFits as error:
-            tried, bounds = error.tried, {}
+            tried = error.tried
             change = _smallest_change(settings, device, machine, on_compile)
             record |= {"fits": False, "change": change}
             lines += [f"- Nothing fits: {error}.", f"- {change}."]
         else:
             tried, spec = choice.tried, choice.programs.spec
-            bounds = _bounds(settings, choice, device)
             found, facts = _chosen(settings, choice)
             record |= facts
             header = run_header(settings, spec, settings.batching.max_batch_size)
             lines += [*(f"- {line}" for line in header), *found]
-    record |= {
-        "compile_s": time.perf_counter() - start_s,
-        "tried": [_record(t) | bounds.get(t.mode, {}) for t in tried],
-    }
+    record["tried"] = [_record(settings, each, device) for each in tried]
+    record["compile_s"] = time.perf_counter() - start_s
     lines += [f"- Compiled in {record['compile_s']:.0f} s.", "", *_table(record, tried, budget)]
     return lines, record
 
@@ -240,31 +237,24 @@ def _changes(
         yield f"ensemble.num_workers={pool}", fewer, machine
 
 
-def _bounds(settings: Settings, choice: Choice, device: str) -> dict[Mode, dict]:
-    """Bound the speed of the inner steps in each mode in which the run fits, by what is compiled.
+def _record(settings: Settings, tried: Tried, device: str) -> dict:
+    """Return what was found for a mode; if the run fits, also a bound of the inner steps' speed.
 
-    The result has for each mode the work of a device for one update of each of its workers that run
-    at the same time, and the tokens per second of all devices.
+    The bound follows from the compiled program: from the work of a device for one update of each of
+    its workers that run at the same time. The tokens per second are those of all devices.
     """
-    bounds, chosen = {}, choice.programs
-    for mode, size in ((t.mode, t.max_batch_size) for t in choice.tried if t.max_batch_size):
-        programs = chosen
-        if mode != Mode(chosen.spec.in_turn, chosen.spec.remat):
-            programs = Programs(spec_of(settings, chosen.spec.machine, mode))
-        spec, control = programs.spec, start(settings, size, whole_pool=True)
-        keys = first_keys(control, settings, spec, size, accumulates=False)
-        key = next(key for key in keys if key.kind in ("steps", "fragment"))
-        at_once = len(key.owners) // num_turns(spec, key, placement(spec, key))
-        work = count(programs[key].as_text()).times(1 / spec.num_micro_batches)
-        tokens = at_once * size * spec.sequence_length
-        tokens_per_s = tokens / rates(device).least_seconds(work)
-        bounds[mode] = work._asdict() | {"most_tokens_per_s": tokens_per_s}
-    return bounds
-
-
-def _record(tried: Tried) -> dict:
     peaks = {name: peak._asdict() for name, peak in tried.peaks.items()}
-    return {"mode": str(tried.mode), "max_batch_size": tried.max_batch_size, "programs": peaks}
+    record = {"mode": str(tried.mode), "max_batch_size": tried.max_batch_size, "programs": peaks}
+    if tried.programs is None or tried.max_batch_size is None:
+        return record
+    spec, size = tried.programs.spec, tried.max_batch_size
+    control = start(settings, size, whole_pool=True)
+    keys = first_keys(control, settings, spec, size, accumulates=False)
+    key = next(key for key in keys if key.kind in ("steps", "fragment"))
+    at_once = len(key.owners) // num_turns(spec, key, placement(spec, key))
+    work = count(tried.programs[key].as_text()).times(1 / spec.num_micro_batches)
+    tokens_per_s = at_once * size * spec.sequence_length / rates(device).least_seconds(work)
+    return record | work._asdict() | {"most_tokens_per_s": tokens_per_s}
 
 
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
@@ -344,29 +334,27 @@ _AMPERE |= {"per_core": 167936, "optin": 166912}
 _HOPPER = {"major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "cache": 52428800}
 _HOPPER |= {"per_core": 233472, "optin": 232448}
 _BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
-# For each kind of GPU: the bytes of memory that programs may use, its rates, the name of the GPU,
-# and the other figures of the description. The operations are those of dense bfloat16 products by
-# the data sheets. XLA's model of a GPU also takes 1 us to start a kernel.
-_GPUS = {
-    kind: (memory, Rates(operations, bandwidth, 1e-6), name, figures | {"bandwidth": bandwidth})
-    for kind, memory, operations, bandwidth, name, figures in (
+# How chips are arranged: the GPUs of one host, and slices of TPUs; the key is the number of chips.
+_HOST = {n: f"1x1x{n}" for n in range(1, 9)}
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
+_CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
+# For each kind of device: the bytes of memory that programs may use, its rates, the possible
+# numbers of chips, and the figures of a GPU's description. The operations are those of dense
+# bfloat16 products by the data sheets. XLA's model of a GPU also takes 1 us to start a kernel. No
+# time is known to start a part of a TPU's program.
+_KINDS: dict[str, tuple[int, Rates, dict[int, str], dict]] = {
+    kind: (memory, Rates(peak, rate, 1e-6), _HOST, figures | {"name": name, "bandwidth": rate})
+    for kind, memory, peak, rate, name, figures in (
         ("a100-40", 42331013120, 312e12, 1555200000000, "NVIDIA A100-SXM4-40GB", _AMPERE),
         ("a100-80", 85100068864, 312e12, 2039040000000, "NVIDIA A100-SXM4-80GB", _AMPERE),
         ("h100", 84942979072, 989e12, 3352320000000, "NVIDIA H100 80GB HBM3", _HOPPER),
         ("h200", 151397597184, 989e12, 4800000000000, "NVIDIA H200 141GB HBM3e", _HOPPER),
         ("b200", 191514411008, 2250e12, 7672320000000, "NVIDIA B200", _BLACKWELL),
     )
-}
-_GPU_COUNTS = range(1, 9)  # numbers of GPUs of one host
-# How the chips of a TPU slice are arranged; the key is the number of chips.
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
-_CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
-# For each kind of TPU: the bytes of memory that programs may use, its rates by Google's
-# documentation, and the possible slices. No time is known to start a part of a TPU's program.
-_TPUS = {
-    "v5e": (16911433728, Rates(197e12, 819e9, 0), _FLAT),
-    "v5p": (102738427904, Rates(459e12, 2765e9, 0), _CUBE),
-    "v6e": (33550237696, Rates(918e12, 1640e9, 0), _FLAT),
+} | {
+    "v5e": (16911433728, Rates(197e12, 819e9, 0), _FLAT, {}),
+    "v5p": (102738427904, Rates(459e12, 2765e9, 0), _CUBE, {}),
+    "v6e": (33550237696, Rates(918e12, 1640e9, 0), _FLAT, {}),
 }
 
 
@@ -376,8 +364,8 @@ def kinds() -> list[str]:
     A line has the name of the kind, the memory of a device, and the possible numbers of chips.
     """
     return [
-        f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, _counts(kind)))}"
-        for kind, (memory, *_) in (_GPUS | _TPUS).items()
+        f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, chips))}"
+        for kind, (memory, _, chips, _) in _KINDS.items()
     ]
 
 
@@ -387,7 +375,7 @@ def more_chips(name: str) -> list[str]:
     For `h100x6` the result is `["h100x7", "h100x8"]`.
     """
     kind, count = _parts(name)
-    return [f"{kind}x{n}" for n in _counts(kind) if n > count]
+    return [f"{kind}x{n}" for n in _KINDS[kind][2] if n > count]
 
 
 def _parts(name: str) -> tuple[str, int]:
@@ -396,14 +384,9 @@ def _parts(name: str) -> tuple[str, int]:
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
-def _counts(kind: str) -> Collection[int]:
-    """Return the possible numbers of chips of a kind of device; none if the kind is unknown."""
-    return _GPU_COUNTS if kind in _GPUS else _TPUS[kind][2] if kind in _TPUS else ()
-
-
 def rates(name: str) -> Rates:
     """Return how fast a device is at most that a name such as `h100x8` describes."""
-    return (_GPUS | _TPUS)[_parts(name)[0]][1]
+    return _KINDS[_parts(name)[0]][1]
 
 
 def described(name: str) -> Machine:
@@ -420,24 +403,21 @@ def described(name: str) -> Machine:
     from jax.experimental import topologies
 
     kind, count = _parts(name)
-    memory, *_ = _GPUS.get(kind) or _TPUS.get(kind) or (0,)
-    if count not in _counts(kind):
+    memory, _, chips, figures = _KINDS.get(kind, (0, None, {}, {}))
+    if count not in chips:
         known = "\n".join(f"  {line}" for line in kinds())
         raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
     try:
-        if kind in _GPUS:
-            *_, title, figures = _GPUS[kind]
-            figures = figures | {"name": title, "memory": int(memory * TAKEN / _PLANNED)}
-            text = _GPU.format(**figures)
-            topology = {"target_config": text, "topology": f"1x1x{count}"}
+        if figures:
+            text = _GPU.format(**figures, memory=int(memory * TAKEN / _PLANNED))
+            topology = {"target_config": text, "topology": chips[count]}
             devices = topologies.get_topology_desc(platform="cuda", **topology).devices
         else:
-            *_, slices = _TPUS[kind]
             os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
             os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # other processes may compile, too
             one = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
-            topology = f"{kind}:{slices[count]}"
-            devices = topologies.get_topology_desc(topology, platform="tpu", **one).devices
+            slices = f"{kind}:{chips[count]}"
+            devices = topologies.get_topology_desc(slices, platform="tpu", **one).devices
     except (NotImplementedError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
