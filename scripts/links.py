@@ -329,10 +329,12 @@ def trained(
     third, log = recorded(model, case, loss)["updates"] / 3, folder / "3.log"
     while driver.poll() is None and not (curve and curve[-1]["loss"] <= loss):
         time.sleep(0.2)
+        if any(learner.poll() for learner in learners):
+            raise SystemExit(f"a learner has failed, see {folder}")
         curve = curve_of(run)
-        at_third = bool(curve) and curve[-1]["updates"] >= third
-        if case.method == KILLED and at_third and len(learners) == NUM_SITES:
-            learners[-1].kill()
+        if case.method == KILLED and curve and curve[-1]["updates"] >= third:
+            third = math.inf
+            learners.pop().kill()
             learners.append(join(sites[-1], *python, "join", "s3://links/run", log=log))
     moved = [
         {way: num_bytes - was[way] for way, num_bytes in site.num_bytes().items()}
