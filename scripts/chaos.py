@@ -1,10 +1,14 @@
-"""Kill, stop and slow learners of real runs on Ray, and measure the results (RELIABILITY.md).
+"""Kill, stop and slow learners of real runs, and measure the results (RELIABILITY.md).
 
 python scripts/chaos.py single                90 faults of learners: all of them recovered from?
 python scripts/chaos.py nodes                 10 nodes lost, of a cluster of two
 python scripts/chaos.py soak --seed 1         random deaths, hangs and a death of the driver
 python scripts/chaos.py slow                  one learner of four, four times slower
 python scripts/chaos.py --scale short         a little of `single`, within two minutes
+
+With `--transport bucket`, learners join through an S3 server on loopback. `single` then has faults
+of the bucket too. There a learner that ends is started again by this script, as a service manager
+would, and one that is stopped goes on after STOPPED_S. `nodes` needs Ray.
 
 Every trial is a line of `<folder>/results.jsonl`; the same command continues a stopped test. The
 logs of the learners give their processes and the sequences that they have read.
@@ -22,12 +26,14 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import faulty_store
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +44,14 @@ RUN = """
 """.split()
 
 FAULTS = {"single": ["kill"] * 70 + ["stop"] * 20, "nodes": ["node"] * 10, "soak": [], "slow": []}
+# Of the bucket: how long each lasts, and which requests have it (a share, and one of these faults).
+BUCKET_FAULTS = {
+    "noise": (15, 0.3, ("503", "reset", "lost", "cut", "wrong", "slow")),
+    "expired": (15, 1.0, ("expired",)),
+    "gone": (60, 1.0, ("reset",)),
+}
+THROUGH_BUCKET = ["kill"] * 30 + ["stop"] * 10 + ["noise"] * 45 + ["expired"] * 10 + ["gone"] * 5
+STOPPED_S = 30
 NODE = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
 
 
@@ -47,10 +61,10 @@ NODE = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1
 def logs(run: Path) -> dict[str, dict[tuple[int, int], list[dict]]]:
     """Read the learners' logs: identity, then sequences read, by driver start, learner and life."""
     found: dict = defaultdict(dict)
-    for path in sorted(run.glob("learners/*/*.jsonl")):
+    for path in sorted((run / "learners").rglob("*.jsonl")):
         if lines := _lines(path, path.stat().st_size):
             number, life = map(int, path.stem.split("-"))
-            found[path.parent.name][number, life] = lines
+            found[str(path.parent.relative_to(run))][number, life] = lines
     return found
 
 
@@ -114,7 +128,8 @@ def living(run: Path) -> dict[int, dict]:
 
 def _is_there(pid: int) -> bool:
     try:
-        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"ray::" in command or b"\0join\0" in command
     except OSError:
         return False
 
@@ -153,12 +168,68 @@ def left_running(run: Path) -> int:
 # -- Runs ------------------------------------------------------------------------------------
 
 
+def keys_of(run: Path, options: list[str]) -> dict[str, str]:
+    """The settings of a run; a later option replaces an earlier one."""
+    keys = dict(option.split("=", 1) for option in [*RUN[1:], *options])
+    if keys["engine.kind"] == "bucket":
+        keys.setdefault("engine.address", f"s3://chaos/{run.name}")
+    return keys
+
+
+@contextlib.contextmanager
+def joining(run: Path, options: list[str]) -> Iterator[None]:
+    """Keep learners in a run through a bucket: one that ends is started again."""
+    keys, ended = keys_of(run, options), threading.Event()
+    if keys["engine.kind"] != "bucket":
+        yield
+        return
+    logs = run / "learners" / f"{int(1000 * time.time())}"
+    command = [sys.executable, "-m", "adloco_jax.main", "join", keys["engine.address"]]
+    command += ["--workdir", str(logs)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    there: list[subprocess.Popen | None]
+    there = [None] * int(keys.get("engine.max_learners", keys["ensemble.num_workers"]))
+
+    def keep() -> None:
+        with open(run.parent / f"{run.name}.learners.log", "a") as log:
+            while not ended.wait(0.5):
+                for place, process in enumerate(there):
+                    if process is None or process.poll() is not None:
+                        how = {"stdout": log, "stderr": log, "env": environ}
+                        there[place] = subprocess.Popen(command, **how)
+
+    run.parent.mkdir(parents=True, exist_ok=True)
+    keeper = threading.Thread(target=keep, daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        keeper.join()
+        for process in filter(None, there):
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def bucket(rng: random.Random) -> Iterator[list[str]]:
+    """Start an S3 server; its requests have the faults of the kind that the list has."""
+    now: list[str] = []
+
+    def fate(*_: object) -> str:
+        _, share, faults = BUCKET_FAULTS[now[0]] if now else (0, 0.0, [""])
+        return rng.choice(faults) if rng.random() < share else ""
+
+    with faulty_store.s3_server("chaos") as server, faulty_store.faulty(server, fate) as url:
+        os.environ |= faulty_store.environment(url)
+        yield now
+
+
 @contextlib.contextmanager
 def driver(run: Path, options: list[str]) -> Iterator[subprocess.Popen]:
     """Start a run's process, and end it when the context ends."""
-    name, *keys = [*RUN, *options]
-    command = [sys.executable, "-m", "adloco_jax.main", "train", name, "--workdir", str(run)]
-    command += [f"--config.{key}" for key in keys]
+    command = [sys.executable, "-m", "adloco_jax.main", "train", RUN[0], "--workdir", str(run)]
+    command += [f"--config.{key}={value}" for key, value in keys_of(run, options).items()]
     run.parent.mkdir(parents=True, exist_ok=True)
     environ = os.environ | {"PYTHONPATH": str(ROOT), "CHAOS": str(run)}
     with open(run.parent / f"{run.name}.log", "a") as log:
@@ -202,7 +273,10 @@ def started_s(pid: int) -> float:
 def strike(kind: str, pid: int) -> None:
     """Cause a fault of a learner's process."""
     with contextlib.suppress(ProcessLookupError):
+        is_rays = b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
         os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        if kind == "stop" and not is_rays:
+            threading.Timer(STOPPED_S, os.kill, (pid, signal.SIGCONT)).start()
 
 
 # -- Trials ----------------------------------------------------------------------------------
@@ -232,10 +306,12 @@ def lose_node(cluster: Any, there: dict[int, dict]) -> list[int]:
     return lost
 
 
-def single(run: Path, kinds: list[str], rng: random.Random, options: list[str]) -> Iterator[dict]:
+def single(
+    run: Path, kinds: list[str], rng: random.Random, options: list[str], now: list[str]
+) -> Iterator[dict]:
     """Cause faults at random times of one run, each after the run has recovered from the last.
 
-    A lost node takes its learners with it, and another node joins.
+    A lost node takes its learners with it, and another node joins. `now` gets faults of the bucket.
     """
     with contextlib.ExitStack() as stack:
         how, cluster = ["num_rounds=1000000", "inner.steps_per_round=10", *options], None
@@ -243,6 +319,7 @@ def single(run: Path, kinds: list[str], rng: random.Random, options: list[str]) 
             cluster = two_nodes()
             stack.callback(cluster.shutdown)
             how.append(f"engine.address={cluster.address}")
+        stack.enter_context(joining(run, how))
         process = stack.enter_context(driver(run, how))
         for trial, kind in enumerate(kinds):
             if not wait_for(lambda: _all_at_work(run), process, 240):
@@ -251,6 +328,11 @@ def single(run: Path, kinds: list[str], rng: random.Random, options: list[str]) 
             there, struck_s = living(run), time.time()
             if kind == "node":
                 lost = lose_node(cluster, there)
+            elif kind in BUCKET_FAULTS:
+                now.append(kind)
+                time.sleep(BUCKET_FAULTS[kind][0])
+                now.clear()
+                lost, struck_s = [*there], time.time()
             else:
                 lost = [rng.choice([n for n, each in there.items() if each["rounds"]])]
                 strike(kind, there[lost[0]]["pid"])
@@ -262,7 +344,8 @@ def single(run: Path, kinds: list[str], rng: random.Random, options: list[str]) 
             yield result | {"passed": 0 < max(seconds, default=0) < 300}
         process.send_signal(signal.SIGTERM)
         code, stop_s = process.wait(120), time.time()
-        while (living(run) or left_running(run)) and time.time() < stop_s + 60:
+        is_rays = keys_of(run, how)["engine.kind"] == "ray"  # others wait for another driver
+        while is_rays and (living(run) or left_running(run)) and time.time() < stop_s + 60:
             time.sleep(0.1)
         left_s = round(time.time() - stop_s, 2)
     causes = Counter(e["why"] for e in events(run, "learner") if e["what"] == "lost")
@@ -337,7 +420,8 @@ def soak(folder: Path, seed: int, rounds: int, done: list, options: list[str]) -
         keys = [*how, "engine.max_learners=5"] if way == "spare" else how
         seconds = before["faults"]["wall_s"] if restart else 1e9
         found = before[way] = {"way": way, "seed": seed}
-        found |= ride(run, keys, tape, restart=restart, seconds=seconds)
+        with joining(run, keys):
+            found |= ride(run, keys, tape, restart=restart, seconds=seconds)
         if calm:
             rate = calm["tokens"] / rounds / calm["round_s"] / 4
             tokens, loss = found["losses"][-1]
@@ -371,7 +455,7 @@ def slow(folder: Path, rounds: int, options: list[str]) -> Iterator[dict]:
         run = folder / f"slow-{name}"
         how = ["ensemble.num_trainers=1", "inner.steps_per_round=40", "engine.grace_s=0.2"]
         how += [f"num_tokens={rounds * 40960}", "num_rounds=100000", f"engine.{key}", *options]
-        with driver(run, how) as process:
+        with joining(run, how), driver(run, how) as process:
             wait_for(lambda run=run: _all_at_work(run), process, 180)
             victim = living(run)[3]["pid"]
             while process.poll() is None:  # a quarter of the time
@@ -390,26 +474,37 @@ def main() -> int:
     """Run the trials that a results file lacks; return the number of failed trials."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", default="single", choices=FAULTS)
+    parser.add_argument("--transport", default="ray", choices=("ray", "bucket"))
     given = {"scale": "long", "folder": Path("chaos"), "rounds": 60, "seed": 0}
     for name, value in given.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("option", nargs="*", help="KEY=VALUE of the runs' config")
     given = parser.parse_intermixed_args()
+    is_bucket, all_kinds = given.transport == "bucket", FAULTS[given.what]
+    if is_bucket and given.what == "nodes":
+        parser.error("nodes: only with --transport ray")
+    if is_bucket and given.what == "single":
+        all_kinds = THROUGH_BUCKET
+    given.option.insert(0, f"engine.kind={given.transport}")
     given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "results.jsonl"
     done = [json.loads(line) for line in results.open()] if results.exists() else []
     done = [e for e in done if e["kind"] == given.what and e.get("trial") != "end"]
-    kinds = random.Random(given.seed).sample(FAULTS[given.what], len(FAULTS[given.what]))
-    kinds = kinds[len(done) :] if given.scale == "long" else ["kill", "stop"]
+    kinds = random.Random(given.seed).sample(all_kinds, len(all_kinds))
+    kinds = (
+        kinds[len(done) :] if given.scale == "long" else ["kill", "stop"] + ["noise"] * is_bucket
+    )
     rng = random.Random(f"{given.seed} {len(done)}")
+    stack = contextlib.ExitStack()
+    now = stack.enter_context(bucket(rng)) if is_bucket else []
     ways = {
         "soak": soak(given.folder, given.seed, given.rounds, done, given.option),
         "slow": slow(given.folder, given.rounds, given.option),
     }
-    one = single(given.folder / given.what, kinds, rng, given.option) if kinds else ()
+    one = single(given.folder / given.what, kinds, rng, given.option, now) if kinds else ()
     trials = ways.get(given.what, one)
     failed = 0
-    with open(results, "a", buffering=1) as file:
+    with stack, open(results, "a", buffering=1) as file:
         for result in trials:
             print(json.dumps({"kind": given.what, **result}), file=file)
             print(json.dumps(result), flush=True)
