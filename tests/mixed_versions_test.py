@@ -1,0 +1,63 @@
+"""Learners with different versions of Python and jax in one run, through a folder.
+
+OTHER_PYTHON is the interpreter of an environment with adloco_jax's dependencies and another jax,
+made for instance by `make PYTHON=python3.12 VENV=.venv-312 .venv-312/installed-312`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import chaos  # noqa: E402
+
+OTHER = os.environ.get("OTHER_PYTHON")
+SHORT = """
+    data.source=text ensemble.num_trainers=1 ensemble.num_workers=2 merge.policy=none num_rounds=3
+    batching.test=constant inner.steps_per_round=20 eval.every_rounds=1 log.every_rounds=1
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OTHER is None, reason="OTHER_PYTHON is not set")
+def test_learners_of_two_versions_train_the_model_of_a_local_run(tmp_path):
+    address = f"file://{tmp_path}/bucket"
+    docs = chaos.ROOT / "docs" / "*.md"
+    short = [f"--config.{option}" for option in (*SHORT, f"data.path={docs}")]
+    engine = f"--config.engine.kind=bucket --config.engine.address={address}".split()
+    environ = os.environ | {"PYTHONPATH": str(chaos.ROOT), "JAX_PLATFORMS": "cpu"}
+    commands = {
+        "elastic": [sys.executable, "train", "quickstart", *short, *engine],
+        "own": [sys.executable, "join", address, "--workdir", tmp_path / "elastic" / "learners"],
+        "other": [OTHER, "join", address, "--workdir", tmp_path / "elastic" / "learners"],
+        "local": [sys.executable, "train", "quickstart", *short],
+    }
+    for name in ("elastic", "local"):
+        commands[name] += ["--workdir", tmp_path / name]
+    processes = {}
+    for name, (python, *words) in commands.items():
+        command = [*map(str, (python, "-m", "adloco_jax", *words))]
+        with open(tmp_path / f"{name}.log", "w") as log:
+            processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+    try:
+        for name, process in processes.items():
+            assert process.wait(600) == 0, (tmp_path / f"{name}.log").read_text()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    learners = chaos.events(tmp_path / "elastic", "learner")
+    assert [event["what"] for event in learners] == ["joined"] * 2, learners
+    assert len({event["why"] for event in learners}) == 2, "the interpreters have equal versions"
+    rounds = chaos.events(tmp_path / "elastic", "round")
+    assert [line["workers_counted"] for line in rounds] == [2] * 3
+    assert chaos.audit(tmp_path / "elastic") == []
+    losses = {
+        name: [e["loss"] for e in chaos.events(tmp_path / name, "eval")]
+        for name in ("elastic", "local")
+    }
+    assert losses["elastic"] == pytest.approx(losses["local"], rel=1e-4), json.dumps(losses)
