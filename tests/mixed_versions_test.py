@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,11 @@ def test_learners_of_two_versions_train_the_model_of_a_local_run(tmp_path):
         with open(tmp_path / f"{name}.log", "w") as log:
             processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
     try:
-        for name, process in processes.items():
-            assert process.wait(600) == 0, (tmp_path / f"{name}.log").read_text()
+        until_s = time.monotonic() + 600
+        while None in (codes := {n: p.poll() for n, p in processes.items()}).values():
+            assert time.monotonic() < until_s and not any(codes.values()), codes
+            time.sleep(0.2)
+        assert not any(codes.values()), codes
     finally:
         for process in processes.values():
             process.kill()
