@@ -12,7 +12,8 @@ links have no delay. The driver runs at the first site.
 - data parallel: 200 updates are timed (jax.distributed with gloo). Its number of updates to the
   loss comes from the run without links in studies/*.jsonl.
 
-Every run is a file in `--folder`, and the same command continues. Compiling is not counted, but it
+Every run is a file in `--folder`, all are lines of `<folder>/<model>.jsonl`, and the same command
+continues. Compiling is not counted, but it
 disturbs other sites: to fill the compilation cache, first run the command with `--loss 2.3
 --folder DISCARDED`.
 """
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 
 from timing import machine
 
-from adloco_jax.study import results
+from adloco_jax.study import cluster, curves, results
 from adloco_jax.study.summary import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -377,7 +378,7 @@ def curve_of(run: Path) -> list[dict[str, float]]:
         return []
     begin_s = 2 * evals[0]["wall_s"] - evals[1]["wall_s"]
     return [
-        {"seconds": round(e["wall_s"] - begin_s, 3), "loss": e["loss"]}
+        {"seconds": round(e["wall_s"] - begin_s, 3), "loss": e["loss"], "round": e["round"]}
         | {name: e[f"{name}_total"] for name in ("updates", "tokens", "syncs")}
         for e in evals
     ]
@@ -406,29 +407,50 @@ def run_case(case: Case, given: argparse.Namespace, folder: Path) -> dict[str, A
         return trained(hub, sites, case, given.model, given.loss, folder)
 
 
-def costs(found: list[dict[str, Any]], model: str, loss: float) -> list[dict[str, Any]]:
-    """Complete the costs of data parallel: its updates to the loss are those without links."""
+def costs(found: list[dict[str, Any]], given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Complete the runs' costs.
+
+    Data parallel gets its updates to the loss from the run without links. All get the seconds that
+    the closed form of `study.cluster` predicts, at the speed of the site with one worker.
+    """
     completed = []
     for run in found:
         if run["method"] == "data parallel":
             for seed in sorted({other["seed"] for other in found}):
-                line = recorded(model, Case("data parallel", None, seed), loss)
-                each = run | {"seed": seed, "updates": line["updates"]}
-                each["seconds"] = round(run["update_s"] * line["updates"], 1)
-                ratio = line["updates"] / run["updates"]
-                each["bytes"] = [
-                    {way: round(count * ratio) for way, count in site.items()}
+                line = recorded(given.model, Case("data parallel", None, seed), given.loss)
+                factor = line["updates"] / run["updates"]
+                each = {"seed": seed, "seconds": run["update_s"] * line["updates"]}
+                each |= {"updates": line["updates"], "bytes": [
+                    {way: round(count * factor) for way, count in site.items()}
                     for site in run["bytes"]
-                ]
+                ]}  # fmt: skip
                 each["curve"] = [
-                    {"seconds": round(run["update_s"] * point["updates"], 1), "loss": point["loss"]}
+                    {"seconds": run["update_s"] * point["updates"], "loss": point["loss"]}
                     for point in line["curve"]
                     if point["updates"] <= line["updates"]
                 ]
-                completed.append(each)
+                completed.append(run | each)
         else:
             completed.append(run)
-    return completed
+    alone = next((run for run in completed if run["method"] == "one worker"), None)
+    if alone is None:
+        return completed
+    return [run | {"predicted_s": predicted(run, alone, given)} for run in completed]
+
+
+def predicted(run: dict[str, Any], alone: dict[str, Any], given: argparse.Namespace) -> float:
+    """Seconds to the loss in the simulated cluster of `study.cluster`, without latency."""
+    folder = given.folder / f"{given.model}-{Case(alone['method'], None, alone['seed'])}" / "run"
+    num_params = curves.last(curves.read_run(folder).events, "start")["num_params"]
+    flops = 6 * num_params * alone["tokens"] / alone["seconds"]
+    link = cluster.Cluster(1e6 / 8 * (run["rate"] or 1), latency_s=0, flops=flops)
+    if run["method"] == "data parallel":
+        token_s, per_update = 6 * num_params / flops, alone["tokens"] / alone["updates"]
+        ring_s = cluster.ring_s(NUM_SITES, 4 * num_params, bandwidth=link.bandwidth)
+        return run["updates"] * (token_s * per_update + ring_s)
+    case = Case(run["method"], run["rate"], run["seed"])
+    events = curves.read_run(given.folder / f"{given.model}-{case}" / "run").events
+    return cluster.run_seconds(events, link)[run["curve"][-1]["round"]]
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -444,9 +466,11 @@ def table(runs: list[dict[str, Any]]) -> str:
         moved = sum(site["up"] for site in run["bytes"]) / 1e6
         link = "-" if run["rate"] is None else f"{run['rate']} Mbit/s"
         took = f"{run['seconds']:,.0f}" if run.get("reached", True) else "not reached"
-        rows.append((link, run["method"], f"{run['seed']}", took, f"{moved:,.1f}", *ratios))
+        guess = f"{run['predicted_s'] / run['seconds']:.2f}" if "predicted_s" in run else "-"
+        rows.append((link, run["method"], f"{run['seed']}", took, f"{moved:,.1f}", *ratios, guess))
     head = ("link", "method", "seed", "seconds", "MB sent by all sites")
-    return markdown_table([(*head, "/ data parallel", "/ DiLoCo", "/ one worker"), *rows])
+    head += ("/ data parallel", "/ DiLoCo", "/ one worker", "predicted / measured")
+    return markdown_table([head, *rows])
 
 
 def main() -> None:
@@ -466,19 +490,23 @@ def main() -> None:
         one_site(given.model, given.site, given.updates)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    given.folder = given.folder.resolve()
     given.loss = given.loss or MODELS[given.model][1]
     found = []
     for case in cases(given.rates, given.seeds):
         if given.methods and case.method not in given.methods:
             continue
-        path = given.folder.resolve() / f"{given.model}-{case}.json"
+        path = given.folder / f"{given.model}-{case}.json"
         if not path.exists():
             print(case, flush=True)
             result = run_case(case, given, path.with_suffix(""))
             how = {"machine": machine(), "share": given.share, "loss": given.loss}
             path.write_text(json.dumps({**case._asdict(), **result, **how}, indent=1) + "\n")
         found.append(json.loads(path.read_text()))
-        print(table(costs(found, given.model, given.loss)), flush=True)
+        completed = costs(found, given)
+        lines = "".join(json.dumps(run) + "\n" for run in completed)
+        (given.folder / f"{given.model}.jsonl").write_text(lines)
+        print(table(completed), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """scripts/links.py: sites with slow links, and what is computed from their runs."""
 
+import argparse
 import json
 import os
 import shutil
@@ -50,19 +51,25 @@ def test_the_first_rate_and_seed_come_first_and_what_needs_no_link_runs_once():
 
 def test_seconds_leave_out_compiling_and_those_of_data_parallel_are_its_updates(tmp_path):
     rows = [{"wall_s": s, "loss": 3 - s / 100} for s in (50.0, 52.0, 55.0)]
-    totals = {"updates_total": 1, "tokens_total": 2, "syncs_total": 0, "trainer": "consensus"}
+    totals = {
+        "round": 1,
+        "updates_total": 1,
+        "tokens_total": 2,
+        "syncs_total": 0,
+        "trainer": "consensus",
+    }
     lines = [json.dumps({"event": "eval", **row, **totals}) for row in rows]
     (tmp_path / "ledger.jsonl").write_text("\n".join([*lines, '{"event": "ev']))
     curve = links.curve_of(tmp_path)
     assert [point["seconds"] for point in curve] == [2.0, 4.0, 7.0]
-    one = {"method": "one worker", "rate": None, "seed": 21, "seconds": 8.0, "bytes": []}
+    given = argparse.Namespace(model="small", loss=1.6)
     timed = {"method": "data parallel", "rate": 50, "seed": 21, "update_s": 0.5, "updates": 10}
-    _, found = links.costs([one, timed | {"bytes": [{"up": 100, "down": 90}]}], "small", 1.6)
+    (found,) = links.costs([timed | {"bytes": [{"up": 100, "down": 90}]}], given)
     updates = found["updates"]
     assert updates == links.recorded("small", links.Case("data parallel", None, 21), 1.6)["updates"]
     assert found["seconds"] == 0.5 * updates == found["curve"][-1]["seconds"]
     assert found["bytes"] == [{"up": 10 * updates, "down": 9 * updates}]
-    assert f"| 21 | {0.5 * updates:,.0f} |" in links.table([one, found])
+    assert f"| 21 | {0.5 * updates:,.0f} |" in links.table([found])
 
 
 @pytest.mark.skipif(not CAN_MAKE_SITES, reason="needs root, ip and tc")
