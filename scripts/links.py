@@ -310,6 +310,7 @@ def trained(
     through_bucket = case.method != "one worker"
     if through_bucket:
         changes = {"engine.kind": "bucket", "engine.address": "s3://links/run"}
+        changes["engine.max_learners"] = NUM_SITES  # recommended begins with one worker
     config.write_text(
         f"import sys\n\nsys.path.insert(0, {str(ROOT / 'scripts')!r})\nimport links\n\n\n"
         f"def get_config():\n    changes = {changes!r}\n"
