@@ -225,7 +225,7 @@ def fit(
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
-    make_engine = _engine_of(settings.engine.kind)
+    make_engine = _engine_of(settings.engine.kind, by_fit=True)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     check_installed(settings.log)
@@ -346,11 +346,11 @@ def _execute(run: Run, attempt: Attempt) -> State:
             ) from None
 
 
-def _engine_of(kind: str) -> Callable[..., RunEngine]:
+def _engine_of(kind: str, *, by_fit: bool = False) -> Callable[..., RunEngine]:
     """Return the function that makes the engine of a run, after a check that it can run here."""
     if kind == "local":
         return _local_engine
-    TRANSPORTS[kind].check_possible()
+    TRANSPORTS[kind].check_possible(by_fit=by_fit)
     return lambda run, programs, heldout, on_call: ElasticEngine(run, programs, heldout)
 
 

@@ -116,6 +116,8 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
         with pytest.raises(ConfigError) as error:
             store.Store(url)
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="learners build model and data from settings"):
+        run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"adloco_jax\[bucket\]"):
         run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
@@ -182,3 +184,27 @@ def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, p
     assert there.requests - driver == requests
     assert there.bytes_down == pytest.approx(down, rel=0.03)
     assert there.bytes_up == pytest.approx(up, rel=0.03, abs=6000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("write", "The operation lacked privileges: 403 Forbidden", "no permission to write"),
+        ("read", "Error performing PUT http://169.254.169.254/latest", "no valid credentials"),
+        ("read", "error sending request for url", "cannot read objects"),
+        ("write", "FileNotFoundError", "no such bucket"),
+    ],
+)
+def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, kind, error, words):
+    waits = []
+    clock = types.SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
+    monkeypatch.setattr(store, "time", clock)
+    there = store.Store(f"file://{tmp_path}/bucket")
+
+    def fails():
+        raise FileNotFoundError(error) if error == "FileNotFoundError" else RuntimeError(error)
+
+    with pytest.raises((ConfigError, ResourceError), match=words) as refusal:
+        there._patiently(kind, fails)
+    assert refusal.value.exit_code in (2, 5) and "\n" not in str(refusal.value)
+    assert sum(waits) < 30

@@ -1,14 +1,17 @@
 """Runs in learners of this process, without Ray: what becomes of late, lost and broken answers."""
 
+import contextlib
 import math
 import runpy
 import sys
+import urllib.request
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from learners import Here, InBucket, num_updates
+from moto.server import ThreadedMotoServer
 from toy import settings_of
 from toy_runs import GROWING, events, run
 
@@ -65,6 +68,26 @@ def at(number, rounds, what):
         return "answer"
 
     return fate
+
+
+@contextlib.contextmanager
+def s3(monkeypatch):
+    """The address of a bucket of an S3 server in this process."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    urllib.request.urlopen(
+        urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")
+    ).close()
+    yield "s3://runs/one"
+    server.stop()
 
 
 def counted(workdir):
@@ -445,15 +468,21 @@ def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["ray", "folder", "s3"])
 @pytest.mark.parametrize("name", ["quickstart", "recommended_quick"])
 def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
-    monkeypatch, tmp_path, name
+    monkeypatch, tmp_path, name, way
 ):
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]()
     local = train(config, tmp_path / "local")
-    Here(monkeypatch, lambda *_: "answer")
-    config.engine.update(kind="ray", heartbeat_s=600.0, max_learners=4)
-    elastic = train(config, tmp_path / "learners")
+    with contextlib.ExitStack() as stack:
+        config.engine.update(kind="ray", heartbeat_s=600.0, max_learners=4)
+        if way == "ray":
+            Here(monkeypatch, lambda *_: "answer")
+        else:
+            url = tmp_path / "bucket" if way == "folder" else stack.enter_context(s3(monkeypatch))
+            config.engine.update(kind="bucket", address=InBucket(monkeypatch, url).url)
+        elastic = train(config, tmp_path / "learners")
     assert_same_rounds(elastic, local)
     assert elastic.loss == pytest.approx(local.loss, abs=1e-3)
     assert chaos.audit(elastic.workdir) == []

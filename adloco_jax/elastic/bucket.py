@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -72,17 +72,29 @@ def order_form(spec: Spec, message: dict[str, Any]) -> Any:
     return Order(*whole)
 
 
+# What an order has besides the values of its tree.
+ORDER = {
+    "call": list[int],
+    "method": Literal["play", "prepare", "states"],
+    "parts": list[tuple[int, bool]],
+    "params": files.Maybe(tuple[str, str]),
+    "wanted": files.Maybe(list[tuple[int, int, int]]),
+    "tests": files.Maybe(bool),
+}
+
+
 def limit(form: Any) -> int:
     """Return the largest accepted size of an object of this form, in bytes."""
     arrays = [leaf for leaf in jax.tree.leaves(form) if isinstance(leaf, jax.ShapeDtypeStruct)]
     return num_bytes(arrays) + _SLACK
 
 
-def check_possible() -> None:
+def check_possible(*, by_fit: bool = False) -> None:
     """Check that a run can use learners through a bucket.
 
     Raises:
-      ConfigError: If obstore is not installed, or the driver would be several processes.
+      ConfigError: If obstore is not installed, if the driver would be several processes, or if the
+        caller of `fit` has given the model and the rows, which no bucket carries.
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -90,6 +102,11 @@ def check_possible() -> None:
             " --coordinator, or set engine.kind=local"
         )
     store.check_installed("engine.kind = bucket")
+    if by_fit:
+        raise ConfigError(
+            "engine.kind = bucket: learners build model and data from settings; use adloco train,"
+            " with a config file that adds entries of your own"
+        )
 
 
 @contextlib.contextmanager
@@ -133,7 +150,7 @@ def _describe(bucket: Store, given: Given) -> None:
     data = bucket.get("run.json")
     if data is not None:
         with contextlib.suppress(Refused):
-            if store.from_json(data, "run.json")["id"] == run_id:
+            if store.from_json(data, "run.json").get("id") == run_id:
                 return
         raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +170,9 @@ def _next_epoch(bucket: Store, heartbeat_s: float) -> int:
     epoch, before = 0, None
     while (data := bucket.get(f"driver/{epoch + 1}.json")) is not None:
         epoch, before = epoch + 1, data
-    if before is None or store.from_json(before, f"driver/{epoch}.json")["has_ended"]:
-        return epoch + 1
+    with contextlib.suppress(Refused):
+        if before is None or store.from_json(before, "").get("has_ended"):
+            return epoch + 1
     print(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True)
     until_s = time.monotonic() + heartbeat_s
     while time.monotonic() < until_s:
@@ -230,9 +248,11 @@ class BucketTransport:
     def give_sign(self) -> None:
         """Write the board, unless another driver has taken over."""
         try:
-            if self._store.get(f"driver/{self._epoch + 1}.json") is not None:
-                raise ResourceError(f"{self._store.url}: another driver has taken over")
-            self._write_board()
+            with contextlib.suppress(Refused):
+                if self._store.get(f"driver/{self._epoch + 1}.json") is None:
+                    self._write_board()
+                    return
+            raise ResourceError(f"{self._store.url}: another driver has taken over")
         except Exception as error:  # deliberately broad: the main thread raises it
             self._fault = error
 

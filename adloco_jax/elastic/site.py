@@ -3,6 +3,7 @@
 `elastic.bucket` is the driver's side, and describes the objects of the bucket.
 """
 
+import concurrent.futures
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import jax
 from adloco_jax import __version__, files
 from adloco_jax.config import validate
 from adloco_jax.elastic import store
-from adloco_jax.elastic.bucket import SIGNS, limit, names, order_form
+from adloco_jax.elastic.bucket import ORDER, SIGNS, limit, names, order_form
 from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.elastic.store import Refused, Store
 from adloco_jax.engine.spec import here
@@ -27,7 +28,8 @@ from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.run.assemble import load_data, spec_of
 
 _RUN = {"id": str, "adloco_jax": str, "fingerprint": str, "commit": str, "settings": dict}
-_BOARD = {"count": int, "is_over": bool, "has_ended": bool, "places": dict[str, list[Any]]}
+_BOARD = {"count": int, "is_over": bool, "has_ended": bool}
+_BOARD |= {"places": dict[str, tuple[int, int, bool]]}
 
 
 def join(url: str, *, own: Mapping[str, str], workdir: Path | None = None) -> None:
@@ -257,6 +259,8 @@ class Site:
         state = jax.eval_shape(spec.inner_tx.init, spec.params)
 
         def form(message: dict[str, Any]) -> Any:
+            if fault := files.fault(message, ORDER, name):
+                raise Refused(fault)
             if message["call"] != call:
                 raise Refused(f"{name}: another order")
             return None if message["method"] == "states" else order_form(spec, message)
@@ -270,7 +274,10 @@ class Site:
             self.learner.prepare(order, bool(message["tests"]))
             return {}, None
         where, sha256 = message["params"]
-        _, params, found = self._get(where, limit(spec.params), lambda _: spec.params)
+        with concurrent.futures.ThreadPoolExecutor(1) as aside:
+            reading = aside.submit(self._get, where, limit(spec.params), lambda _: spec.params)
+            self.learner.prepare(order, any(work.num_tested for work in order.work))
+        _, params, found = reading.result()
         if found != sha256:
             raise Refused(f"{where}: other parameters than the order names")
         return {}, self.learner.play(order, params)
