@@ -8,19 +8,18 @@ import sys
 import types
 from pathlib import Path
 
+import accelerators
 import jax
 import jax.numpy as jnp
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import accelerators  # noqa: E402
+from adloco_jax.config import validate
+from adloco_jax.engine.programs import lower
+from adloco_jax.engine.spec import ProgramKey, here
+from adloco_jax.engine.work import Work
+from adloco_jax.run.assemble import configured_model, program_spec
 
-from adloco_jax.config import validate  # noqa: E402
-from adloco_jax.engine.programs import lower  # noqa: E402
-from adloco_jax.engine.spec import ProgramKey, here  # noqa: E402
-from adloco_jax.engine.work import Work  # noqa: E402
-from adloco_jax.run.assemble import configured_model, program_spec  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

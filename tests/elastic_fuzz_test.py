@@ -3,9 +3,8 @@
 import contextlib
 import math
 import random
-import sys
-from pathlib import Path
 
+import chaos
 import jax
 import numpy as np
 import pytest
@@ -15,10 +14,6 @@ from toy_runs import events, run
 
 from adloco_jax.elastic import fleet
 from adloco_jax.errors import DivergedError, ResourceError
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import chaos  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

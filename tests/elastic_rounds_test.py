@@ -7,6 +7,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import chaos
 import jax
 import numpy as np
 import pytest
@@ -21,8 +22,6 @@ from adloco_jax.run.choose import Peak
 from adloco_jax.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import chaos  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -20,6 +20,7 @@ import yaml
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
+import chaos
 import toy_runs
 from toy import Table, corpus, settings_of
 from toy_runs import events, run
@@ -28,8 +29,6 @@ from adloco_jax.elastic import cluster
 from adloco_jax.errors import ConfigError, ResourceError
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import chaos  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
 slow = pytest.mark.slow  # a cluster starts slowly

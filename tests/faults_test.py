@@ -2,14 +2,9 @@
 
 import os
 import random
-import sys
-from pathlib import Path
 
+import faults
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import faults  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

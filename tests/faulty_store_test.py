@@ -1,13 +1,9 @@
 """scripts/faulty_store.py: what its faults look like to a client of S3."""
 
-import sys
 import time
-from pathlib import Path
 
+import faulty_store
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import faulty_store  # noqa: E402
 
 obstore = pytest.importorskip("obstore")
 pytest.importorskip("moto")

@@ -11,16 +11,15 @@ import time
 import types
 from pathlib import Path
 
+import gpu
 import pytest
 from ml_collections import ConfigDict
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import gpu  # noqa: E402
+from adloco_jax.cli.names import load_config
+from adloco_jax.config import validate
+from adloco_jax.run.arguments import check_inputs
 
-from adloco_jax.cli.names import load_config  # noqa: E402
-from adloco_jax.config import validate  # noqa: E402
-from adloco_jax.run.arguments import check_inputs  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 SPEED = {"tokens": {"low": 9e4, "median": 1e5, "high": 2e5}, "flops_per_s": 4945e11}
 SPEED |= {"torch": {"ratio": 1.25, "tokens": 8e4, "eager": 6e4}}

@@ -6,18 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import links
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import links  # noqa: E402
-
-import adloco_jax  # noqa: E402
-from adloco_jax.config import validate  # noqa: E402
-from adloco_jax.run import assemble  # noqa: E402
+import adloco_jax
+from adloco_jax.config import validate
+from adloco_jax.run import assemble
 
 CAN_MAKE_SITES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 

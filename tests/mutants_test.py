@@ -1,11 +1,10 @@
 """The table of scripts/mutants.py fits the code; `make mutants` judges it."""
 
-import sys
 from pathlib import Path
 
+from mutants import read_table
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-from mutants import read_table  # noqa: E402
 
 
 def test_every_mutant_applies_and_its_tests_are_there():

@@ -1,17 +1,13 @@
 """The benchmark gives PyTorch and this library the same work; needs the `parity` extra."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (the parity extra)")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import side_by_side  # noqa: E402
+import side_by_side
 
-from adloco_jax import hf  # noqa: E402
+from adloco_jax import hf
 
 
 def test_both_train_the_same_models_by_the_same_steps(tmp_path):
