@@ -190,7 +190,7 @@ def classified(tmp_path_factory):
     """A run that learns which word determines the class."""
     folder = tmp_path_factory.mktemp("classified")
     config = bert_config(write(folder / "reviews.jsonl", reviews(600)))
-    config.num_rounds, config.inner.steps_per_round = 4, 40
+    config.num_rounds, config.inner.steps_per_round = 3, 40
     config.batching.test = "constant"
     config.eval.num_sequences = 60
     return train(config, folder / "r")
