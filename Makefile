@@ -7,8 +7,8 @@
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
 # make parity  installs PyTorch and compares with it
 # make gpu    installs jax and torch for CUDA, and measures on one GPU
-# make accelerators  compiles the configs for GPUs and TPUs that the machine does not have; if it
-#             is stopped, the same command continues
+# make accelerators  compiles configs for GPUs that the machine does not have; if it is stopped,
+#             the same command continues
 # make accelerators-short  checks the programs of a small model, compiled for GPUs
 # make conformance  compares results with published figures (docs/conformance.md)
 # make docs   builds the site in docs/_build/html and executes notebooks/

@@ -77,7 +77,7 @@ def test_the_table_has_only_what_was_compiled(monkeypatch, tmp_path):
 
     def row(title, name, changes, device):
         started.append((title, device))
-        if device == "v5ex4":
+        if device == "h100x8":
             raise RuntimeError("does not compile\nand more")
         return {"config": title, "device": device} | record
 
@@ -90,15 +90,15 @@ def test_the_table_has_only_what_was_compiled(monkeypatch, tmp_path):
     total = len(list(accelerators.cases()))
     assert f"Not compiled yet: {total} of {total}." in page.read_text()
     monkeypatch.setattr(sys, "argv", words)
-    results.write_text(json.dumps({"config": "quickstart", "device": "h100x1"} | record) + "\n")
+    results.write_text(json.dumps({"config": "recommended", "device": "h100x1"} | record) + "\n")
     assert accelerators.main() == 0
-    assert len(started) == total - 1 and ("quickstart", "h100x1") not in started
+    assert len(started) == total - 1 and ("recommended", "h100x1") not in started
     text = page.read_text()
     expected = (
-        "| quickstart | h100x1 | workers at once | 16 | cudnn | 4.20 | 5% | 1,073 | 14.3 | 61 |"
+        "| recommended | h100x1 | workers at once | 16 | cudnn | 4.20 | 5% | 1,073 | 14.3 | 61 |"
     )
     assert expected in text and "old" not in text and "Not compiled yet: 0 of" in text
-    assert "| quickstart | v5ex4 | does not compile: does not compile |" in text
+    assert "| recommended | h100x8 | does not compile: does not compile |" in text
 
 
 def test_the_cases_are_valid_and_the_page_counts_those_that_are_left():
