@@ -15,12 +15,10 @@ from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
 
 
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Make a loss function that takes only floating-point parameters and returns (loss, aux).
+    """Make a loss function of the floating-point parameters that returns (loss, aux).
 
-    The returned function passes the other leaves of `params` to `loss_fn` unchanged. If `has_aux`
-    is False, aux is None. If it is True, `loss_fn` returns a pair, and aux is the second element of
-    the pair, with its arrays cast to at least float32. While tracing, the returned function raises
-    ValueError if the loss is not one number.
+    Without `has_aux`, aux is None; with it, its arrays are cast to at least float32. While tracing,
+    a loss that is not one number raises ValueError.
     """
 
     def loss_of(values, batch, **more):
@@ -47,19 +45,12 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """Bind a fixed random key to a loss that takes `key`; return any other loss function unchanged.
-
-    The losses of two calls then differ only by parameters and data, not by random numbers.
-    """
+    """Bind a fixed key to a loss that takes `key`: values then differ only by params and data."""
     return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
 
 
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
-    """Derive one random key for each element of the arrays `numbers`, broadcast to one shape.
-
-    The key of an element is `key` with the number of each array at this element folded in, one
-    array after another.
-    """
+    """Derive a key for each element of the broadcast `numbers`, by folding all of them in."""
 
     def fold(*one):
         return functools.reduce(jax.random.fold_in, one, key)
@@ -72,12 +63,7 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
-    """Check the first three axes of all leaves of a batch; return the length of the first axis.
-
-    The axes must be [T, R, B] (micro-batches, workers, examples of a micro-batch). If
-    `num_accum_steps` is given, they must be [S, R, A*B] (updates, workers, examples of an update).
-    Other shapes raise ValueError; `name` is the name of the batch in the message.
-    """
+    """Check that leaves start with [T, R, B], or [S, R, A*B] if accumulated; return T or S."""
     axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
     num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
     leaves = jax.tree.leaves(batch)
@@ -102,10 +88,7 @@ def checked_batch_length(
 
 
 def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
-    """Convert weights or learning rates to a float32 array; return None if they are None.
-
-    An array of another shape than `shape` raises ValueError; `name` is the argument in the message.
-    """
+    """Convert weights or learning rates to float32 of the given shape, else raise ValueError."""
     if values is None:
         return None
     array = jnp.asarray(values, jnp.float32)
@@ -120,26 +103,10 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
 def checked_update(
     name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the `update` function of an optimizer, unless its state copies the parameters.
+    """Return the `update` function of `tx`, unless `state` has a node of a class in `refused`.
 
-    Such an optimizer is refused, because an outer update changes the parameters of the model but
-    not the copy. The optimizer would then continue from old parameters.
-
-    Args:
-      name: The name of the caller's argument that holds the optimizer, for messages.
-      tx: The optimizer.
-      state: A state of `tx`, or a stack of states; only the classes of its nodes are read.
-      refused: Classes of optax states that hold a copy of the parameters, or that expect a pair of
-        parameter trees.
-
-    Returns:
-      `update(grads, state, params, **extra)`. The arguments in `extra` are passed to `tx` if it
-      accepts extra arguments, and ignored if it does not. The function raises ValueError if `tx`
-      requires an argument that the caller has not passed.
-
-    Raises:
-      ValueError: If the state has a node of a refused class. A SAM state without a cache is
-        accepted, because it holds no copy.
+    An outer update would not change parameters that an optimizer's state holds. `update` ignores
+    extra arguments that `tx` does not take; it raises ValueError if `tx` requires one it lacks.
     """
 
     def keeps_params(node):

@@ -1,10 +1,7 @@
 """Choose each trainer's batch size and round length: batch-size tests, limits, accumulation.
 
-A batch-size test computes from gradient statistics the batch that a trainer requests: the smallest
-batch whose gradient has little noise. The three tests here take the same arguments, except for
-their thresholds. The tests use only ratios of the sums in `GradientStats`. They accept NumPy arrays
-(float64 on the host, without a device) and JAX arrays (under `jit` and `vmap`). A run chooses a
-test or a schedule by its name in the table `BATCH_TESTS`.
+The tests read only ratios of the sums in `GradientStats`. They accept NumPy arrays (float64 on the
+host, without a device) and JAX arrays (under `jit` and `vmap`).
 """
 
 import math
@@ -33,30 +30,23 @@ def norm_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Compute the smallest batch per worker that passes the norm test.
-
-    A batch passes if the noise of the averaged gradient is at most `eta` times the gradient's norm.
+    """Compute the smallest batch per worker whose noise is at most `eta` times the gradient.
 
     Args:
-      stats: Statistics at one common point, of at least two examples. The statistics of several
-        workers must be combined by `core.gradstats.pool`.
-      eta: Allowed ratio of the noise of the averaged gradient (root mean square) to the norm of the
-        true gradient G (dimensionless, > 0).
-      num_workers: Number of workers whose gradients are averaged. With `batching.scope=trainer` it
-        is the number of the trainer's workers, with `worker` it is 1 (the paper's equation).
-      mode: How |G|^2 is estimated. `unbiased` takes the unbiased estimate, raised to at least 1e-3
-        of the noise. `paper` takes the value that the squared norm of the mean gradient would have
-        on the trainer's own batch. This value includes noise, so the request never exceeds
-        batch_size / eta^2, and growth stops by itself.
-      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
-        tested examples are the whole batch.
+      stats: Statistics at one common point, of at least two examples; those of several workers
+        combined by `core.gradstats.pool`.
+      eta: Allowed ratio of the averaged gradient's noise (root mean square) to |G|, > 0.
+      num_workers: Workers whose gradients are averaged; 1 in the paper's equation.
+      mode: Estimate of |G|^2. `unbiased`: unbiased, but at least 1e-3 of the noise. `paper`: the
+        squared norm of the mean gradient on the trainer's own batch; it includes noise, so the
+        request is at most batch_size / eta^2.
+      batch_size: For `paper`: the present batch per worker. None: the tested examples.
 
     Returns:
-      Requested sequences per worker, a float before rounding and limits; NaN if the statistics are
-      degenerate (no noise and no signal).
+      Requested sequences per worker, before rounding and limits; NaN without noise and signal.
 
     Raises:
-      ValueError: If `mode` is unknown, or `eta` is not positive. A traced `eta` is not checked.
+      ValueError: If `mode` is unknown, or an `eta` that is not traced is not positive.
 
     Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10, which has no `num_workers`.
     """
@@ -73,34 +63,25 @@ def inner_product_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Compute the smallest batch per worker that passes the inner-product test.
-
-    A batch passes if the noise along the gradient is small enough. The averaged gradient is then a
-    descent direction with high probability.
+    """Compute the smallest batch per worker that is likely to give a descent direction.
 
     Args:
-      stats: Statistics taken with inner products, of at least four examples per worker. With fewer
-        examples the result is NaN.
-      vartheta: Allowed ratio of the standard deviation of the inner product <averaged gradient, G>
-        to |G|^2 (> 0), where G is the true gradient.
-      num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. With `paper`, the variance is also computed in
-        another way: as the sample variance of the inner products of each example's gradient with
-        the mean gradient. This variance is biased low.
-      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
-        tested examples are the whole batch.
+      stats: Statistics with inner products, of at least four examples per worker; NaN with fewer.
+      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2, > 0.
+      num_workers: As in `norm_test`.
+      mode: As in `norm_test`. `paper` also takes the sample variance of <g_j, mean gradient>, which
+        is biased low.
+      batch_size: As in `norm_test`.
 
     Returns:
-      Requested sequences per worker, a float before rounding and limits.
+      Requested sequences per worker, before rounding and limits.
 
     Raises:
-      ValueError: If `mode` is unknown, `vartheta` is not positive, or `stats` was taken without
-        inner products. While tracing, missing inner products cannot be detected; they make the
-        result NaN, or 0 in mode `paper`.
+      ValueError: If `mode` is unknown, `vartheta` is not positive, or `stats` has no inner
+        products. While tracing, missing ones give NaN instead, or 0 in mode `paper`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
-      only with the scaling errors of the reference code (docs/algorithm.md, section 2,
-      "Constants").
+      only with the scaling errors of the reference code (docs/algorithm.md, section 2).
     """
     _require_positive(vartheta=vartheta)
     signal = _signal(stats, mode, num_workers, batch_size)
@@ -117,32 +98,11 @@ def augmented_inner_product_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Compute the smallest batch per worker that passes the augmented inner-product test.
+    """Compute the smallest batch that passes `inner_product_test` and bounds the orthogonal noise.
 
-    A batch passes if it passes the inner-product test and if the noise that is orthogonal to the
-    gradient is small enough. In high dimension nearly all noise is orthogonal, so this test
-    requests nearly the same batch as the norm test with eta = nu.
-
-    Args:
-      stats: Statistics taken with inner products, of at least four examples per worker. With fewer
-        examples the result is NaN.
-      vartheta: Allowed ratio of the standard deviation of the inner product <averaged gradient, G>
-        to |G|^2 (> 0), where G is the true gradient.
-      nu: Allowed ratio of the orthogonal noise (root mean square) to the norm of G (> 0).
-      num_workers: Number of workers whose gradients are averaged, as in `norm_test`.
-      mode: `unbiased` or `paper`, as in `norm_test`. With `paper`, the variance is also computed in
-        another way: as the sample variance of the inner products of each example's gradient with
-        the mean gradient. This variance is biased low.
-      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None: the
-        tested examples are the whole batch.
-
-    Returns:
-      Requested sequences per worker, a float before rounding and limits: the larger of the
-      inner-product request and the request for the orthogonal noise.
-
-    Raises:
-      ValueError: If `mode` is unknown, `vartheta` or `nu` is not positive, or `stats` was taken
-        without inner products.
+    In high dimension nearly all noise is orthogonal to the gradient, so the request is nearly that
+    of the norm test with eta = nu. `nu`, > 0, is the allowed ratio of the orthogonal noise (root
+    mean square) to |G|; `inner_product_test` describes the other arguments, results and errors.
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
@@ -171,18 +131,10 @@ def constant(*, batch_size: int) -> int:
 
 
 def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
-    """Return the batch size of a round by a fixed schedule, a baseline for adaptive methods.
+    """Return the sequences per worker of the last entry in `schedule` that has begun.
 
-    Args:
-      schedule: Pairs (first round, sequences per worker). The first pair begins at round 0, and the
-        rounds increase from pair to pair.
-      round_index: Number of rounds completed before this one.
-
-    Returns:
-      Sequences per worker, from the last pair whose first round is at most `round_index`.
-
-    Raises:
-      ValueError: If the schedule does not start at round 0 or does not increase.
+    Entries are (first round, sequences per worker). ValueError unless they start at round 0 and
+    increase.
     """
     rounds = [first for first, _ in schedule]
     if not rounds or rounds[0] != 0 or sorted(set(rounds)) != rounds:
@@ -194,14 +146,14 @@ class BatchTest(NamedTuple):
     """An entry of `BATCH_TESTS`: a function that requests a batch, and the statistics it needs."""
 
     request: Callable[..., Scalar]
-    """`request(stats, *, ...) -> sequences per worker`: the batch that a trainer requests, before
-    rounding and limits. The function receives these keywords, and ignores the others by `**_`:
-    `eta`, `vartheta`, `nu`, `num_workers` and `mode` as in `augmented_inner_product_test` and
-    `norm_test`; `batch_size`, the present sequences per worker; `round_index`, the number of
-    completed rounds; and `schedule`, the setting `batching.ramp`."""
+    """`request(stats, *, ...) -> sequences per worker`, before rounding and limits.
+
+    Its keywords, of which it ignores others by `**_`: `eta`, `vartheta`, `nu`, `num_workers`,
+    `mode`, `batch_size` (as in the tests below), `round_index` (completed rounds), `schedule`
+    (`batching.ramp`).
+    """
     needs: Literal["norms", "inner_products", "nothing"] = "norms"
-    """The statistics that `request` reads: only those from gradient norms, also those from inner
-    products, or none. With "nothing", `stats` is None, and no limit is applied to the result."""
+    """What `request` reads. With "nothing", `stats` is None and the result is not limited."""
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
@@ -237,31 +189,29 @@ BATCH_TESTS: dict[str, BatchTest] = {
         "nothing",
     ),
 }
-"""Batch-size tests and schedules by name, for the knob `batching.test`. To use your own test, add
-an entry."""
+"""Batch-size tests and schedules by name, for `batching.test`; add an entry for your own."""
 
 
 def next_batch_size(
     requested: float, *, batch_size: int, max_growth: float, batch_cap: int, monotone: bool = True
 ) -> int:
-    """Compute the next batch size: round a test's request up, and limit its growth and its size.
+    """Round a test's request up, and limit its growth and its size.
 
     Args:
-      requested: The result of a batch-size test, in sequences per worker. If it is not finite, the
-        batch does not change.
+      requested: Sequences per worker, from a test. Not finite: the batch does not change.
       batch_size: The present requested batch, in sequences per worker.
       max_growth: Largest factor by which one test may enlarge the batch.
-      batch_cap: Upper limit of the batch, in sequences per worker.
-      monotone: Whether the batch may only grow. If False, it may also fall, but not below 1.
+      batch_cap: Upper limit, in sequences per worker; it never reduces `batch_size`.
+      monotone: Whether the batch may only grow.
 
     Returns:
-      Sequences per worker, a whole number in [1, max(batch_size, batch_cap)].
+      Sequences per worker, at least 1.
 
     Raises:
       ValueError: If `batch_size` or `batch_cap` is not a positive whole number.
 
-    Source: docs/algorithm.md, section 2, "What a request changes". The reference code has no upper
-      limit (defect 7 in section 7).
+    Source: docs/algorithm.md, section 2. The reference code has no upper limit (section 7, defect
+      7).
     """
     batch_size = _whole("batch_size", batch_size)
     batch_cap = _whole("batch_cap", batch_cap)
@@ -281,21 +231,15 @@ def switch_mode(
 ) -> BatchPlan:
     """Choose the micro-batch and the number of accumulation steps for a requested batch.
 
-    By default a batch of up to `max_batch_size` sequences runs as it is. A larger batch, up to
-    `multiplier` times this size, is clipped to `max_batch_size`, which keeps updates frequent. A
-    still larger batch is divided into micro-batches whose gradients are accumulated.
-
     Args:
       requested_batch_size: Sequences per worker and update, >= 1.
       max_batch_size: Sequences per worker in one micro-batch, >= 1.
-      multiplier: The multiple of `max_batch_size` above which a batch is accumulated (the paper's
-        n), >= 1.
-      mode: `threshold`: clip or accumulate as described above. `accumulate`: accumulate every batch
-        above `max_batch_size`. `clip`: never accumulate.
+      multiplier: The paper's n: with `threshold`, batches up to n times `max_batch_size` are
+        clipped to it, which keeps updates frequent, and larger ones are accumulated.
+      mode: `threshold`; `accumulate`: every batch above `max_batch_size`; `clip`: none.
 
     Returns:
-      The micro-batch and the number of accumulation steps. Their product is at least the request,
-      or `max_batch_size` if the batch is clipped.
+      The plan, whose product is at least the request, or `max_batch_size` if clipped.
 
     Raises:
       ValueError: If a number is not positive or not whole, or `mode` is unknown.
@@ -364,9 +308,8 @@ def fixed(*, steps_per_round: int, **_: object) -> int:
 ROUND_LENGTHS: dict[str, Callable[..., float]] = {"fixed": fixed}
 """Rules for the length of a round by name, for the knob `inner.round_length`.
 
-`rule(*, ...) -> steps` returns the number of inner steps of a trainer's next round. A rule receives
-these keywords, and ignores the others by `**_`: `steps_per_round`, `max_steps_per_round` and
-`warmup_updates`, settings of the config's group `inner`; `next_rate`, the learning rate of the
-round's first update; `updates`, the trainer's inner updates so far; `round_index`, the number of
-completed rounds; and `share_done`, the fraction of the run that is done.
+`rule(*, ...) -> steps` returns the inner steps of a trainer's next round. Its keywords, of which it
+ignores others by `**_`: `steps_per_round`, `max_steps_per_round`, `warmup_updates` (config group
+`inner`), `next_rate` (learning rate of the round's first update), `updates` (the trainer's inner
+updates so far), `round_index` (completed rounds), `share_done` (fraction of the run).
 """

@@ -1,16 +1,7 @@
 """Quantise outer gradients for communication: to bfloat16, or to four bits with block scales.
 
-Numbers are quantised only to be sent; sums and averages are computed in float32.
-
-For four bits, an array is divided into blocks of at most 128 entries. A block has one float32
-scale: the largest magnitude in the block, divided by the largest code, 7. An entry is sent as a
-code from -7 to 7, the whole number that is nearest to the entry divided by the scale.
-
-The blocks depend on the shape of an array, not on the devices. One axis of the array is chosen,
-which may be sharded over devices: the longest axis whose length is a multiple of 8, or the longest
-axis if there is no such length. If the other axes have more than 64 entries together, each block
-lies at one position of this axis, so sharding the axis cuts no block. In smaller arrays a block
-covers several neighbouring positions of the axis.
+Numbers are quantised only to be sent; sums and averages are float32. With "int4" a block of at most
+128 entries has one float32 scale. Blocks depend on shapes, not on devices (see `_Blocks`).
 """
 
 import math
@@ -29,17 +20,18 @@ _EVEN_SHARES = 8  # an axis whose length is a multiple of 8 divides over 2, 4 or
 
 
 class Packed(NamedTuple):
-    """One array, quantised to four bits by `pack`; a pytree node.
-
-    X, the first axis of the array, counts trainers or workers.
-    """
+    """One array [X, ...], quantised to four bits by `pack`; a pytree node."""
 
     codes: Array  # uint8, two codes to a byte [X, rows, blocks of a row, bytes of a block]
     scales: Array  # float32 [X, rows, blocks of a row]
 
 
 class _Blocks(NamedTuple):
-    """How one trainer's or worker's part of a leaf is divided into blocks with one scale each."""
+    """How one trainer's or worker's part of a leaf is divided into blocks with one scale each.
+
+    `axis` may be sharded: the longest whose length is a multiple of 8, else the longest. With more
+    than 64 other entries a block lies at one position of it; otherwise it covers several.
+    """
 
     axis: int  # the axis that is divided into rows
     length: int  # length of the axis
@@ -56,31 +48,28 @@ class _Blocks(NamedTuple):
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError, with a list of the known names, if `precision` is none of them."""
+    """Raise ValueError, with the known names, if `precision` is none of them."""
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise ValueError(f"precision={precision!r}: expected one of {known}")
 
 
 def pack(tree_X: PyTree, precision: Precision) -> PyTree:
-    """Quantise arrays for communication.
+    """Quantise arrays for communication, separately at each index of the first axis.
 
     Args:
-      tree_X: Leaves [X, ...]; each index of the first axis is quantised separately.
-      precision: The format of an entry: "float32" (nothing changes), "bfloat16" or "int4".
+      tree_X: Leaves [X, ...].
+      precision: "float32" (nothing changes), "bfloat16" or "int4".
 
     Returns:
-      With "int4", a `Packed` in place of each leaf. If an entry of a block is not finite, all
-      entries of the block are NaN after `unpack`. With "bfloat16", arrays uint16 [X, ...] that hold
-      the bits of the bfloat16 numbers. They are declared as whole numbers because a compiler might
-      convert bfloat16 numbers back to float32 before it sends them.
+      With "int4", a `Packed` for each leaf; a block with an entry that is not finite unpacks to
+      NaN. With "bfloat16", its bits as uint16 [X, ...]: a compiler might send bfloat16 as float32.
 
     Raises:
       ValueError: If `precision` is unknown.
 
-    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.4, which sends 4
-      bits per entry as floats with 3 exponent bits. Here an entry is a whole number, rounded to
-      nearest, with a scale for its block.
+    Source: Streaming DiLoCo (arXiv 2501.18512), section 2.4, which sends floats with 3 exponent
+      bits. Here an entry is a whole number from -7 to 7, times the scale of its block.
     """
     check_precision(precision)
     if precision == "float32":
@@ -94,16 +83,9 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
 
 
 def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
-    """Dequantise what `pack` returned: restore the arrays, except for the rounding.
+    """Dequantise what `pack` returned, to the shapes and dtypes of `like_X`.
 
-    Args:
-      packed_X: The result of `pack`.
-      like_X: The pytree that was packed; only shapes and dtypes of its leaves are read.
-      precision: The precision that was passed to `pack`.
-
-    Returns:
-      Leaves of the shapes and dtypes of `like_X`. With "int4" an entry differs from the original by
-      at most half of its block's scale.
+    With "int4" an entry is off by at most half of its block's scale.
     """
     if precision == "float32":
         return packed_X
@@ -117,15 +99,7 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
-    """Return how many bytes one model's parameters take when they are sent.
-
-    Args:
-      tree: One model's parameters, leaves [...]; only their shapes are read.
-      precision: "float32", "bfloat16" or "int4".
-
-    Returns:
-      The exact number of bytes, with scales and padding; float32 takes four per parameter.
-    """
+    """Return the bytes that one model's parameters take when sent, with scales and padding."""
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32), tree)
     sent = jax.eval_shape(lambda tree_X: pack(tree_X, precision), one)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent))

@@ -1,15 +1,7 @@
 """Per-example gradient statistics at one point, for the batch-size tests.
 
-Let g_j be the gradient of example j of t examples, g the mean of these gradients, n_j = |g_j|^2 and
-p_j = <g_j, g>. The statistics are (docs/algorithm.md, section 2):
-
-  noise    S = (sum n_j - t |g|^2) / (t - 1)            trace of the gradient covariance, unbiased
-  signal   G2 = (t^2 |g|^2 - sum n_j) / (t (t - 1))     squared norm of the true gradient, unbiased
-  V        covariance of <g_j, g_1> and <g_j, g_2> over the examples j of the last third, where g_1
-           and g_2 are the mean gradients of the first and of the second third. V estimates the
-           variance of <g_j, true gradient> without bias.
-
-The tests' mode `paper` takes sums of the p_j instead of V.
+The noise S = (sum |g_j|^2 - t |g|^2) / (t - 1) and the signal G2 = |g|^2 - S / t of t gradients g_j
+with mean g are unbiased; so is the variance from inner products (docs/algorithm.md, section 2).
 """
 
 import inspect
@@ -52,52 +44,37 @@ def gradient_stats(
 ) -> GradientStats:
     """Measure statistics of the per-example gradients of `batch` at the point `params`.
 
-    The estimators give the same numbers. They differ in cost and in the loss functions that they
-    accept:
+    The estimators give the same numbers from one forward and backward pass; inner products need a
+    second pass, and six float32 arrays of the size of the parameters instead of one.
 
-    - `vmap` computes the gradient of every example. It accepts any loss function. It needs memory
-      for `chunk_size` gradients, each of the size of the parameters.
-    - `taps` reads the norms of the examples' gradients from one plain backward pass. It accepts a
-      `loss_fn` that has the keyword `tap_B`, or that accepts any keyword and passes it on.
+    - `vmap` computes every gradient, for any loss. It needs memory for `chunk_size` gradients.
+    - `taps` reads norms from a plain backward pass, for a `loss_fn` with the keyword `tap_B` or any
+      keyword. Its inner products come from a forward-mode pass.
     - `auto` means `taps` if `loss_fn` has a parameter named `tap_B`, else `vmap`.
 
-    For `taps`, `tap_B` is float32 [B]. An entry is zero, or -1 to leave its example out of the
-    parameters' gradient. The cotangent of `tap_B` must be, for each example, the squared norm of
-    the example's share of the gradient of the mean loss, summed over all parameters (see
-    `models.layers`). The squares are float32, so gradients shorter than 1e-15 or longer than 1e15
-    are not measured. If a parameter has no tap, or is used twice (tied weights), the norms are
-    wrong and this function cannot notice it. So compare the statistics of a new model with those of
-    `vmap` once.
-
-    Both estimators make one forward and backward pass over the batch. Inner products need a second
-    pass. With `vmap` this pass computes the gradients again. With `taps` it is a forward-mode pass
-    of the single examples' losses: in three directions for the last third of the batch, and in one
-    direction for the other two thirds. Without inner products, one float32 array of the size of the
-    parameters holds the sum of the gradients. With inner products there are six: the sums of the
-    three thirds, and the three directions.
+    `tap_B`, float32 [B], is zero, or -1 to leave an example out of the gradient. Its cotangent must
+    be the squared norm of each example's share of the mean loss's gradient (see `models.layers`);
+    gradients below 1e-15 or above 1e15 are not measured. A parameter without a tap, or used twice
+    (tied weights), gives wrong norms unnoticed: compare a new model with `vmap` once.
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples. `vmap` and the
-        forward-mode pass call it with one example at a time, as a batch of size 1. If it takes a
-        `key`, it receives the same key in every call.
-      params: Any pytree of arrays. Gradients are taken with respect to its floating-point leaves.
+      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples, also called with batches
+        of one. If it takes a `key`, it receives the same key in every call.
+      params: Any pytree of arrays; gradients are those of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
-      estimator: `vmap`, `taps` or `auto`, as described above.
-      chunk_size: Largest number of examples in one pass, which bounds memory. With inner products a
-        pass stays within a third of the batch. None sets no bound.
-      num_examples: t <= B: only the first t examples count; the others are padding and may hold
-        anything. t may be traced, so one compiled program serves every t. None counts all examples.
+      estimator: `vmap`, `taps` or `auto`.
+      chunk_size: Largest number of examples in one pass; None sets no bound.
+      num_examples: t <= B: examples after the first t are padding and may hold anything. A traced t
+        lets one program serve every t. None: all count.
       inner_products: Whether to measure inner products; the norm test does not need them.
-      has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output). The auxiliary output is
-        ignored.
+      has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output, ignored here).
 
     Returns:
       The statistics; each field has shape [].
 
     Raises:
-      ValueError: While tracing, if the estimator is unknown or does not accept `loss_fn`, `loss_fn`
-        does not return one number or takes `tap_B` without using it, parameters are complex or none
-        is floating-point, the leaves disagree on B or B < 2, or `chunk_size` is below 1.
+      ValueError: While tracing, if the estimator does not accept `loss_fn`, the loss is not one
+        number, parameters are complex, leaves disagree on B, or an argument is out of range.
 
     Source: docs/algorithm.md, section 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162),
       appendix A.
@@ -121,26 +98,14 @@ def gradient_stats_of_means(
 ) -> GradientStats:
     """Compute gradient statistics from N mean gradients that a training loop has in any case.
 
-    A data-parallel loop has a mean gradient on each device. A loop with accumulation has a mean
-    gradient for each micro-batch. The distances of these gradients from their common mean measure
-    the noise of single examples.
-
-    Noise and signal are unbiased, as in `gradient_stats`, but scatter more. The relative standard
-    error of the noise is sqrt(2 / ((N - 1) d)), where d = (tr Sigma)^2 / tr Sigma^2 is the
-    effective number of dimensions of the noise. If `gradient_stats` measured the same examples, its
-    error would follow from the same formula with N * batch_size, the number of examples, in place
-    of N, so it would be smaller. The error of the signal comes from the noise of the mean gradient
-    of the whole batch. So average the statistics over several steps before a test: convert the
-    statistics of each step with `in_units_of(1.0)`, then average sums and weights separately, for
-    instance 0.9 times the old value plus 0.1 times the new one.
-
-    A single gradient (N = 1, as with a batch of one example) shows no noise. Its statistics have
-    weights of zero, so they do not change an average. A test of such statistics alone returns NaN,
-    and `next_batch_size` then keeps the batch. A loop that begins with two micro-batches of one
-    example each has N = 2, so it measures noise from the first step.
+    These are the gradients of devices or micro-batches. Noise and signal are unbiased, but the
+    noise has the relative standard error sqrt(2 / ((N - 1) d)), d = (tr Sigma)^2 / tr Sigma^2;
+    `gradient_stats` has N * batch_size in place of N. So average over steps before a test: convert
+    each step's statistics with `in_units_of(1.0)`, then average sums and weights separately. N = 1
+    shows no noise: its weights are zero, and a test of it alone gives NaN.
 
     Args:
-      mean: The mean of the N gradients, a pytree of leaves [...], as the optimizer receives it.
+      mean: The mean of the N gradients, a pytree of leaves [...].
       norms_N: The L2 norm of each of the N gradients, for instance from `optax.global_norm`.
       batch_size: Number of examples of which each of the N gradients is the mean.
 
@@ -164,14 +129,7 @@ def gradient_stats_of_means(
 def _of_means(
     mean: PyTree, norms_X: Array, count: Array, batch_size: int
 ) -> tuple[GradientStats, Array, Array]:
-    """Compute statistics from gradients that are themselves means of `batch_size` examples.
-
-    This is an analysis of variance. For single examples it gives S and G2 of the module docstring.
-    Only the first `count` entries of `norms_X` are norms; the others must be zero.
-
-    Returns the statistics, the root mean square of the norms (1 if all are zero), and the squared
-    norm of the mean gradient in units of the square of that root mean square.
-    """
+    """Compute statistics from gradients that are themselves means of `batch_size` examples."""
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
     safe = jnp.where(rms > 0, rms, 1.0)
@@ -194,11 +152,7 @@ def _of_means(
 def _with_products(
     stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
-    """Fill in those fields of the statistics that the inner-product tests read.
-
-    `products_3B` are the inner products from `_multiply`, and `mean_norm` is the squared norm of
-    the mean gradient. Both are in units of `stats.scale`.
-    """
+    """Fill in those fields of the statistics that the inner-product tests read."""
     p_B, first_B, second_B = products_3B
     t, index_B = examples.count, jnp.arange(examples.size)
     last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)
@@ -221,16 +175,10 @@ def _with_products(
 
 
 def pool(stats: GradientStats) -> GradientStats:
-    """Combine the statistics of several workers at the same point, by adding sums and weights.
+    """Combine the statistics of several workers at the same point: fields [n] -> [].
 
-    Only scalars are added, no vectors of model size. The inner products of each worker were taken
-    with that worker's mean gradient. The arrays may be NumPy's or JAX's.
-
-    Args:
-      stats: The statistics of n workers; each field has shape [n].
-
-    Returns:
-      The combined statistics, in units of the largest scale; each field has shape [].
+    The result is in units of the largest scale. Inner products stay those with each worker's own
+    mean gradient. Arrays may be NumPy's or JAX's.
 
     Source: docs/algorithm.md, section 2, "Several workers".
     """
@@ -240,20 +188,13 @@ def pool(stats: GradientStats) -> GradientStats:
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Make a loss function that takes only floating-point parameters and returns only the loss.
-
-    If `loss_fn` takes a random key, it receives the same key in every call.
-    """
+    """Make a loss function that takes only floating-point parameters and returns only the loss."""
     loss_of = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
     return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
 
 
 class _Examples(NamedTuple):
-    """A batch that is processed in several passes, and the places where its parts end.
-
-    Gradients are summed for each part. The parts are the thirds of the batch if inner products are
-    measured, else the whole batch is the only part.
-    """
+    """A batch in several passes; its parts are thirds, or the whole without inner products."""
 
     batch_B: PyTree  # leaves [B, 1, ...]: every example is a batch of size 1
     group: int  # number of examples in one pass
@@ -268,10 +209,8 @@ class _Examples(NamedTuple):
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
         """Call `carry = body(i, index_C, valid_C, batch_C, carry)` pass by pass; return `carry`.
 
-        The passes run through the parts with the numbers `parts_I`, one part after another. For
-        each pass, `i` is the position of its part in `parts_I`, `index_C` are the positions of its
-        examples in the batch, `valid_C` says which of these examples belong to the part, and
-        `batch_C` holds the examples.
+        `i` is the part's index in `parts_I`, `index_C` the examples' positions in the batch, and
+        `valid_C` whether they belong to the part.
         """
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
@@ -296,10 +235,7 @@ class _Examples(NamedTuple):
 def _sum_gradients(
     loss_of: LossFn, params: PyTree, examples: _Examples, estimator: str
 ) -> tuple[PyTree, Array]:
-    """Sum the gradients of each part of a batch, and measure the norm of each example's gradient.
-
-    Returns the sums, float32 [P, ...], and the norms, float32 [B].
-    """
+    """Sum the gradients of each part, [P, ...]; measure each example's norm, float32 [B]."""
     measure, _ = _ESTIMATORS[estimator]
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
@@ -322,12 +258,9 @@ def _multiply(
     sums_3: PyTree,
     rms: Array,
 ) -> Array:
-    """Compute inner products of the examples' gradients with three mean gradients: float32 [3, B].
+    """Multiply gradients with the means of all, of the first and of the second third: [3, B].
 
-    The three means are those of all gradients, of the first third and of the second third. Every
-    gradient is multiplied with the first of these means. Only gradients of the last third are
-    multiplied with the other two; the remaining products are zero. The unit of the products is
-    `rms**2`.
+    The last two are zero outside the last third. Products are in units of `rms**2`.
     """
     thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
     shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / examples.count, *thirds_23]) / rms
@@ -352,18 +285,7 @@ def _multiply(
 
 
 def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
-    """Return the name of the estimator that `gradient_stats` uses for a loss function.
-
-    Args:
-      estimator: `vmap`, `taps` or `auto`.
-      loss_fn: The loss whose gradients are measured.
-
-    Returns:
-      `vmap` or `taps`. For `auto` it is `taps` if the loss has a parameter named `tap_B`.
-
-    Raises:
-      ValueError: If the estimator is unknown, or does not accept `loss_fn`.
-    """
+    """Resolve `auto` to `vmap` or `taps`; ValueError if the estimator does not accept the loss."""
     if estimator not in (*_ESTIMATORS, "auto"):
         raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_ESTIMATORS)}, auto")
     parameters = inspect.signature(loss_fn).parameters
@@ -384,11 +306,7 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
 def _examples(
     batch: PyTree, chunk_size: int | None, num_examples: Array | int | None, inner_products: bool
 ) -> _Examples:
-    """Divide a batch into parts, and choose how many examples a pass takes.
-
-    The parts are three thirds if inner products are measured, else the whole batch is the only
-    part.
-    """
+    """Divide a batch into parts, and choose how many examples a pass takes."""
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(

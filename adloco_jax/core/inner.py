@@ -52,48 +52,34 @@ def inner_steps(
 ) -> tuple:
     """Train every worker on T micro-batches; the workers do not communicate.
 
-    `update_T` says which micro-batches complete an update. It is an array, not a static argument,
-    so one compiled program serves every number of accumulation steps. A long round can be divided
-    at any micro-batch into calls of equal shape.
-
-    A worker skips an update if the loss is not finite, or if the gradient's squared norm is not
-    finite in float32. Its parameters and inner state then do not change. The decision is made
-    before `inner_tx`, because clipping would turn an infinity into a zero step or a NaN.
+    A worker skips an update if the loss, or the gradient's squared norm in float32, is not finite;
+    its parameters and inner state then do not change. This precedes `inner_tx`, because clipping
+    would turn an infinity into a zero step or a NaN.
 
     Args:
       workers: The result of `start_round` or of an earlier call.
       batch_TRB: Pytree of leaves [T, R, B, ...].
       loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples.
-      inner_tx: Transformation of a worker's gradients. The docstring of `outer_step` lists the
-        transformations that are refused.
-      learning_rate_TR: For each micro-batch and worker, a factor on the update that the micro-batch
-        completes. None means 1.
-      update_T: True where a micro-batch completes an update. The update uses the mean of all
-        gradients since the last update. None: every micro-batch completes an update.
-      key_TRB: A typed key for each example, for a loss that takes `key`. Each call of the loss
-        receives only the key of the first example in the call. So calls that begin with the same
-        example have the same key, however many examples follow.
+      inner_tx: Transformation of a worker's gradients; `outer_step` lists those refused.
+      learning_rate_TR: A factor on the update that the micro-batch completes. None means 1.
+      update_T: True where a micro-batch completes an update, by the mean of all gradients since the
+        last. None: everywhere. An array, so that one program serves every accumulation.
+      key_TRB: A key for each example, for a loss that takes `key`; a call of the loss receives the
+        key of its first example.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
-      worker_parallelism: Number of workers that run their T micro-batches at once, as one batch,
-        before the next workers begin. The number is lowered to a divisor of R. None: all workers at
-        once. One worker at a time needs the memory of one worker's activations, and is fastest on a
-        CPU. The number changes results only by rounding. If workers are spread over devices, call
-        the function for the workers of each device (`jax.shard_map`).
-      examples_per_pass: Largest number of examples in one forward and backward pass. The number is
-        lowered to a divisor of B. The gradients of the passes are averaged in float32. None: the
-        whole micro-batch in one pass. Smaller passes need less memory; on a CPU they are faster if
-        activations stay in the cache. The number changes results only by rounding.
+      worker_parallelism: Workers that run at once, as one batch, lowered to a divisor of R. None:
+        all. One needs the least memory, and is fastest on a CPU. Results change only by rounding.
+        If workers are spread over devices, call the function on each device (`jax.shard_map`).
+      examples_per_pass: Largest number of examples in one pass, lowered to a divisor of B. None: B.
+        Gradients of passes are averaged in float32. Results change only by rounding.
 
     Returns:
-      The workers after their updates; the mean loss of every micro-batch, float32 [T, R]; whether
-      the worker skipped the update that the micro-batch completes, bool [T, R]; and, only with
-      `has_aux`, the auxiliary output, leaves [T, R, ...].
+      The workers; the mean loss of every micro-batch, float32 [T, R]; whether the worker skipped
+      the update that the micro-batch completes, bool [T, R]; with `has_aux`, leaves [T, R, ...].
 
     Raises:
-      ValueError: While tracing, if `worker_parallelism` or `examples_per_pass` is below 1, if
-        `update_T` is given for workers from `start_round` without `accumulate`, if the loss needs a
-        key that is not given, or if `outer_step` would refuse the batch, the learning rates, the
-        parameters, `loss_fn` or `inner_tx`.
+      ValueError: While tracing, for arguments that `outer_step` would refuse, numbers below 1, or
+        `update_T` without `start_round(accumulate=True)`.
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
@@ -233,8 +219,7 @@ def _map_workers(
 ) -> tuple[PyTree, PyTree]:
     """Call `run(carry, inputs) -> (carry, outputs)` for each worker, `parallelism` at a time.
 
-    Workers that run one after another are updated in place, in the carry of a scan; `lax.map` would
-    hold all workers in memory twice.
+    The carry of a scan updates workers in place; `lax.map` would hold all in memory twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
     at_once = _at_once(num_workers, parallelism, "worker_parallelism")
@@ -289,10 +274,7 @@ def adamw(
     decay: str = "all",
     label_params: Callable[[PyTree], PyTree] = label_by_shape,
 ) -> optax.GradientTransformation:
-    """Make an AdamW optimizer with learning rate 1 and decoupled weight decay.
-
-    With `decay="matrices"`, leaves that `label_params` labels "other" do not decay.
-    """
+    """Make AdamW with learning rate 1; `decay="matrices"` spares leaves labelled "other"."""
 
     def decays(params):
         return jax.tree.map(lambda label: not label.endswith("other"), label_params(params))
@@ -312,7 +294,6 @@ INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 """Factories of inner optimizers by name, for the knob `inner.tx`.
 
-`factory(*, beta1, beta2, weight_decay, decay, label_params) -> transformation` returns an optax
-transformation with learning rate 1. A round multiplies each of its updates by a learning rate.
-`label_params` is the function with which the model labels its parameters, see `contrib.muon`.
+`factory(*, beta1, beta2, weight_decay, decay, label_params)` returns an optax transformation with
+learning rate 1. `label_params` is the model's, see `contrib.muon`.
 """

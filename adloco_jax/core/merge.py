@@ -32,13 +32,9 @@ class Candidate(NamedTuple):
 
 
 def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """Select the `width` trainers with the smallest requested batches for a merge.
+    """Select the `width` smallest requests; of these, the largest is the representative's.
 
-    Returns the positions of the selected trainers. The first is the representative, the trainer
-    that absorbs the others: of the selected trainers, the one with the largest request.
-
-    A small requested batch means that the gradient is large compared with its noise. Such trainers
-    gain least from staying separate.
+    A small request means little noise: such trainers gain least from staying separate.
 
     Source: AdLoCo algorithm 2, lines 2-4.
     """
@@ -47,21 +43,16 @@ def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int,
 
 
 def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """Select for a merge the trainer with the largest requested batch and those with the smallest.
-
-    Returns the positions of `width` trainers. The first is the representative, the trainer that
-    absorbs the others: the one with the largest request.
-    """
+    """Select the largest request, as the representative's, and the `width` - 1 smallest."""
     by_size = _smallest_first(trainers)
     best = max(by_size, key=lambda m: (trainers[m].requested_batch_size, -m))
     return _represented(trainers, [best, *[m for m in by_size if m != best][: width - 1]])
 
 
 MergePolicy: TypeAlias = Callable[..., tuple[int, ...]]
-"""`policy(trainers, *, width) -> positions` chooses the trainers that merge.
+"""`policy(trainers, *, width) -> positions` chooses which of at least two `Candidate` merge.
 
-`trainers` is a sequence of at least two `Candidate`. The first position is that of the
-representative, the trainer that absorbs the others. An empty result means no merge.
+The first position is the representative's. An empty result means no merge.
 """
 
 MERGE_POLICIES: dict[str, MergePolicy] = {
@@ -88,15 +79,13 @@ def choose_merge(
     """Choose the trainers to merge, by a policy that reads only requested batch sizes.
 
     Args:
-      requested_batch_sizes: Each trainer's requested batch in sequences per worker, in stack order.
+      requested_batch_sizes: Sequences per worker, in stack order.
       policy: A name in `MERGE_POLICIES`.
-      width: Number of trainers to merge, >= 2. If there are fewer trainers, all are merged.
+      width: Number of trainers to merge, >= 2; all, if there are fewer.
 
     Returns:
-      Positions of the trainers to merge: first the representative, which absorbs the others, then
-      the others in stack order. If trainers have equal requests, the one at the lower position is
-      chosen first. The result is empty if there are fewer than two trainers, or the policy merges
-      none.
+      Positions, the representative first, the others in stack order; of equal requests the lower
+      position is chosen first. Empty if nothing merges.
 
     Raises:
       ValueError: If `policy` is unknown or `width` below 2.
@@ -117,27 +106,18 @@ def choose_merge(
 def merge(
     ensemble: Ensemble, members: Sequence[int], *, weights: Sequence[float] | Float[Array, " n"]
 ) -> Ensemble:
-    """Merge several trainers into the first of them.
+    """Merge several trainers into the first of them, the representative.
 
-    The first member is the representative. The other members are absorbed: they leave the stack,
-    and their workers join the representative. `reassign` can then move these workers.
+    Its parameters and the floating-point part of its outer state become weighted means over the
+    members, in float32 (float64 for float64 arrays); values equal in all members do not change. A
+    member is masked out if its weight is not positive and finite, or if it has a value that is not
+    finite and not the same in all. If no finite member has a usable weight, all finite ones count
+    equally; if no member is finite, the representative does not change.
 
-    The parameters of the representative and the floating-point part of its outer state (momentum)
-    become weighted means over the members. The means are computed in float32, or in float64 for
-    float64 arrays. Values that are equal in all members do not change. A member is left out of the
-    means if its weight is not positive and finite, or if it has a value that is not finite and that
-    is not the same in all members. The values of such a member are masked out, because multiplying
-    a NaN by a weight of zero would give NaN. If no finite member has a usable weight, all finite
-    members count equally. If no member is finite, the representative stays as it is.
-
-    The representative's own workers keep their inner states, and the workers of the absorbed
-    members take the mean of these states. If the representative is left out of the means, the first
-    member that is not left out takes its place here: that member's workers keep their inner states,
-    and the workers of all other members take the mean of these states.
-
-    The remaining trainers keep their order. If workers have their own parameters, all workers of
-    the members start at the merged parameters. Worker updates that are not yet synchronised are
-    then lost, so call `outer_update` before.
+    The workers of absorbed members join the representative (`reassign` can move them). They take
+    the mean inner state of its workers; if it is masked out, that of the first member which is not.
+    Workers with their own parameters start at the merged ones, so unsynchronised updates are lost:
+    call `outer_update` before.
 
     Args:
       ensemble: The stack of M trainers.
@@ -145,11 +125,10 @@ def merge(
       weights: One weight for each member; the paper uses the requested batch sizes.
 
     Returns:
-      The ensemble with M - len(members) + 1 trainers.
+      The ensemble with M - len(members) + 1 trainers, in the same order.
 
     Raises:
-      ValueError: If a position repeats or is out of range, or the number of weights differs from
-        that of members.
+      ValueError: If a position repeats or is out of range, or the number of weights is wrong.
 
     Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
       in the paper (docs/algorithm.md, section 4).
@@ -214,24 +193,21 @@ def merge(
 def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     """Move workers between trainers, add workers to the pool, or retire workers from it.
 
-    A worker that stays with its trainer keeps its inner state. A worker that joins a trainer takes
-    the mean inner state of the workers that the trainer already had, so that it does not restart or
-    distort that trainer's optimizer. In this mean, whole numbers such as Adam's count of updates
-    are rounded, and values that are equal in all these workers do not change. A PRNG key cannot be
-    averaged, so the key of the trainer's first worker is copied. If workers have their own
-    parameters, a worker that joins a trainer starts at the trainer's parameters.
+    A worker that stays keeps its inner state. A worker that joins a trainer takes the mean inner
+    state of the workers already there (see `moved_states`), and the trainer's parameters if workers
+    have their own.
 
     Args:
       ensemble: The stack of trainers and the pool of workers.
-      owner_R: The position of each worker's new trainer, in the order of the workers. -1 retires a
-        worker. Entries beyond the present pool are new workers.
+      owner_R: Position of each worker's new trainer; -1 retires a worker. Entries beyond the
+        present pool are new workers.
 
     Returns:
-      The ensemble with the new pool. Retired workers are gone; the others keep their order.
+      The ensemble with the new pool; remaining workers keep their order.
 
     Raises:
-      ValueError: If an entry is neither -1 nor the position of a trainer, the list is shorter than
-        the pool, or a trainer is left without a worker.
+      ValueError: If an entry is no trainer's position and not -1, the list is shorter than the
+        pool, or a trainer is left without a worker.
 
     Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers again after each
       merge.
@@ -253,22 +229,10 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
 
 def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Add new workers to a trainer; they start at the parameters of the trainer.
+    """Add workers at the end of the pool, until a trainer has `num_workers`.
 
-    New workers are added at the end of the pool. They take the mean inner state of the workers that
-    the trainer already had, as in `reassign`. They have the parameters of the trainer, so averaging
-    its workers directly after spawning changes nothing.
-
-    Args:
-      ensemble: The stack of trainers and the pool of workers.
-      trainer: Position of the trainer.
-      num_workers: Number of the trainer's workers afterwards, at least the present number.
-
-    Returns:
-      The ensemble with a larger pool.
-
-    Raises:
-      ValueError: If the trainer does not exist, or already has more workers.
+    They start at the trainer's parameters, with the mean inner state of its workers (`reassign`).
+    ValueError if the trainer does not exist or has more workers already.
 
     Source: docs/algorithm.md, section 4; not in the paper.
     """
@@ -285,22 +249,15 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
 def divide_workers(
     owners: Sequence[int], members: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
-    """Assign each worker to a trainer after a merge, given how many workers each trainer gets.
+    """Return each worker's trainer after a merge, as `owner_R` for `reassign`.
 
-    The workers are assigned in this order, until each trainer has its number of workers. First,
-    each trainer keeps its own workers. Then the representative keeps workers of the trainers that
-    it absorbed. Finally, trainers that still lack workers take unassigned workers, in the order of
-    the workers' positions.
+    Trainers keep their own workers, then the representative those it absorbed; the rest, by
+    position, go to trainers that still lack workers.
 
     Args:
       owners: Position of each worker's trainer before the merge.
       members: Positions of the merged trainers, the representative first.
-      sizes: Number of workers of each remaining trainer, in stack order; their sum is the size of
-        the pool.
-
-    Returns:
-      For each worker the position of its trainer after the merge. It is the argument `owner_R` for
-      `reassign` on the merged ensemble.
+      sizes: Workers of each remaining trainer, in stack order; their sum is the size of the pool.
     """
     absorbed = members[1:]
     survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
@@ -318,17 +275,14 @@ def divide_workers(
 
 
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
-    """Divide the workers of the pool among trainers in proportion to their requested batch sizes.
+    """Divide the pool among trainers in proportion to their requested batch sizes.
 
-    A trainer's exact share of the pool is proportional to its request, and need not be whole. Every
-    trainer gets the whole part of its share, but at least one worker. The workers that are left go
-    one by one to the trainer that lacks most of its share (largest remainder). If the minimum of
-    one worker has given out more workers than there are, workers are taken back one by one, each
-    from the trainer that exceeds its share most, of those with more than one worker. Of equal
-    trainers, the one at the lower position gets or keeps the worker.
+    Every trainer gets the whole part of its share, but at least one worker; the rest go one by one
+    to the largest remainder. If the minimum of one exceeds the pool, workers are taken back one by
+    one from the trainer furthest above its share. Ties favour the lower position.
 
     Args:
-      requested_batch_sizes: Each trainer's requested batch, positive, in stack order.
+      requested_batch_sizes: Positive, in stack order.
       num_workers: Size of the pool, at least one worker per trainer.
 
     Returns:

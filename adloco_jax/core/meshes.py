@@ -17,21 +17,13 @@ from jaxtyping import PyTree
 def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
     """Make a decorator with which a function also accepts arrays on meshes with explicit axes.
 
-    On explicit axes JAX requires that many operations name the sharding of their result. The
-    decorated function therefore runs with automatic axes, on which the compiler chooses these
-    shardings. Only the shardings of the final results are prescribed, by `shardings`. If no
-    argument is on a mesh with explicit axes, the decorated function calls the original function
-    directly.
+    On explicit axes many operations must name the sharding of their result, so the function runs
+    with automatic axes, and only its results' shardings are prescribed, where they divide evenly.
 
     Args:
-      shardings: `shardings(whole, result, *args, **kwargs)` returns the shardings of the function's
-        results, as a prefix of their tree. `whole` is the sharding of an array that is replicated
-        on all devices. `result` has the shapes and dtypes of the results. `args` and `kwargs` are
-        the arguments of the decorated function, with each array replaced by its sharding.
-
-    Returns:
-      The decorator. If an axis of a result cannot be divided evenly over its devices, the decorator
-      replicates the result along this axis.
+      shardings: `shardings(whole, result, *args, **kwargs)` returns a prefix of the result's tree.
+        `whole` is the replicated sharding, `result` has shapes and dtypes, and the arguments have
+        shardings in place of arrays.
     """
 
     def sharding_of(leaf):
@@ -85,11 +77,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
 
 def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
-    """Return the shardings of a function's result that is an ensemble, for use by `on_any_mesh`.
-
-    The parameters and optimizer states of the result are sharded like those of the argument
-    `ensemble`. The count of rounds is replicated (`whole`).
-    """
+    """Shard a result like the argument `ensemble`, with its count of rounds replicated."""
     return jax.tree.map(lambda _: whole, result).replace(
         params_M=ensemble.params_M,
         outer_state_M=ensemble.outer_state_M,

@@ -1,11 +1,7 @@
 """One round: every worker's inner updates, then one outer update per trainer (AdLoCo algorithm 1).
 
-`outer_step` runs a whole round in one call. A host loop can also run a round in pieces, for
-instance a long round with gradient accumulation. The loop then calls the three parts of the round:
-`start_round` once, `inner_steps` once or several times, `outer_update` once. If workers run in
-other processes, `pack_differences` and `apply_differences` replace `outer_update`. If the
-parameters are synchronised in fragments, one after another, `outer_update_fragment` and
-`receive_fragment` of `contrib.streaming` replace `outer_update`.
+`outer_step` is a whole round; `start_round`, `inner_steps` and `outer_update` are its parts. For
+workers in other processes, `pack_differences` and `apply_differences` replace `outer_update`.
 """
 
 import functools
@@ -49,23 +45,15 @@ from adloco_jax.core.types import (
 Aggregator: TypeAlias = Callable[..., PyTree]
 """`aggregate(difference_W, share_W, **knobs) -> pseudo_grad`, for one trainer.
 
-`difference_W` has float32 leaves [W, ...]: the trainer's parameters minus each worker's. `share_W`,
-float32 [W], holds the workers' weights, which sum to 1. A worker that is left out has a share of
-zero and differences of zero. The result has leaves [...]. An aggregator receives the keywords that
-its signature names: settings of the config's group `outer`, and `label_params`, the function with
-which the model's entry in `ARCHITECTURES` labels its parameters.
+`difference_W`, float32 [W, ...], is the trainer's parameters minus each worker's; `share_W`,
+float32 [W], sums to 1. Both are zero for a worker that is left out. The result has leaves [...].
+Knobs are passed by name: settings of the config's group `outer`, and `label_params` of the model's
+entry in `ARCHITECTURES`.
 """
 
 
 def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
-    """Compute the weighted mean of the differences of a trainer's workers, as in DiLoCo.
-
-    Args:
-      difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
-      share_W: Weights that sum to 1.
-
-    Returns:
-      The pseudo-gradient, leaves [...].
+    """Compute the weighted mean of a trainer's differences, leaves [...].
 
     Source: DiLoCo (arXiv 2311.08105), algorithm 1, line 12.
     """
@@ -77,11 +65,7 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
 
 
 def labels_of(label_params: Callable[[PyTree], PyTree] | None, difference_W: PyTree) -> PyTree:
-    """Return the label of each parameter; aggregators may treat each label differently.
-
-    The labels come from `label_params`, applied to the differences of one worker. If `label_params`
-    is None, every label is the empty string.
-    """
+    """Return the label of each parameter of one worker; the empty string without `label_params`."""
     if label_params is None:
         return jax.tree.map(lambda _: "", difference_W)
     return label_params(jax.tree.map(lambda leaf_W: leaf_W[0], difference_W))
@@ -101,10 +85,7 @@ def by_trainers(
 ) -> tuple[PyTree, Array]:
     """Aggregate the differences of each trainer's workers: leaves [R, ...] -> [M, ...].
 
-    A worker is usable if its entry in `usable_R` is True; the caller sets False for a difference
-    that is not finite or is missing. A worker counts if it is usable and its weight is positive and
-    finite. If a trainer has no such worker, its usable workers count equally. Returns the
-    aggregates, and whether each trainer has a usable worker, bool [M].
+    `shares` says which workers count. Also returns whether a trainer has a usable worker, bool [M].
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
 
@@ -126,10 +107,9 @@ OUTER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 """Factories of outer optimizers by name, for the knob `outer.tx`.
 
-`factory(*, momentum) -> transformation` returns an optax transformation with learning rate 1;
-its updates are multiplied by `outer.learning_rate`. A transformation whose `update` has the keyword
-`interval` receives the length of each trainer's round, as a multiple of the length of a base round;
-see `contrib.nesterov_by_interval`.
+`factory(*, momentum)` returns an optax transformation with learning rate 1. If its `update` has the
+keyword `interval`, it receives the length of each trainer's round in base rounds; see
+`contrib.nesterov_by_interval`.
 """
 
 
@@ -152,60 +132,49 @@ def outer_step(
 ) -> tuple[Ensemble, RoundMetrics]:
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
-    The function is pure and not jitted. Before you wrap it in `jax.jit`, bind all arguments that
-    are not arrays, for instance with `functools.partial`. No buffers are donated. Updates and
-    differences that are not finite are left out, as `inner_steps` and `outer_update` describe.
-    Arrays may be sharded over a mesh with automatic or explicit axes; the ensemble keeps its
-    shardings, and metrics are replicated.
+    Pure and not jitted: before `jax.jit`, bind all arguments that are not arrays. No buffers are
+    donated. Updates and differences that are not finite are left out (`inner_steps`,
+    `outer_update`). Arrays may be sharded over a mesh with automatic or explicit axes; the ensemble
+    keeps its shardings, and metrics are replicated.
 
     Parameters are the floating-point leaves of any pytree: a dict, a named tuple, a
-    `flax.nnx.State`, or the arrays of a partitioned Equinox module. Other leaves, such as typed
-    PRNG keys and counts, are passed to `loss_fn` and do not change. Transformations receive only
-    gradients, state and parameters (`outer_update` can give `outer_tx` extra arguments). These
-    transformations are refused:
+    `flax.nnx.State`, or the arrays of a partitioned Equinox module. Other leaves are passed to
+    `loss_fn` and do not change. These transformations are refused:
 
-    - Transformations that need the loss (`value`): `optax.contrib.reduce_on_plateau`,
-      `optax.lbfgs`, `optax.polyak_sgd`, line searches.
-    - As `inner_tx`, transformations whose state holds parameters, because an outer update would not
-      change the parameters in the state: `optax.contrib.schedule_free`, and `optax.contrib.sam`
-      unless it is opaque. Both are accepted as `outer_tx`. With `schedule_free`, the parameters of
-      a trainer are the point at which gradients are taken. Evaluate such a trainer at the
-      parameters that `optax.contrib.schedule_free_eval_params` returns.
-    - `optax.lookahead`, because it expects a pair of parameters; the outer update replaces it.
+    - Those that need the loss (`value`): `optax.contrib.reduce_on_plateau`, `optax.lbfgs`,
+      `optax.polyak_sgd`, line searches.
+    - As `inner_tx`, those whose state holds parameters, which an outer update would not change:
+      `optax.contrib.schedule_free`, and `optax.contrib.sam` unless it is opaque. With
+      `schedule_free` as `outer_tx`, evaluate at `optax.contrib.schedule_free_eval_params`.
+    - `optax.lookahead`, which expects a pair of parameters; the outer update replaces it.
 
     Args:
       ensemble: Trainers and workers before the round.
-      batch: Pytree whose leaves are [S, R, A*B, ...]. For each update and worker, these are the
-        examples of A micro-batches of B examples, one micro-batch after another.
-      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean loss over B examples. If `key` is
-        given, `loss_fn` must have a parameter `key`.
+      batch: Pytree of leaves [S, R, A*B, ...], one micro-batch of B examples after another.
+      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over B examples; with a parameter
+        `key` if `key` is given.
       inner_tx: Transformation of a worker's gradients (AdamW in the paper).
       outer_tx: Transformation of a trainer's pseudo-gradient (Nesterov in DiLoCo, SGD in AdLoCo).
       num_accum_steps: A >= 1; gradients of A micro-batches are averaged for one update.
-      learning_rate_SR: For each update and worker, a factor on the update of `inner_tx`, which
-        should then have learning rate 1. None leaves the updates unchanged.
-      weights_R: Relative weights of the workers in their trainer's mean, for instance the number of
-        examples of each worker; None weighs them equally.
-      key: A typed key, for a loss that takes `key`. Each micro-batch gets a separate key. The key
-        of a micro-batch is `key` with three numbers folded in: the position of the trainer, the
-        position of the worker, and the number of examples that the worker has used before in this
-        round.
-      has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays). The metrics then have
-        the mean of these arrays for each update.
-      aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
-        `AGGREGATORS`, or a function with the same signature.
-      precision: Format in which differences and updates are sent: "float32", "bfloat16" or "int4".
+      learning_rate_SR: A factor on each update of `inner_tx`, which should then have learning rate
+        1. None means 1.
+      weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
+      key: A typed key. Each micro-batch gets it with the trainer's position, the worker's position
+        and the number of examples used before in this round folded in.
+      has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays), whose means the metrics
+        then have.
+      aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
+      precision: Format in which differences and updates are sent.
       skip_single: Whether a trainer with one worker takes the worker's parameters without
-        `outer_tx`. The state of `outer_tx` then does not change until there is a second worker.
+        `outer_tx`, whose state then does not change.
 
     Returns:
       The ensemble after the round, and its metrics.
 
     Raises:
-      ValueError: While tracing, if the leaves of `batch` do not start with the same [S, R, A*B],
-        `learning_rate_SR` or `weights_R` has another shape, `precision` is unknown, parameters are
-        complex or none is floating-point, `loss_fn` does not return one number or needs a key that
-        is not given, or a transformation is refused.
+      ValueError: While tracing, if a shape is wrong, `precision` is unknown, parameters are complex
+        or none is floating-point, `loss_fn` does not return one number or needs a key that is not
+        given, or a transformation is refused.
 
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
@@ -249,7 +218,6 @@ def outer_step(
 
 
 def _workers_shardings(whole: NamedSharding, _, ensemble: Ensemble, **__) -> Workers:
-    """Return the shardings of the result of `start_round`, for use by `on_any_mesh`."""
     spec = next((at.spec for at in jax.tree.leaves(ensemble.inner_state_R)), P())
     pool = NamedSharding(whole.mesh, P(*spec[:1]))
     shardings: list[Any] = [pool, ensemble.inner_state_R, pool, whole, pool]
@@ -263,21 +231,16 @@ def start_round(
     accumulate: bool = False,
     reset_tx: optax.GradientTransformation | None = None,
 ) -> Workers:
-    """Start a round: give every worker the parameters and the inner state that it starts with.
+    """Give every worker the parameters and the inner state that it starts the round with.
 
-    A worker starts at its own parameters if the ensemble keeps parameters for each worker
-    (`params_R`), else at the parameters of its trainer.
+    The parameters are its own (`params_R`) if the ensemble keeps them, else its trainer's.
 
     Args:
       ensemble: Trainers and workers between two rounds.
-      accumulate: Whether several micro-batches make an update, so that `inner_steps` receives
-        `update_T`. Each worker then needs one more float32 array of the size of the parameters, for
-        the sum of gradients.
-      reset_tx: The inner transformation, if every worker shall start the round with a fresh inner
-        state (as in the reference code of AdLoCo). None keeps the inner state (as in DiLoCo).
-
-    Returns:
-      The workers at the start of a round.
+      accumulate: Whether `inner_steps` will receive `update_T`. Each worker then has a sum of
+        gradients, float32, of the size of the parameters.
+      reset_tx: The inner transformation, to start with fresh inner states (as in the reference code
+        of AdLoCo). None keeps them (as in DiLoCo).
 
     Source: AdLoCo algorithm 1, line 6.
     """
@@ -313,47 +276,38 @@ def outer_update(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """End a round: aggregate the workers' differences and apply the outer optimizer.
 
-    This is the only communication between the workers of a trainer. With a precision below float32,
-    numbers are quantised in both directions (`core.compress`). Workers send quantised differences.
-    The aggregate of the differences is computed in float32, and the outer optimizer receives it
-    unrounded. The updates that the outer optimizer returns are quantised before they are sent back.
-    All workers dequantise the same bits, so their copies of the parameters agree. Trainers with a
-    single worker bypass quantisation.
+    This is the only communication between the workers of a trainer. Below float32, differences are
+    quantised (`core.compress`), aggregated in float32, and the outer optimizer's updates are
+    quantised again; all workers dequantise the same bits, so their parameters agree. Trainers with
+    a single worker bypass quantisation.
 
-    A worker whose difference is not finite is masked out of the aggregate. A trainer without a
-    finite pseudo-gradient keeps its parameters and outer state bit for bit. After the update all
-    workers have their trainer's parameters, even if they had their own before.
+    A worker whose difference is not finite is masked out. A trainer without a finite
+    pseudo-gradient keeps its parameters and outer state bit for bit. Afterwards all workers have
+    their trainer's parameters, even if they had their own before.
 
     Args:
       ensemble: The ensemble at the start of the round.
       workers: The workers after their inner updates.
-      outer_tx: Transformation of the pseudo-gradient. The pseudo-gradient is the aggregate, in
-        float32, of the workers' differences, and a difference is the trainer's parameters minus the
-        worker's. The docstring of `outer_step` lists the transformations that are refused.
-      weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
-      aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
-        `AGGREGATORS`, or a function with the same signature.
-      precision: Format in which differences and updates are sent: "float32", "bfloat16" or "int4".
-      extra_M: Extra arguments for `outer_tx`, as a dict from names to arrays with one number for
-        each trainer. An example is `{"interval": ...}` for `contrib.nesterov_by_interval`. A
-        transformation without extra arguments ignores them.
-      skip_single: Whether a trainer with one worker takes the worker's parameters without
-        `outer_tx`. The state of `outer_tx` then does not change until there is a second worker.
-      reduce_scatter: A function that is applied before the aggregation, to two pytrees with leaves
-        [R, ...]: the packed differences of the workers, and whether each worker is usable. If
-        workers are spread over devices, pass a sharding constraint after which each device holds
-        one shard of the parameters for all workers.
-      all_gather: A function that is applied to the packed updates [M, ...] of the trainers. It is
-        not called with precision float32, where the sharding of the new parameters decides what is
-        all-gathered.
+      outer_tx: Transformation of the float32 pseudo-gradient; `outer_step` lists those refused.
+      weights_R: As in `outer_step`.
+      aggregate: As in `outer_step`.
+      precision: As in `outer_step`.
+      extra_M: Extra arguments for `outer_tx`, one number for each trainer, such as `{"interval":
+        ...}` for `contrib.nesterov_by_interval`; ignored by a transformation without any.
+      skip_single: As in `outer_step`.
+      reduce_scatter: Applied before the aggregation to the packed differences and to whether each
+        worker is usable, leaves [R, ...]. If workers are spread over devices, pass a constraint
+        that shards the parameters and gathers the workers.
+      all_gather: Applied to the packed updates [M, ...]. Not called with float32, where the
+        sharding of the new parameters decides.
 
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
       NaN if a trainer has no finite pseudo-gradient.
 
     Raises:
-      ValueError: While tracing, if `outer_step` would refuse `weights_R`, `precision`, the
-        parameters or `outer_tx`, or if an array of `extra_M` does not have shape [M].
+      ValueError: While tracing, for arguments that `outer_step` would refuse, or if an array of
+        `extra_M` does not have shape [M].
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
       sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4. There the outer optimizer
@@ -376,10 +330,7 @@ def outer_update(
 
 
 class Differences(NamedTuple):
-    """The trainers' parameters minus those of their workers, in the form that is sent.
-
-    This is a pytree node.
-    """
+    """The trainers' parameters minus those of their workers, in the form that is sent; a pytree."""
 
     packed_R: PyTree  # [R, ...] from `core.compress.pack`
     # [W, ...] float32: the differences of the W single-worker trainers. None if there is no such
@@ -401,13 +352,9 @@ def pack_differences(
     Args:
       ensemble: The ensemble at the start of the round; only the owners and `params_M` are read.
       workers: The workers after their inner updates.
-      precision: Format in which differences are sent: "float32", "bfloat16" or "int4". The
-        differences of single-worker trainers are not sent, so they stay in float32.
-      single_R: For each worker, whether its trainer has no other worker. None: this is computed
-        from the owners. A process that holds only some of the workers must pass this argument.
-
-    Returns:
-      The differences. Pass them to `apply_differences` with the same precision.
+      precision: As in `outer_update`, and the same for `apply_differences`.
+      single_R: Whether a worker is its trainer's only one. None: by the owners. A process that
+        holds only some of the workers must pass it.
 
     Raises:
       ValueError: While tracing, if `precision` is unknown, or if parameters are complex or none is
@@ -450,27 +397,10 @@ def apply_differences(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Aggregate differences and update the trainers, the second half of `outer_update`.
 
-    For a worker whose difference is missing, pass any finite difference and False in `usable_R`.
-
-    Args:
-      ensemble: The ensemble at the start of the round; inner states are not read.
-      differences: The result of `pack_differences`, or the concatenated results of several calls.
-      outer_tx: Transformation of the pseudo-gradient. `outer_update` says more about this argument
-        and those below.
-      weights_R: Relative weights of the workers in their trainer's mean.
-      aggregate: Computes a trainer's pseudo-gradient from its workers' differences.
-      precision: The precision in which the differences were packed.
-      extra_M: Extra arguments for `outer_tx`: names, and arrays with one number for each trainer.
-      skip_single: Whether a trainer with one worker takes the worker's parameters directly.
-      reduce_scatter: A function that is applied to the packed differences and to `usable_R`.
-      all_gather: A function that is applied to the packed updates of the trainers.
-
-    Returns:
-      The ensemble after the round, with unchanged inner states, and the L2 norm of each trainer's
-      pseudo-gradient, float32 [M]; NaN if a trainer has no finite pseudo-gradient.
-
-    Raises:
-      ValueError: While tracing, in the same cases as `outer_update`.
+    `differences` may be the concatenated results of several calls of `pack_differences`. For a
+    worker whose difference is missing, pass any finite difference and False in `usable_R`. The
+    other arguments, results and errors are those of `outer_update`; inner states are not read and
+    do not change.
 
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """

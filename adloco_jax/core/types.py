@@ -1,7 +1,5 @@
 """The shared types of `core`, the key of array dimensions, and the stack of trainers.
 
-Dimension key, used in names, einsum strings and shape annotations:
-
   M  trainers (model instances)          L  tokens of a sequence
   R  workers, all trainers together      D  width
   S  inner updates of a round            F  MLP width
@@ -10,8 +8,7 @@ Dimension key, used in names, einsum strings and shape annotations:
   B  sequences in a micro-batch          K  head size
   N  layers                              V  vocabulary
 
-The name of an array ends with its axes (`tokens_SRBL`). The name of a pytree ends with the axes
-that its leaves begin with: the leaves of `params_R` have the workers as first axis.
+An array's name ends with its axes (`tokens_SRBL`), a pytree's with the first axes of its leaves.
 """
 
 import functools
@@ -29,20 +26,17 @@ from jaxtyping import PyTree
 from adloco_jax.core.meshes import like_ensemble, on_any_mesh
 
 LossFn: TypeAlias = Callable[..., Any]
-"""`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`.
+"""`loss_fn(params, batch) -> scalar`, the mean over the leading axis of `batch`.
 
-A loss function may have a parameter `key`, a random key, for instance for dropout. A loss function
-that is used with `has_aux=True` returns a pair `(scalar, auxiliary output)`.
+It may take a random `key`. With `has_aux=True` it returns `(scalar, auxiliary output)`.
 """
 
 
 class Ensemble(struct.PyTreeNode):
     """All trainers and all workers between two rounds; a pytree.
 
-    Trainers are stacked along the first axis M of their arrays, workers along the first axis R. A
-    trainer is identified by its position in the stack, which changes at a merge. `owners`, the
-    assignment of workers to trainers, is static: each assignment needs a program of its own. The
-    assignment changes at merges and when workers join, which change the shapes of arrays too.
+    A trainer is identified by its position in the stack, which changes at a merge. `owners` is
+    static: it changes only at merges and when workers join, which change shapes too.
     """
 
     params_M: PyTree  # [M, ...] each trainer's parameters
@@ -90,20 +84,16 @@ class RoundMetrics(struct.PyTreeNode):
 class GradientStats(struct.PyTreeNode):
     """Statistics of per-example gradients at one point, as sums with their weights.
 
-    A quantity such as the noise is its sum divided by its weight. To combine the statistics of
-    several workers or rounds, add or average the sums and the weights separately, see
-    `core.gradstats.pool`.
+    A quantity is its sum divided by its weight. To combine statistics, add or average sums and
+    weights separately (`core.gradstats.pool`).
 
-    The sums are in units of `scale`, and those of inner products in units of `scale**2`. So no sum
-    under- or overflows in float32, even if gradients are tiny. The batch-size tests use only ratios
-    of sums. If squared norms are outside the range of float32, `scale` is 0 or infinite. The ratios
-    of one worker's statistics are valid even then, but `noise`, `signal` and pooled statistics are
-    not. On the host the fields are NumPy float64.
+    Sums are in units of `scale`, those of inner products in units of `scale**2`, so that they stay
+    within float32. If squared norms do not, `scale` is 0 or infinite; ratios of one worker's sums
+    are valid even then, but `noise`, `signal` and pooled statistics are not. On the host the fields
+    are NumPy float64.
 
-    In the comments on the fields, t is the number of examples, mean is the mean gradient, and n_j
-    and p_j belong to example j: the squared norm of its gradient, and the inner product of its
-    gradient with the mean gradient. mean_1 and mean_2 are the mean gradients of the first and of
-    the second third of the examples.
+    In the comments, g_j is the gradient of example j of t, mean the mean gradient, n_j = |g_j|^2
+    and p_j = <g_j, mean>; mean_1 and mean_2 are those of the first and of the second third.
     """
 
     scale: Array | np.ndarray  # mean squared norm of a per-example gradient
@@ -118,10 +108,7 @@ class GradientStats(struct.PyTreeNode):
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
-        """Return the same statistics with the sums in units of another scale.
-
-        Noise, signal and ratios of sums do not change.
-        """
+        """Return the same statistics with the sums in units of another scale."""
         ratio = self.scale / (scale + (scale == 0))
         linear = {
             name: getattr(self, name) * ratio
@@ -132,10 +119,7 @@ class GradientStats(struct.PyTreeNode):
 
     @property
     def noise(self) -> Array | np.ndarray:
-        """Unbiased estimate of the gradient noise, the trace of the gradients' covariance Sigma.
-
-        It is called S_hat in docs/algorithm.md, section 2.
-        """
+        """Unbiased estimate of the gradient noise, S_hat in docs/algorithm.md, section 2."""
         return self.scale * (self.noise_sum / self.noise_weight)
 
     @property
@@ -152,12 +136,7 @@ class BatchPlan(NamedTuple):
 
 
 def trainable(params: PyTree) -> PyTree:
-    """Keep the floating-point leaves; replace others, such as PRNG keys and counts, by None.
-
-    Raises:
-      ValueError: If a leaf is complex, because norms and means here are for real numbers, or if no
-        leaf is a floating-point array.
-    """
+    """Replace all but floating-point leaves by None; ValueError if none, or one is complex."""
 
     def select(leaf):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -178,10 +157,7 @@ def trainable(params: PyTree) -> PyTree:
 
 
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
-    """Replace the floating-point leaves of `params` by those of `values`.
-
-    `values` has the form of a result of `trainable`: it has None in place of every other leaf.
-    """
+    """Replace the floating-point leaves of `params` by those of `values` (see `trainable`)."""
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
 
 
@@ -196,10 +172,7 @@ def is_key(leaf: Array) -> bool:
 
 
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
-    """Cast the leaves of `tree` to the dtypes of the leaves of `like`; leave PRNG keys as they are.
-
-    The state that an optax update returns needs this cast, because the update may widen its dtypes.
-    """
+    """Cast leaves to the dtypes of `like`, which an optax update may widen; not PRNG keys."""
     return jax.tree.map(
         lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
     )
@@ -217,30 +190,23 @@ def init(
 ) -> Ensemble:
     """Stack `num_trainers` trainers that all start from `params`, and a pool of workers.
 
-    All trainers and all workers are equal at first. To give trainers different parameters, replace
-    `params_M` of the result (and `params_R`, if workers have their own parameters). Random keys in
-    the state of an inner optimizer, such as `optax.add_noise`, are equal in all workers. To give
-    each worker different noise, replace these keys in `inner_state_R`.
+    To give trainers different parameters, replace `params_M` of the result (and `params_R`, if
+    workers have their own). Random keys in inner states, such as that of `optax.add_noise`, are
+    equal in all workers; for different noise, replace them in `inner_state_R`.
 
     Args:
       params: Parameters of one model, any pytree of arrays. Optimizers receive the floating-point
-        leaves; other leaves, such as typed PRNG keys and counts, do not change.
+        leaves; others do not change.
       num_trainers: M >= 1.
       num_workers: R >= M, the workers of all trainers together.
       inner_tx: Transformation of the workers' gradients; each worker has a state of it.
       outer_tx: Transformation of the trainers' pseudo-gradients; each trainer has a state of it.
-      owner_R: Position of each worker's trainer. None divides the workers as evenly as possible:
-        the first workers belong to the first trainer, and so on.
-      own_params: Whether workers keep their own parameters from round to round. Streaming DiLoCo
-        needs this, because it synchronises one fragment of the parameters at a time.
-
-    Returns:
-      The ensemble before its first round.
+      owner_R: Position of each worker's trainer. None divides the workers evenly, in blocks.
+      own_params: Whether workers keep their own parameters between rounds, as in Streaming DiLoCo.
 
     Raises:
-      ValueError: If there are fewer workers than trainers, if `owner_R` names a trainer that does
-        not exist or leaves a trainer without a worker, or if `params` has a leaf that is no array,
-        a complex leaf, or no floating-point leaf.
+      ValueError: If a trainer has no worker, `owner_R` names an unknown trainer, or `params` has a
+        leaf that is no array, a complex leaf, or no floating-point leaf.
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
@@ -274,22 +240,11 @@ def init(
 
 @on_any_mesh(like_ensemble)
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
-    """Take some trainers with their workers out of the stack, to run a round of them separately.
+    """Take trainers with their workers out of the stack, to run a round of them separately.
 
-    The field `round` of the result, which counts completed rounds, is that of the whole stack. So
-    if a loop runs one round in several groups of trainers, either take every group from the stack
-    as it was at the start of the round, or set `round` at the end of the round. `put` describes
-    both ways.
-
-    Args:
-      ensemble: The whole stack.
-      trainers: Positions in the stack, distinct; their order becomes the order of the result.
-
-    Returns:
-      An ensemble of `len(trainers)` trainers, each with its workers next to one another.
-
-    Raises:
-      ValueError: If a position is out of range or repeated.
+    `trainers` are distinct positions, in the order of the result; ValueError if one repeats or is
+    out of range. Each trainer's workers stand next to one another. `round` is that of the whole
+    stack; see `put` if a round runs in several groups.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -307,29 +262,25 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
 def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     """Write trainers and workers that `take` returned back into the stack, after a round.
 
-    The count `round` of the result is the larger of the counts of `ensemble` and `sub`. So if all
-    groups are taken before any of them is put back, they count as one round together:
+    `round` becomes the larger count of `ensemble` and `sub`. So groups count as one round if all
+    are taken before any is put back:
 
         start = ensemble
         for trainers in groups:
             sub, _ = step(take(start, trainers), ...)
             ensemble = put(ensemble, trainers, sub)
 
-    If a loop takes the next group from the result of `put`, for instance because `start` was
-    donated, each group counts as a round. Such a loop should end with
-    `ensemble.replace(round=first + 1)`, where `first` is the count at the start of the round.
+    If instead each group is taken from the result of `put`, for instance because `start` was
+    donated, end with `ensemble.replace(round=first + 1)`, `first` being the count at the start.
 
     Args:
-      ensemble: The whole stack.
+      ensemble: The whole stack; its owners do not change.
       trainers: The positions given to `take`, in the same order.
-      sub: The result of `take` after the round, with the same trainers and workers.
-
-    Returns:
-      The whole stack with these trainers and workers replaced. The owners do not change.
+      sub: The result of `take` after the round.
 
     Raises:
-      ValueError: If `sub` has another number of trainers or workers than `take` returned, or if a
-        position is out of range or repeated.
+      ValueError: If `sub` has other trainers or workers than `take` returned, or a position is out
+        of range or repeated.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -352,11 +303,7 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
 
 
 def block_size(owners: Sequence[int]) -> int | None:
-    """Return the number of workers of each trainer if the workers form equal blocks, else None.
-
-    They form equal blocks if all trainers have the same number of workers, and first come all
-    workers of trainer 0, then all workers of trainer 1, and so on.
-    """
+    """Return the workers per trainer if owners are equal blocks 0..0, 1..1, ..., else None."""
     size = list(owners).count(0)
     equal = tuple(m for m in range(max(owners) + 1) for _ in range(size))
     return size if tuple(owners) == equal else None
@@ -373,9 +320,8 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
 def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: Sequence[int]):
     """Call `function(tree_W)` on the workers of each trainer; return the results, leaves [M, ...].
 
-    Trainers with the same number of workers share one `vmap`. So no padding is needed, and time and
-    memory grow only with R. If the workers form equal blocks (`block_size`), workers are grouped by
-    a reshape. XLA's partitioner then sees that workers of different trainers are independent.
+    Trainers with equally many workers share one `vmap`: no padding, and memory grows with R. Equal
+    blocks are a reshape, in which XLA's partitioner sees that trainers are independent.
     """
     counts_M = np.bincount(owners)
     mapped = jax.vmap(function)
@@ -394,11 +340,7 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: S
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """Choose between two pytrees at each index of the first axis of their leaves.
-
-    The result has the entries of `tree_X` at the indices where `condition_X` is True, and the
-    entries of `other_X` at all other indices.
-    """
+    """Take `tree_X` where `condition_X` is True along the leaves' first axis, else `other_X`."""
 
     def select(leaf, other):
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
@@ -425,21 +367,15 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
 
 
 def squared_norms(tree_X: PyTree) -> Array:
-    """Compute squared L2 norms, one for each index of the leaves' first axis: float32 [X].
-
-    A norm is taken over all leaves [X, ...] together. A squared norm that overflows float32 is
-    infinite.
-    """
+    """Squared L2 norms over all leaves [X, ...] together, float32 [X]; infinite on overflow."""
     squares = (_sum_entries(jnp.square(leaf_X)) for leaf_X in _as_float32(tree_X))
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
 def norms(tree_X: PyTree) -> Array:
-    """Compute L2 norms, one for each index of the leaves' first axis: float32 [X].
+    """L2 norms over all leaves [X, ...] together, float32 [X]; without under- or overflow.
 
-    A norm is taken over all leaves [X, ...] together. It does not under- or overflow, because
-    values are divided by the largest one before they are squared. If a value is not finite, the
-    norm is not finite. The derivative of a norm that is zero is zero.
+    Not finite if a value is not. The derivative of a zero norm is zero.
     """
     leaves_X = _as_float32(tree_X)
     peaks = [
@@ -472,16 +408,10 @@ def moved_states(
 ) -> PyTree:
     """Return the inner states of workers, some of which have moved to other trainers.
 
-    A worker that stays with its trainer keeps its state. A worker that moves takes the mean state
-    of the workers that its new trainer already had. In the mean, whole numbers such as Adam's count
-    of updates are rounded, and an entry that is equal in all these workers does not change. A PRNG
-    key is copied from the first of these workers.
-
-    Args:
-      ensemble: The ensemble before workers move.
-      source: For each worker of the result, its position in the pool of `ensemble`.
-      stays_R: For each worker of the result, whether it stays with its trainer.
-      owner_R: For each worker of the result, the position of its new trainer in `ensemble`.
+    A worker that moves takes the mean state of the workers that its new trainer had: whole numbers
+    such as Adam's count are rounded, values equal in all do not change, and a PRNG key is the first
+    worker's. `source`, `stays_R` and `owner_R` give, for each worker of the result, its old
+    position in the pool, whether it stays, and its new trainer.
     """
 
     def join(leaf_W):
@@ -503,16 +433,9 @@ def moved_states(
 def moved_params(
     ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
 ) -> PyTree:
-    """Return the workers' own parameters after some workers have moved to other trainers.
+    """Return the workers' own parameters, if any; a worker that moved has its trainer's.
 
-    A worker that stays with its trainer keeps its parameters. A worker that moves copies the
-    parameters of its new trainer. The result is None if workers have no parameters of their own.
-
-    Args:
-      ensemble: The ensemble with the parameters of the new trainers.
-      source: For each worker of the result, its position in the pool of `ensemble`.
-      stays_R: For each worker of the result, whether it stays with its trainer.
-      owners: For each worker of the result, the position of its new trainer in `ensemble`.
+    `source` and `stays_R` are as in `moved_states`; the trainers of `ensemble` are the new ones.
     """
     if ensemble.params_R is None:
         return None
@@ -521,12 +444,7 @@ def moved_params(
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
-    """Check that positions on an axis are distinct and in range; return them as int64.
-
-    Raises:
-      ValueError: If there is no position, or one repeats or is not below `size`. `name` is the name
-        of the positions in the message.
-    """
+    """Return positions as int64; ValueError unless distinct, below `size`, and at least one."""
     chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
     if len(chosen) == 0 or len(set(chosen.tolist())) != len(chosen):
         raise ValueError(
