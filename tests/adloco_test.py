@@ -199,30 +199,25 @@ def test_a_schedule_that_ends_at_a_tenth_of_the_peak_is_nanogpts():
 
 
 @pytest.mark.parametrize(
-    ("owners", "micro_batches", "counts"),
+    ("num_workers", "micro_batches", "test_batch_size", "count"),
     [
-        ((0,), 50, [8]),  # 4 % of 200
-        ((0,), 500, [80]),
-        ((0,), 5000, [256]),
-        ((0,), 1, [4]),  # the whole round
-        ((0, 0, 0), 50, [8, 8, 8]),  # 4 % of 600
-        ((0,) * 6, 2, [2] * 6),  # at least two per worker
+        (1, 50, "auto", 8),  # 4 % of 200
+        (1, 500, "auto", 80),
+        (1, 5000, "auto", 256),
+        (1, 1, "auto", 4),  # the whole round
+        (3, 50, "auto", 8),  # 4 % of 600
+        (6, 2, "auto", 2),  # at least two per worker
+        *((2, 2, 8, 4), (3, 2, 8, 2), (4, 2, 8, 2), (7, 2, 8, 2)),
     ],
 )
-def test_auto_test_batch_is_4_percent_within_8_and_256(owners, micro_batches, counts):
-    check_counts(owners, micro_batches, counts, "auto")
-
-
-@pytest.mark.parametrize(("workers", "each"), [(2, 4), (3, 2), (4, 2), (7, 2)])
-def test_a_declared_test_batch_is_raised_to_two_sequences_per_worker(workers, each):
-    check_counts((0,) * workers, 2, [each] * workers, 8)
-
-
-def check_counts(owners, micro_batches, counts, test_batch_size):
+def test_a_test_batch_is_4_percent_within_8_and_256_or_as_declared_and_two_per_worker(
+    num_workers, micro_batches, test_batch_size, count
+):
     batching = {"initial_batch_size": 4, "test_batch_size": test_batch_size}
     settings = settings_of(inner={"steps_per_round": micro_batches}, batching=batching)
-    (plan,) = plans_of(a_control(batches=(4,), owners=owners), settings).values()
-    assert [planning.test_count(plan, len(owners), settings)] * len(owners) == counts
+    control = a_control(batches=(4,), owners=(0,) * num_workers)
+    (plan,) = plans_of(control, settings).values()
+    assert planning.test_count(plan, num_workers, settings) == count
 
 
 def test_a_round_too_short_for_a_test_skips_it_and_says_so():
