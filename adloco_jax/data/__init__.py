@@ -1,9 +1,7 @@
 """Turn text into rows of tokens: sources, tokenizers, rows on disk, and their order in a run.
 
-`load_corpus` makes the rows before anything compiles, or finds them in the user's cache. A stream
-is the endless sequence of rows that one worker reads. The pure function `Corpus.batch(trainer,
-stream, start, count)` computes any part of a stream. So a checkpoint needs only one number for each
-stream: the position up to which the worker has read (cursor).
+`load_corpus` makes the rows before anything compiles, or finds them in the user's cache.
+`Corpus.batch` computes any part of a stream, so a checkpoint keeps one number for each stream.
 """
 
 from adloco_jax.data.arrays import ArrayRows

@@ -1,4 +1,4 @@
-"""Rows to train on, for the function `fit`, from an array of token ids that the caller has."""
+"""Rows for `fit`, from an array of token ids."""
 
 import copy
 import hashlib
@@ -21,18 +21,15 @@ _EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a seq
 class ArrayRows:
     """Rows to train on and rows to hold out, for `fit`, from an array of token ids.
 
-    The rows are sampled like those of text (`data.sampling`). Each trainer draws a random subset
-    with the fraction `data.subset_frac` of all rows, and its workers divide the subset. The setting
-    `seed` determines the order. Ids are not compared with a vocabulary, because only the caller's
-    model has one.
+    Rows are sampled like those of text (`data.sampling`). Ids are not compared with a vocabulary,
+    because only the caller's model has one.
 
     Attributes:
       rows: Training rows, integers [N, L + 1].
       heldout_rows: Evaluation rows, integers [E, L + 1].
-      fingerprint: SHA-256 (hex) of the values of both arrays. It does not depend on their integer
-        type.
+      fingerprint: SHA-256 (hex) of the values of both arrays, whatever their integer type.
       shards: Empty, because the rows come from no file.
-      tokens_per_byte: None, because the text is not known. So losses are not given per byte.
+      tokens_per_byte: None, because the text is not known; losses are then not per byte.
     """
 
     shards: Sequence[dict] = ()
@@ -45,20 +42,17 @@ class ArrayRows:
         sequence_length: int | None = None,
         heldout: float | ArrayLike = 0.05,
     ) -> None:
-        """Split the array into training rows and held-out rows; read it without a copy.
+        """Split the array into training rows and held-out rows without a copy.
 
         Warns if held-out rows are among the training rows.
 
         Args:
-          tokens: Token ids in the range of int32; the array may be memory-mapped. The shape is
-            either [N, L + 1], N rows whose last token is only a target, or [T], one sequence. A
-            sequence is cut into rows of L + 1 tokens, and the tokens that do not fill a row are
-            dropped. A classifier needs rows [N, 2 + L]: class, number of tokens, and L tokens.
-          sequence_length: L, the number of tokens that are predicted in a row. Only a sequence [T]
-            needs it.
-          heldout: Either the fraction of rows to hold out, in (0, 1), or separate held-out rows in
-            one of the shapes of `tokens`. With a fraction, the last rows are held out, at least
-            two. So if rows are sorted, shuffle them first.
+          tokens: Ids in the range of int32, in memory or memory-mapped: rows [N, L + 1], whose last
+            token is only a target, or one sequence [T], cut into such rows without its remainder. A
+            classifier needs rows [N, 2 + L]: class, number of tokens, and L tokens.
+          sequence_length: L; needed by a sequence [T] only.
+          heldout: Held-out rows in a shape of `tokens`, or the fraction of rows to hold out, in
+            (0, 1): the last rows, at least two. So shuffle sorted rows first.
 
         Raises:
           ConfigError: If the shape or type of an argument is not allowed, or an id is beyond int32.
@@ -92,20 +86,13 @@ class ArrayRows:
         self._order: RowOrder | None = None
 
     def ordered(self, settings: Settings, *, num_classes: int | None = None) -> Self:
-        """Return a copy that knows the order in which the workers of a run read the rows.
+        """Return a copy that knows the order in which a run's workers read the rows.
 
-        The copy shares the arrays. The function `fit` calls this method.
-
-        Args:
-          settings: The run's settings; `seed`, `ensemble.num_workers`, `data.subset_frac` and
-            `data.sequence_length` are read.
-          num_classes: Number of classes, if rows begin with a class and a number of tokens; else
-            None.
+        `num_classes` is None unless rows begin with a class and a number of tokens.
 
         Raises:
-          ConfigError: If `data.sequence_length` is not the L of the rows. Estimates of time and
-            memory depend on this setting.
-          DataError: If there are too few rows, so that a worker would have no row to read.
+          ConfigError: If `data.sequence_length` is not the L of the rows.
+          DataError: If a worker would have no row to read.
         """
         length = self.rows.shape[1] - (1 if num_classes is None else NUM_FIELDS)
         if settings.data.sequence_length != length:
@@ -121,16 +108,10 @@ class ArrayRows:
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Return rows `start` to `start + count - 1` of a worker's stream, as int32 [count, L + 1].
 
-        A stream is the endless sequence of rows that one worker reads.
-
-        Args:
-          trainer: Permanent id of the trainer.
-          stream: Number of the stream in [0, ensemble.num_workers).
-          start: Number of rows of the stream that were read before (the cursor).
-          count: Number of rows to return.
+        The arguments are those of `data.sampling.stream_rows`.
 
         Raises:
-          ValueError: If the rows have no order yet, because they are not the result of `ordered`.
+          ValueError: If the rows are not the result of `ordered`.
         """
         if self._order is None:
             raise ValueError("ArrayRows: without an order; give it to fit, or call ordered")
@@ -139,10 +120,6 @@ class ArrayRows:
 
 
 def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
-    """Convert rows or one sequence to rows [N, L + 1], and check them.
-
-    `name` is the name of the argument in messages.
-    """
     try:
         array = np.asarray(given)
     except ValueError as error:  # lists of unequal length

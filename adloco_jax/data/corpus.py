@@ -1,7 +1,6 @@
 """Make the corpus of a run from its settings: the rows, and the order in which workers read them.
 
-A row of L+1 tokens gives the model L inputs and L targets: the first token is only an input, and
-the last is only a target.
+Of a row's L+1 tokens, the first is only an input and the last only a target.
 """
 
 import dataclasses
@@ -40,17 +39,14 @@ class Corpus:
     """Rows of tokens on disk, and the order in which each worker reads them.
 
     Attributes:
-      rows: Rows to train on, token ids [num_sequences, L+1], integers of any width. The row of a
-        labelled text has 2 + L integers: the class, the number n of real tokens, and L tokens, of
-        which all after the first n are zeros.
+      rows: Rows to train on, [num_sequences, L+1], integers of any width. The row of a labelled
+        text has 2 + L integers: the class, the number n of tokens, and L tokens, zero after n.
       heldout_rows: Rows of held-out documents, which have no row in `rows`.
       tokenizer: The tokenizer that made the ids.
       manifest: The description of the rows, and of the files from which they were made.
-      order: The order in which each worker reads the rows. It does not affect which rows are held
-        out.
-      tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes. A loss
-        in nats per token, times this number, is the loss in nats per byte. None for labelled texts,
-        whose loss is not per token.
+      order: The order of reading. It does not affect which rows are held out.
+      tokens_per_byte: Held-out tokens per byte of their UTF-8 text, which turns a loss per token
+        into one per byte. None for labelled texts, whose loss is not per token.
     """
 
     rows: np.ndarray
@@ -79,14 +75,7 @@ class Corpus:
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Return rows `start` to `start + count - 1` of a worker's stream, as int32 [count, L+1].
 
-        A stream is the endless sequence of rows that one worker reads. The result depends only on
-        the arguments, the corpus and the seed.
-
-        Args:
-          trainer: Permanent id of the trainer.
-          stream: Number of the stream in [0, num_streams).
-          start: Number of rows of the stream that were read before (the cursor).
-          count: Number of rows to return.
+        The arguments are those of `data.sampling.stream_rows`.
         """
         index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
         return self.rows[index].astype(np.int32)
@@ -121,10 +110,7 @@ class Corpus:
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
-    """Decode a row of tokens to one line of at most `max_chars` characters.
-
-    The text `<end of text>` marks the ends of documents.
-    """
+    """Decode a row to one line of at most `max_chars` characters, with `<end of text>` as marks."""
     pieces = np.split(row, np.flatnonzero(row == tokenizer.eot_id))
     text = "<end of text>".join(
         tokenizer.decode(piece[piece != tokenizer.eot_id]) for piece in pieces
@@ -142,23 +128,17 @@ def load_corpus(
 ) -> Corpus:
     """Make rows of tokens from the configured text, or open rows that were made before.
 
-    Without `data.heldout_path` or `data.heldout_split`, a fraction of the documents is held out,
-    evenly along the reading order. The seed does not affect the choice, so runs that differ by seed
-    have the same held-out text. If the text is a single file, the end of the file is held out
-    instead. A document is not trained on if a held-out document has the same tokens. With
-    `data.num_sequences`, reading stops soon after there is enough text. But labelled texts are all
-    read, and the wanted number of them is drawn at random.
-
-    The rows are saved in the user's cache, in a folder whose name is a hash of all settings that
-    determine the rows. With `data.source=tokens`, the rows in the folder `data.path` are used as
-    they are.
+    Without separate held-out text, a fraction of the documents is held out, evenly along the
+    reading order and independently of the seed; a single file has its end held out. A document is
+    not trained on if a held-out document has the same tokens. With `data.num_sequences`, reading
+    stops soon after there is enough text; labelled texts are all read and then drawn at random.
+    Rows are kept in the user's cache under a hash of the settings that determine them. With
+    `data.source=tokens`, the rows in the folder `data.path` are used as they are.
 
     Args:
-      settings: The run's settings; `data.source` names an entry of `DATA_SOURCES`.
-      num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
-        into rows.
-      commit: The commit of a data set on the hub that is to be read. Empty: the commit to which the
-        setting `data.revision` (a branch, tag or commit) now leads.
+      settings: The run's settings.
+      num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
+      commit: Commit of a data set on the hub. Empty: that of `data.revision` today.
       note: Called with each line to show to the user.
 
     Returns:
@@ -192,11 +172,6 @@ def load_corpus(
 def _kept_rows(
     data: DataSettings, tokenizer: Tokenizer, note: Note, options: dict[str, Any]
 ) -> Opened:
-    """Open the rows in the user's cache; make them first if they are not there.
-
-    If the hub does not answer, the newest rows that were made with the same settings are used. If
-    nothing may or can be written to the cache, the rows are made in a temporary folder.
-    """
     try:
         job = make_job(data, tokenizer, **options)
     except hub.Unreachable:
@@ -229,12 +204,7 @@ def _kept_rows(
 
 
 def _open_prepared(data: DataSettings, tokenizer: Tokenizer) -> Opened:
-    """Open the rows in the folder `data.path`, which `adloco prepare` made.
-
-    Raises:
-      ConfigError: If the rows have another length or tokenizer than the config says.
-      DataError: If there are no such rows, or they are damaged.
-    """
+    """Open the rows in the folder `data.path`, which `adloco prepare` made."""
     where = where_of(data)
     if not prepared.is_prepared(data.path):
         raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
@@ -258,18 +228,14 @@ def _open_prepared(data: DataSettings, tokenizer: Tokenizer) -> Opened:
 
 
 def check_corpus(settings: Settings) -> list[str]:
-    """Check the settings of the group `data`, and that its files have a first text.
-
-    Args:
-      settings: The run's settings.
+    """Check the group `data`, and that its files have a first text.
 
     Returns:
-      A line for each property of the data that only `load_corpus` can check, because it reads them.
+      A line for each property of the data that only `load_corpus` can check.
 
     Raises:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
-      DataError: If a path leads nowhere, to a damaged folder of prepared rows, or to files without
-        text or of another kind.
+      DataError: If a path leads nowhere, or to files that are damaged, empty or of another kind.
     """
     data, source = settings.data, DATA_SOURCES[settings.data.source]
     tokenizer = tokenizer_of(settings)
@@ -302,8 +268,7 @@ def is_on_hub(data: DataSettings) -> bool:
     """Whether `data.path` is the name of a data set on the hub, and not the path of files.
 
     Raises:
-      ConfigError: If it is such a name and `data.heldout_path` is set, or if it is a path and
-        `data.name` or `data.heldout_split` is set.
+      ConfigError: If a key is set that the other of the two needs.
     """
     on_hub = bool(hub.NAME.fullmatch(data.path))
     if on_hub:
@@ -320,23 +285,16 @@ def is_on_hub(data: DataSettings) -> bool:
 
 
 def where_of(data: DataSettings, *, heldout: bool = False) -> str:
-    """Name the setting that says where the text is from, as "key=value", for messages.
-
-    With `heldout`, this is the setting for separate held-out text, if there is one.
-    """
+    """Return "key=value" of the setting that says where the text, or the held-out text, is from."""
     if heldout and data.heldout_path:
         return f"data.heldout_path={data.heldout_path}"
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
 def find_sides(data: DataSettings) -> tuple[dict[str, File], dict[str, File]]:
-    """Find the files with training text, and the files with held-out text if there are any.
+    """Find the files with training text and those with held-out text, in reading order.
 
-    Args:
-      data: The config's group `data`.
-
-    Returns:
-      Two dicts of files, in reading order. Both are empty if the source of the text needs no path.
+    Both dicts are empty if the source of the text needs no path.
 
     Raises:
       ConfigError: If a file is both training text and held-out text.
@@ -376,21 +334,17 @@ def make_job(
     num_heldout_rows: int | None = None,
     commit: str = "",
 ) -> Job:
-    """Describe a preparation of rows (`Job`): the files to read, and all settings that matter.
+    """Describe a preparation of rows: the files to read, and all settings that matter.
 
     Args:
       data: The config's group `data`.
       tokenizer: The configured tokenizer.
-      num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
-        into rows.
-      num_heldout_rows: Largest number of rows that are read from a held-out split on the hub. None:
-        the whole split is read.
-      commit: The commit of a data set on the hub that is to be read. Empty: the commit to which the
-        setting `data.revision` (a branch, tag or commit) now leads.
+      num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
+      num_heldout_rows: Upper limit of rows from a held-out split on the hub. None: all.
+      commit: Commit of a data set on the hub. Empty: that of `data.revision` today.
 
     Raises:
-      ConfigError: If a file is both training text and held-out text, or the hub has no such data
-        set.
+      ConfigError: If a file is on both sides, or the hub has no such data set.
       DataError: If a path leads to no file.
       Unreachable: If the hub does not answer.
     """
@@ -440,10 +394,7 @@ def make_job(
 
 
 def _identity(file: File) -> list:
-    """Return address and size of a file, and values of which one differs after it has changed.
-
-    The change time `st_ctime_ns` can be set by no program.
-    """
+    """Return what changes with a file; no program can set the change time `st_ctime_ns`."""
     if isinstance(file, RemoteFile):
         return [file.address, file.size, *file.version]
     try:

@@ -11,10 +11,7 @@ from adloco_jax.errors import ConfigError, DataError
 
 
 def cache_folder(name: str) -> Path:
-    """Return the path of a folder of this package in the user's cache; it need not exist.
-
-    Args:
-      name: "data" for rows of tokens, "programs" for compiled programs.
+    """Return the path of a folder in the user's cache ("data", "programs"), which need not exist.
 
     Raises:
       OSError: If there is no home folder.
@@ -27,12 +24,7 @@ def cache_folder(name: str) -> Path:
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """Describe how the files with the text have changed between two reads, one line for each file.
-
-    Args:
-      before: A record of each file at the earlier read, see `Manifest.files`.
-      after: A record of each file at the later read.
-    """
+    """Describe, file by file, how the records `Manifest.files` have changed between two reads."""
     old = {record["name"]: record.get("sha256") for record in before}
     new = {record["name"]: record.get("sha256") for record in after}
     lines = [f"{name}: no longer there" for name in old if name not in new]
@@ -44,17 +36,12 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
 
 
 def local_path(name: str, *, key: str) -> Path:
-    """Convert a value of the config to a path, with `~` expanded; the path need not exist.
-
-    Args:
-      name: The value.
-      key: The config's key, for messages.
+    """Convert the value of a config's `key` to a path, with `~` expanded; it need not exist.
 
     Raises:
-      ConfigError: If the value is the address of a server. The message does not repeat the address,
-        which may contain a password.
-      DataError: If the path is too long, begins with `~` and an unknown user, or leads through a
-        folder to which this process has no access.
+      ConfigError: If the value is an address, which the message does not repeat: it may contain a
+        password.
+      DataError: If the path cannot be followed.
     """
     if "://" in name:
         raise ConfigError(f"{key}: is an address; give a path, or a name on the Hugging Face hub")
@@ -68,20 +55,14 @@ def local_path(name: str, *, key: str) -> Path:
 
 
 def find_files(path: str, *, key: str) -> dict[str, Path]:
-    """Find the files that a path in the config names, in the order of their paths.
+    """Find the files of a path, a folder (at any depth) or a glob (with `**`), sorted by path.
 
-    Links are followed. A file or folder is read once, however many links lead to it. Names that
-    begin with a dot are left out unless the glob contains the dot. A path that exists is never
-    interpreted as a glob.
-
-    Args:
-      path: A file, a folder (every regular file in it, at any depth), or a glob, in which `**`
-        stands for folders at any depth.
-      key: The config's key, for messages.
+    Links are followed, and a file is read once. Names that begin with a dot are left out unless the
+    glob contains the dot. A path that exists is never interpreted as a glob.
 
     Returns:
-      The paths of the files, at least one. The key of a file is its path relative to the folder, or
-      relative to the part of the glob before the first wildcard.
+      The files, at least one. A key is the path relative to the folder, or to the part of the glob
+      before the first wildcard.
 
     Raises:
       ConfigError: If `path` is empty.
@@ -113,10 +94,6 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
 
 
 def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
-    """Yield the files in a folder that match a glob, which is given as a list of its parts.
-
-    `entered` holds the folders that were visited, so that a loop of links comes to an end.
-    """
     visit = folder.resolve(), tuple(parts)
     if visit in entered:  # for instance because a link leads to a parent folder
         return

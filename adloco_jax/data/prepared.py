@@ -1,9 +1,7 @@
-"""Read a folder of prepared rows, which were made from text before training.
+"""Read folders of prepared rows: `train.npy`, `heldout.npy`, and `prepared.json`, written last.
 
-The folder has the arrays `train.npy` and `heldout.npy`, and their description `prepared.json`. The
-description is written last and has the SHA-256 of both arrays. A run that reads the folder checks
-only the sizes of the arrays, not their hashes, so that it starts quickly. While rows are being
-prepared, their tokens are saved on disk (`Kept`), so that a killed preparation can continue.
+A run checks only the sizes of the arrays, not their hashes, so that it starts quickly. A killed
+preparation continues from the tokens that `Kept` has saved.
 """
 
 import contextlib
@@ -33,11 +31,10 @@ class Manifest:
       format: Version of the layout of the folder.
       request: All settings that determine the rows, as plain JSON; see `corpus.make_job`.
       tokenizer: The tokenizer's name in the config.
-      fingerprint: The tokenizer's fingerprint, see `Tokenizer`.
+      fingerprint: The tokenizer's fingerprint.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
-      shapes: Shapes of the two arrays, of training rows and of held-out rows. A row has L+1 tokens.
-        The row of a labelled text has two integers before the tokens: class and number of tokens.
+      shapes: Shapes of the two arrays, see `Corpus.rows`.
       hashes: SHA-256 (hex) of `train.npy` and of `heldout.npy`.
       documents: Number of documents to train on, and number of held-out documents. The last
         document of an array may be cut.
@@ -64,15 +61,12 @@ class Manifest:
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
-    """Return the dtype of rows on disk.
-
-    It is the smallest that holds all token ids, except that rows of labelled texts are int32.
-    """
+    """Return the smallest dtype that holds all token ids; int32 for rows of labelled texts."""
     return np.dtype(np.int32) if labelled else np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder contains prepared rows, which means that it has a `prepared.json`."""
+    """Whether a folder has a `prepared.json`."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError):  # not a valid path: opening it raises a clear error
@@ -80,7 +74,7 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def read_prepared(folder: Path) -> Manifest:
-    """Read `prepared.json`, the description of a folder of prepared rows.
+    """Read the description of a folder of prepared rows.
 
     Raises:
       DataError: If the file is missing, damaged or of another format.
@@ -103,13 +97,10 @@ def read_prepared(folder: Path) -> Manifest:
 
 
 def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the training rows and the held-out rows of a folder; return both arrays.
-
-    Their shapes and dtypes are checked, but not their content.
+    """Memory-map the training rows and the held-out rows; check their shapes, not their content.
 
     Raises:
-      DataError: If an array is missing, is a link to another folder, or differs from the
-        description in `prepared.json`.
+      DataError: If an array is missing, a link to another folder, or not as described.
     """
     dtype = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []
@@ -143,9 +134,7 @@ text. `label` is the class. `side` is 1 if the document is from separate held-ou
 
 
 class Kept:
-    """The documents that an unfinished preparation of rows has tokenised and saved on disk so far.
-
-    They are saved in pieces, each with the tokens of many documents.
+    """The documents that an unfinished preparation has tokenised and saved, in pieces of many.
 
     Attributes:
       part: Index of the file of text that is read next.
@@ -183,13 +172,9 @@ class Kept:
     def add(
         self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
     ) -> None:
-        """Save another piece on disk.
+        """Save another piece; `about` describes its documents (`DOCUMENT`).
 
-        Args:
-          tokens: The tokens of the documents in the piece.
-          about: The description (`DOCUMENT`) of each of these documents.
-          files: Records of the files that were read to their end with this piece.
-          **position: Where reading goes on: the new values of `part` and `documents`.
+        `files` are those now read to their end, and `position` the new `part` and `documents`.
         """
         progress = np.array(json.dumps({"files": files} | position))
         arrays = {"tokens": tokens, "about": about, "progress": progress}
@@ -226,10 +211,7 @@ class Kept:
 
 
 def require_same(folder: Path, there: dict, wanted: dict) -> None:
-    """Raise ConfigError if the rows in a folder were made, or begun, with other settings.
-
-    `there` has the settings of the rows in the folder, `wanted` the settings that are needed.
-    """
+    """Raise ConfigError if the rows in a folder were made, or begun, with other settings."""
     keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
     if keys:
         raise ConfigError(

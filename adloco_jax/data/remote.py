@@ -1,7 +1,7 @@
 """Files in buckets, on the hub and on web servers: list them, and copy them to this machine.
 
-The library fsspec reads all of them. A file is copied as a whole before it is read, so that its
-hash, its checksum and the readers of tables are those of a file on this machine.
+fsspec reads all of them. A file is copied as a whole before it is read, so that hashes, checksums
+and the readers of tables work as for files on this machine.
 """
 
 import contextlib
@@ -33,12 +33,9 @@ _REFUSED = {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """A file on a server.
+    """A file on a server: its full address, its size in bytes if known, and its version.
 
-    Attributes:
-      address: Its full address, such as "s3://bucket/folder/a.jsonl".
-      size: Number of bytes; None if the server does not say it.
-      version: What the server says about the content: its hash, the time of its last change.
+    `version` is what the server says about the content: its hash, the time of its last change.
     """
 
     address: str
@@ -162,7 +159,7 @@ def checkpoint(
     Args:
       address: The address of the folder.
       wanted: Patterns of files that are copied if they exist.
-      one_of: Patterns of files, in order of preference; those of the first that matches are copied.
+      one_of: Patterns, in order of preference; files of the first that matches are copied.
       key: The config's key, for messages.
       hint: What the message advises if no file matches a pattern of `one_of`.
 
@@ -232,7 +229,6 @@ def _faults(where: str) -> Iterator[None]:
 
 
 def _kind(error: BaseException) -> str:
-    """Say what an error means, by its class and the classes of its causes."""
     chain = [error]
     while len(chain) < 20 and (cause := chain[-1].__cause__):
         chain.append(cause)

@@ -1,16 +1,7 @@
 """Make rows from text: tokenise documents, hold some of them out, pack them into rows, save these.
 
-The documents are joined to one sequence of tokens, in which an end-of-text token closes each
-document. The sequence is cut every L+1 tokens, without padding or overlap. If texts are labelled,
-each text becomes one row `[label, number of tokens, tokens...]` instead. A document is not trained
-on if a copy of it is held out. Two documents are copies if all their token ids are equal; so texts
-that differ in one character are not copies.
-
-While the rows of `<folder>` are being prepared, tokens are saved in `<folder>.partial`, in pieces
-of a million characters. A preparation that was killed continues after the last piece. When all
-documents are known, the held-out ones and their copies are determined, the rows are written, and
-the finished folder is renamed to `<folder>`. The preparation keeps in memory the tokens of one
-piece, or of one longer document, and 40 bytes for each document.
+Documents, each closed by an end-of-text token, are joined and cut every L+1 tokens, without padding
+or overlap. Labelled texts become one row `[label, number of tokens, tokens...]` each.
 """
 
 import contextlib
@@ -58,16 +49,12 @@ class Job:
     Attributes:
       data: The config's group `data`.
       encoder: The tokenizer.
-      num_classes: Number of classes of labelled texts. None: texts are not labelled, and are packed
-        into rows.
+      num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
       request: All settings that determine the rows, as plain JSON.
-      parts: Returns two lists of parts (files) to read: those with separate held-out text, and all
-        others.
-      where: The settings that name the training text and the held-out text, as "key=value", for
-        messages.
-      heldout_limit: Number of rows after which no more separate held-out text is read. None: all of
-        this text is read.
-      cuts: Whether the text is a single document, which is cut in two. The end of it is held out.
+      parts: Returns the files of separate held-out text, and all others.
+      where: The settings that name training text and held-out text, as "key=value", for messages.
+      heldout_limit: Upper limit of rows from separate held-out text. None: all of it is read.
+      cuts: Whether the text is a single document, whose end is held out.
     """
 
     data: DataSettings
@@ -99,21 +86,15 @@ class Job:
 def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:
     """Make a folder of rows, or continue an unfinished one; a finished folder is not changed.
 
-    The rows depend on `job.request` and the text alone, not on interruptions. If several processes
-    prepare the same folder, one of them makes it, and the others wait.
-
-    Args:
-      job: The description of the preparation.
-      folder: The folder to make.
-      note: Called with each line to show to the user.
-
-    Returns:
-      The folder's description.
+    The rows depend on `job.request` and the text alone, not on interruptions: tokens are saved in
+    `<folder>.partial`, in pieces of a million characters, and the finished folder is renamed. If
+    several processes prepare the same folder, one makes it and the others wait. Memory: one piece,
+    or one longer document, and 40 bytes per document. Documents are copies if all token ids agree.
 
     Raises:
       ConfigError: If the folder was made for other settings, or contains other files.
       DataError: If text is missing or damaged, or there is too little text.
-      OSError: If the folder cannot be written. After space has been made, the same call continues.
+      OSError: If the folder cannot be written; the same call continues once there is space.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if not partial.exists() and (found := _finished(folder, job.request)):
@@ -143,12 +124,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
 
 
 def _finished(folder: Path, request: dict) -> Manifest | None:
-    """Return the description of a finished folder; None if the folder is missing or empty.
-
-    Raises:
-      ConfigError: If the folder contains something else, or rows with another request.
-      DataError: If the description is damaged.
-    """
+    """Return the description of a finished folder; None if the folder is missing or empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not prepared.is_prepared(folder):
@@ -162,12 +138,6 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 
 
 def _tokenise(job: Job, kept: Kept, partial: Path, note: Callable[[str], None]) -> None:
-    """Read, tokenise and save the documents that are not saved yet.
-
-    A remote file is copied to the folder `partial` while it is read. Separate held-out text is read
-    first. So the copies of it are known when the text to train on is
-    counted.
-    """
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
     if kept.num_tokens:
@@ -188,11 +158,7 @@ def no_text(where: str) -> str:
 def _tokenise_side(
     job: Job, kept: Kept, parts: list[Part], side: int, partial: Path, bar: tqdm
 ) -> None:
-    """Read, tokenise and save the documents of one side, until there is enough text.
-
-    Side 1 is separate held-out text, side 0 is all other text. Documents that are already saved are
-    skipped.
-    """
+    """Read, tokenise and save the documents of one side, until there is enough text."""
     pending: list[Document] = []
     files: list[dict] = []
 
@@ -234,10 +200,6 @@ def _tokenise_side(
 
 
 def _is_enough(job: Job, kept: Kept, side: int) -> bool:
-    """Whether the saved documents of a side fill the wanted number of rows.
-
-    Side 1 is separate held-out text, side 0 is all other text. Labelled texts are always all read.
-    """
     limit = job.heldout_limit if side else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
@@ -290,29 +252,19 @@ def _file_record(name: str, path: Path | None, num_documents: int) -> dict:
 
 
 def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Say for each of `count` documents whether it is held out, by its index alone.
+    """Say for each of `count` documents from index `first` on whether it is held out: bool[count].
 
-    So documents that are added to the end of the text do not change the choice.
-
-    Args:
-      first: Index of the first of these documents, in reading order.
-      count: Number of documents, from the first one on.
-      heldout_frac: Fraction of the documents to hold out, in [0, 1).
-
-    Returns:
-      bool[count]. Of the first n documents in reading order, round(n · heldout_frac) are held out.
+    Of the first n documents in reading order, round(n · heldout_frac) are held out, so documents
+    added to the end of the text do not change the choice.
     """
     marks = np.floor(np.arange(first, first + count + 1) * heldout_frac + 0.5)
     return np.diff(marks) > 0
 
 
 def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the documents to train on, and those to hold out; return a mask bool [N] for each.
+    """Mask, bool [N] each, the documents to train on and those to hold out.
 
-    If there is separate held-out text, it is held out. If a single document was cut in two, the
-    second part is held out. Otherwise a fraction of the documents (of each class, if they are
-    labelled) is held out, evenly along the reading order. Other documents that are copies of
-    held-out documents are in neither mask.
+    Copies of held-out documents are in neither mask.
     """
     heldout, frac = about["side"] == 1, job.data.heldout_frac
     if not heldout.any() and job.cuts:
@@ -330,13 +282,6 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
-    """Write the rows and their description to the folder `whole`; return the description.
-
-    All text has been read and tokenised before.
-
-    Raises:
-      DataError: If there is too little text.
-    """
     encoder, about, is_packed = job.encoder, kept.about, job.num_classes is None
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
@@ -383,11 +328,6 @@ Masks = tuple[np.ndarray, np.ndarray]
 
 
 def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write the rows of text that is not labelled; return the shapes of both arrays.
-
-    The documents of an array are written one after another. Tokens at the end that do not fill a
-    row, and rows beyond the wanted number, are left out.
-    """
     lengths, ends, shapes = kept.about["length"], [], []
     dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
     for file, mask, limit in zip(
@@ -410,13 +350,7 @@ def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks)
 
 
 def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write one row [class, n, tokens...] for each labelled text; return the shapes of both arrays.
-
-    The n tokens of a row are the tokenizer's prefix, the tokens of the text, which are cut if there
-    are too many, and the tokenizer's suffix. All rows have room for the longest text, rounded up to
-    a power of two or to the midpoint of two powers, but at most to `data.sequence_length` tokens.
-    So data of similar length use the same compiled programs.
-    """
+    """Write one row [class, n, tokens...] for each labelled text; return both shapes."""
     about, longest = kept.about, job.data.sequence_length
     prefix, suffix = job.encoder.prefix, job.encoder.suffix
     lengths = np.minimum(job.lengths(about), longest)
@@ -447,10 +381,7 @@ def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Mask
 
 
 def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
-    """Choose at most `limit` of the rows at random, and keep their order.
-
-    The first `limit` rows would often be of one class, because files are often sorted by class.
-    """
+    """Draw `limit` rows at random, in order, because files are often sorted by class."""
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]

@@ -1,7 +1,6 @@
 """Compute the order in which workers read rows, by permutations that are never stored.
 
-The permutations use integer arithmetic only, so the order is the same on every platform and NumPy
-version. The tests in tests/data_sampling_test.py compare the order with recorded values.
+Integer arithmetic only: the order is the same on every platform and NumPy version.
 """
 
 import dataclasses
@@ -26,13 +25,11 @@ _SUBSET, _EPOCH = 1, 2  # hashed into a key, so that keys for the two purposes d
 class RowOrder:
     """The numbers that determine in which order each worker reads the rows.
 
-    The rows that one worker reads, in their order, are the worker's stream.
-
     Attributes:
       seed: The run's seed, any integer.
       num_rows: Number of rows to train on.
       num_streams: Number of streams into which the subset of each trainer is divided.
-      subset_frac: Fraction of all rows that are in the random subset of each trainer, in (0, 1].
+      subset_frac: Fraction of all rows in the random subset of each trainer, in (0, 1].
     """
 
     seed: int
@@ -47,16 +44,10 @@ class RowOrder:
 
 
 def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
-    """Make the `RowOrder` of a run from its settings and the number of rows.
-
-    Args:
-      settings: The run's settings; `seed`, `ensemble.num_workers` and `data.subset_frac` are read.
-      num_rows: Number of rows to train on.
-      where: The config's key and value that name the rows, for messages.
+    """Make the `RowOrder` of a run; `where` is the "key=value" that names the rows.
 
     Raises:
-      DataError: If a trainer has fewer rows than there are workers, so that a worker would have no
-        row to read.
+      DataError: If a trainer's subset has fewer rows than there are workers.
     """
     num_streams, frac = settings.ensemble.num_workers, settings.data.subset_frac
     order = RowOrder(settings.seed, num_rows, num_streams, frac)
@@ -75,11 +66,9 @@ def stream_rows(
 ) -> np.ndarray:
     """Return the numbers of `count` rows of a worker's stream, from the position `start` on.
 
-    A stream is the endless sequence of rows that one worker reads. Each trainer permutes all rows,
-    and the rows at the first `subset_size` positions of the permutation are the trainer's random
-    subset. Stream w owns the positions of the subset that are congruent to w modulo `num_streams`.
-    The stream visits all these positions once in each epoch, and every epoch has a new order. The
-    sequence of rows does not depend on how it is divided into batches and rounds.
+    Each trainer permutes all rows; the first `subset_size` are its subset. Stream w owns the
+    positions of the subset that are congruent to w modulo `num_streams`, and visits them once an
+    epoch, each epoch in a new order. How the stream is divided into batches does not matter.
 
     Args:
       order: The numbers that determine the order in this run.
@@ -92,8 +81,7 @@ def stream_rows(
       int64[count], each in [0, num_rows).
 
     Raises:
-      ValueError: If `stream` is not in [0, num_streams), or if the subset is so small that the
-        stream owns no row. (`order_of` refuses such a subset.)
+      ValueError: If `stream` is out of range or owns no row.
 
     Source: docs/algorithm.md, section 1, "Data".
     """
@@ -112,18 +100,14 @@ def stream_rows(
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
     """Permute range(num_items) pseudo-randomly; return the images of the numbers in `index`.
 
-    A Feistel network permutes the smallest range(2**n) that contains range(num_items). If the image
-    of a number lies outside range(num_items), the image goes through the network again, until it
-    lies inside (cycle walking). On average a number goes through the network less than twice. Cost
-    and memory are proportional to the length of `index`, not to `num_items`. If there are at most 9
-    items, they are sorted by random numbers instead, so that a random key gives each order with
-    equal probability.
+    A Feistel network permutes the smallest range(2**n) that contains range(num_items); an image
+    outside goes through it again (cycle walking, less than twice on average). Cost and memory are
+    proportional to the length of `index`.
 
     Args:
       index: Integers in [0, num_items), any length.
       num_items: Size of the range, 1 to 2**62.
-      key: Determines the permutation. Either uint64[1], or one key for each entry of `index`; then
-        each entry has a permutation of its own.
+      key: uint64[1], or one key, and so one permutation, for each entry of `index`.
 
     Returns:
       int64, as long as `index`.
@@ -131,9 +115,8 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
     Raises:
       ValueError: If an entry of `index` lies outside the range.
 
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", for cycle walking;
-    the round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). The permutation
-    is random enough for shuffling, but it is not a cipher.
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; the round function is
+    the finaliser of splitmix64 (Steele, Lea and Flood 2014). Good for shuffling; not a cipher.
     """
     if index.size and not 0 <= index.min() <= index.max() < num_items:
         raise ValueError(
@@ -153,13 +136,9 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 
 
 def interleave(labels: np.ndarray) -> np.ndarray:
-    """Put labelled items in an order in which every stretch has about the same mix of labels.
+    """Order labelled items so that every stretch has about the same mix of labels.
 
-    Args:
-      labels: The label of each item, integers [N].
-
-    Returns:
-      The positions of the items in the new order, int64[N]. Items of one label keep their order.
+    Takes integers [N]; returns positions, int64[N]. Items of one label keep their order.
     """
     share = np.zeros(len(labels))
     for label in np.unique(labels):
@@ -169,10 +148,6 @@ def interleave(labels: np.ndarray) -> np.ndarray:
 
 
 def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
-    """Apply a Feistel network, which permutes range(2**num_bits).
-
-    The network divides each number into two halves of bits, whose widths may differ by one.
-    """
     high, low = num_bits // 2, num_bits - num_bits // 2
     left, right = block >> low, block & (2**low - 1)
     for round_number in range(_NUM_ROUNDS):
@@ -183,11 +158,7 @@ def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _fold(*parts: int | np.ndarray) -> np.ndarray:
-    """Hash integers, in order, to a key for `permute`.
-
-    If all parts are integers, the result is one key, uint64[1]. If a part is an array, the result
-    has one key for each entry of the array.
-    """
+    """Hash integers, in order, to a key for `permute`."""
     # An array of one key, because NumPy warns if a scalar overflows, but not if an array does.
     key = np.zeros(1, np.uint64)
     for part in parts:

@@ -1,8 +1,7 @@
 """Sources of text: Python's standard library, text files, JSON lines, tables, and the hub.
 
-A source has a function that yields the texts of one file. If the file is a table, the function
-yields a `Record` for each row. The function `documents_of` then takes the text from the record, and
-for a classifier also the class.
+A source yields the texts of one file, or a `Record` for each row of a table; `documents_of` takes
+the text, and a classifier's class, from a record.
 """
 
 import codecs
@@ -33,10 +32,7 @@ _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 class Record(NamedTuple):
-    """A row of a table: a dict from the names of the columns to the values in this row.
-
-    `where` names the row in messages.
-    """
+    """A row of a table: a value for each name of a column. `where` names the row in messages."""
 
     where: str
     columns: Mapping[str, Any]
@@ -55,8 +51,7 @@ class Part(NamedTuple):
     Attributes:
       name: Name of the part, in records of files and in messages.
       file: The file; None for a data set on the hub, and for a source without files.
-      read: `read(path)` yields the texts or records of the part, from the beginning to the end.
-        `path` is the file on this machine, or None if there is no file.
+      read: `read(path)` yields the texts or records of the local file; None if there is none.
     """
 
     name: str
@@ -70,17 +65,15 @@ class DataSource:
 
     Attributes:
       documents: `documents(file, data)` yields the content of one file in a fixed order: texts, or
-        values of type `Record` whose column `data.text_column` is the text. `data` is the config's
-        group `data`. If `needs` lacks `path`, the function is called once, with None for the file.
-      needs: Which of the config's keys `data.path` and `data.text_column` must not be empty. A
-        source that does not need `path` reads no files.
-      refuses: The keys of the group `data` that do not apply to this source, each with the reason.
-        They must keep their default.
-      cuts_single_file: Whether each file is a single document. If there is only one such file, it
-        is cut in two, and the end of it is held out.
-      version: Version of the function `documents`. Increase the version when the output of the
-        function changes. Rows are cached for later runs with the same version. None: rows are not
-        cached.
+        `Record`s whose column `data.text_column` is the text. `data` is the config's group. If
+        `needs` lacks `path`, it is called once, with None for the file.
+      needs: Which of `path` and `text_column` must not be empty. A source that does not need
+        `path` reads no files.
+      refuses: The keys of the group `data` that must keep their default, each with the reason.
+      cuts_single_file: Whether each file is one document, so that the end of a single file is held
+        out.
+      version: Version of the output of `documents`; rows are cached for later runs with the same
+        version. None: rows are not cached.
       is_hub: Whether `data.path` may be the name of a data set on the hub.
       is_folder: Whether `data.path` is a folder that `adloco prepare` made.
     """
@@ -99,16 +92,11 @@ def documents_of(
 ) -> Iterator[Document]:
     """Convert the texts and records of a source to documents; skip records with empty text.
 
-    Args:
-      found: The texts or records that a source yields.
-      data: The config's group `data`, which names the columns.
-      where: The config's key and value that name the source, for messages.
-      num_classes: Number of classes C of labelled texts; a class is a whole number in [0, C). None
-        if texts are not labelled.
+    `where` is the "key=value" that names the source. Classes are in [0, num_classes).
 
     Raises:
-      DataError: While reading, if a row lacks a column, if the text of a row is not a string, if
-        its class is out of range, or if it is labelled but empty. The message names the row.
+      DataError: While reading, naming the row, if it lacks a column, its text is not a string, its
+        class is out of range, or it is labelled but empty.
     """
     number = 0
     try:
@@ -169,8 +157,8 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -
 def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
     """Yield the source files of Python's standard library, in the order of their paths.
 
-    The file with the topics of Python's help is replaced by the topics, one document each. Tests,
-    installed packages, and files that the build of Python wrote for this machine, are left out.
+    The topics of Python's help are one document each. Tests, installed packages, and files that
+    differ by machine are left out.
     """
     for file in stdlib_files():
         if file.name == "topics.py":  # in the package pydoc_data; the file has one dict of texts
@@ -198,14 +186,11 @@ def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
 
 
 def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each line of a file of JSON lines; skip blank lines.
-
-    If the name ends in `.gz`, the file is decompressed.
+    """Yield a record for each line of a file of JSON lines, perhaps `.gz`; skip blank lines.
 
     Raises:
-      DataError: While reading, if the name does not end in `.json` or `.jsonl` (with or without
-        `.gz`), if the file is empty, truncated or not valid gzip, or if a line is not a JSON object
-        or is longer than `MAX_LINE_BYTES`. The message names the file or the line.
+      DataError: While reading, if the file has another ending, is empty, truncated or not valid
+        gzip, or if a line is not a JSON object or is longer than `MAX_LINE_BYTES`.
     """
     if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
         raise DataError(
@@ -245,11 +230,11 @@ def table_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 def csv_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
-    The value of a cell is text, except that a whole number in the column of classes becomes an int.
+    Cells are text, except that a whole number in the column of classes becomes an int.
 
     Raises:
-      DataError: While reading, if the file is damaged or lacks a column, or if a line has more
-        cells than there are columns. The message names the file or the line.
+      DataError: While reading, if the file is damaged, lacks a column, or has a line with too many
+        cells.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
@@ -272,8 +257,7 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a parquet file; read only the columns that the config names.
 
     Raises:
-      DataError: While reading, if the file is damaged or lacks one of these columns. The message
-        names the file.
+      DataError: While reading, if the file is damaged or lacks one of these columns.
     """
     import pyarrow.parquet
 
@@ -283,13 +267,10 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
 
 def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each row of an Arrow file; read only the columns that the config names.
-
-    The library `datasets` saves data sets in such files.
+    """Yield a record for each row of an Arrow file, as the library `datasets` saves them.
 
     Raises:
-      DataError: While reading, if the file is damaged or lacks one of these columns. The message
-        names the file.
+      DataError: While reading, if the file is damaged or lacks a column that the config names.
     """
     import pyarrow.ipc
 
@@ -315,12 +296,11 @@ def _arrow_faults(file: Path) -> Iterator[None]:
 
 
 def _used(data: DataSettings) -> list[str]:
-    """Return the names of the columns to read: the text column, and that of labels if it is set."""
     return [column for column in (data.text_column, data.label_column) if column]
 
 
 def read_text(file: Path) -> str:
-    """Read a file of UTF-8 text, which may end in `.gz`; return it without a byte-order mark.
+    """Read UTF-8 text, perhaps from `.gz`, without a byte-order mark.
 
     Raises:
       DataError: If the file is unreadable or not UTF-8.
@@ -340,14 +320,8 @@ def read_text(file: Path) -> str:
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
     """Cut a document in two: a beginning to train on, and an end to hold out.
 
-    The ideal cut is at the fraction 1 - heldout_frac of the text. The actual cut is at the blank
-    line nearest to this point. If that line is further away than half the number of characters to
-    hold out, or there is no blank line, the cut is at the nearest newline.
-
-    Args:
-      text: The document.
-      where: The config's key and value that name the document, for messages.
-      heldout_frac: Fraction of the characters to hold out, in (0, 1).
+    The cut is at the blank line nearest to the fraction 1 - heldout_frac of the characters, or at
+    the nearest newline if that line is further away than half the held-out length.
 
     Raises:
       DataError: If there is no newline to cut at.

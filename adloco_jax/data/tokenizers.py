@@ -1,8 +1,7 @@
 """Tokenizers with one interface: UTF-8 bytes, and the tokenizers that `transformers` loads.
 
 A special token that stands in a text, such as `<|im_end|>`, becomes this token, as in
-`transformers`. Texts to be classified have special tokens at both ends (`Tokenizer.prefix` and
-`Tokenizer.suffix`); other texts have none added.
+`transformers`. Only texts to be classified get special tokens at both ends.
 """
 
 import contextlib
@@ -49,12 +48,11 @@ class Tokenizer:
       vocab_size: Largest id plus one; the end-of-text token counts, too.
       eot_id: The id of the end-of-text token, which closes a document.
       fingerprint: SHA-256 (hex) of the data that determine the ids.
-      encode_batch: Converts each of several texts to an int32 array of ids, without prefix and
-        suffix.
+      encode_batch: Converts texts to int32 arrays of ids, without prefix and suffix.
       decode: Converts ids to text, special tokens included; leaves unknown ids out.
-      save: `save(folder, max_length)` writes files to a folder, from which `transformers` makes a
-        tokenizer with the same ids. `max_length` is the model's context in tokens, or None. The
-        generation config of the folder that the tokenizer is from is written, too.
+      save: `save(folder, max_length)` writes the files from which `transformers` makes a tokenizer
+        with the same ids, and the generation config if there is one. `max_length` is the model's
+        context in tokens, or None.
       prefix: Ids that `transformers` puts before a text by default.
       suffix: Ids that it puts after a text.
       token_ids: Entries of config.json that name tokens, for an export.
@@ -79,23 +77,19 @@ def load_tokenizer(
     """Load the tokenizer that `data.tokenizer` names.
 
     Args:
-      name: One of five kinds of names. `"bytes"`: each id is a UTF-8 byte, and 256 is the end of
-        text. The path of a file: a `tokenizer.json`, or a SentencePiece `.model`, which
-        `transformers` converts. The path of a folder in Hugging Face layout. The address of one
-        (`data.remote`). The name of a repository on the hub; if its files are in the cache, no
-        network is needed. A path that exists takes precedence over a repository of this name.
-      text_length: For texts to be classified, the largest number of tokens of one. The tokenizer
-        then has a prefix and a suffix: its own, or else its classification token and its
-        end-of-text token. None: texts are not classified.
+      name: "bytes" (an id is a UTF-8 byte, and 256 ends a text), a `tokenizer.json`, a
+        SentencePiece `.model`, a folder in Hugging Face layout, the address of one
+        (`data.remote`), or a repository on the hub. An existing path takes precedence.
+      text_length: Upper limit of tokens of a text to be classified; the tokenizer then has a
+        prefix and a suffix, if need be its classification token and end-of-text token. Else None.
       key: The key of the config that gave the name, for messages.
 
     Returns:
-      The tokenizer. If it is from a `tokenizer.json` without special tokens, the end-of-text token
-      `<|endoftext|>` is added.
+      The tokenizer; a `tokenizer.json` without special tokens gets `<|endoftext|>`.
 
     Raises:
-      ConfigError: If the hub has no such tokenizer, if the tokenizer has no end-of-text token, or
-        if it is a slow tokenizer, written in Python only.
+      ConfigError: If the hub has no such tokenizer, or it has no end-of-text token, or is slow
+        (written in Python only).
       DataError: If a path does not exist or its content is damaged.
     """
     return dataclasses.replace(_load(name, text_length, key), name=name)
@@ -124,10 +118,6 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
 
 @contextlib.contextmanager
 def _fetched(name: str, key: str) -> Iterator[Path]:
-    """Yield a folder with the tokenizer's files of an address or a repository on the hub.
-
-    They are not loaded by `from_pretrained`, which retries for most of a minute without a network.
-    """
     if remote.is_address(name):
         with remote.checkpoint(name, _HUB_FILES, one_of=_VOCABULARIES, key=key) as folder:
             yield folder
@@ -138,13 +128,9 @@ def _fetched(name: str, key: str) -> Iterator[Path]:
 def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenizer:
     """Load a run's tokenizer: that of its checkpoint, or else the configured one, or else bytes.
 
-    Args:
-      settings: The run's settings.
-      num_classes: Number of classes of labelled texts. None: texts are not labelled.
-
     Raises:
-      ConfigError: If `load_tokenizer` raises it, if the configured tokenizer gives other ids than
-        the checkpoint's, or if the tokenizer has more ids than the model.
+      ConfigError: As from `load_tokenizer`, if the configured tokenizer gives other ids than the
+        checkpoint's, or if the tokenizer has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
     name, source = settings.data.tokenizer, settings.model.init_from
@@ -175,8 +161,6 @@ def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenize
 def default_tokenizer(init_from: str) -> str:
     """Return what applies if `data.tokenizer` is unset: the checkpoint if it has one, else "bytes".
 
-    `init_from` is the value of `model.init_from`.
-
     Raises:
       UserError: If the checkpoint is remote, and the server does not answer or lacks it.
     """
@@ -200,19 +184,13 @@ def _facts(tokenizer: Tokenizer) -> tuple:
 
 
 def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Encode and decode a few documents, and refuse a tokenizer that loses most of their text.
+    """Encode and decode the beginnings of some texts; refuse a tokenizer that loses most of them.
 
-    The check counts the bytes that come back, in any order. It ignores case and accents, because
-    some tokenizers drop them on purpose.
-
-    Args:
-      texts: Documents. The beginnings of at most 30 of them, at even distances in the list, are
-        encoded and decoded.
-      tokenizer: The configured tokenizer.
+    The bytes that come back are counted in any order, without case and accents, which some
+    tokenizers drop on purpose.
 
     Raises:
-      DataError: If less than half of the bytes come back, for instance because most words are
-        unknown.
+      DataError: If less than half of the bytes come back.
     """
     step = max(1, len(texts) // _SAMPLED_DOCUMENTS)
     sample = [text[:_SAMPLED_CHARS] for text in texts[::step][:_SAMPLED_DOCUMENTS]]
@@ -287,7 +265,6 @@ def _transformers() -> Any:
 
 
 def _hugging_face_tokenizer(path: Path, text_length: int | None, key: str) -> Tokenizer:
-    """Load a tokenizer with the library `transformers`, from a folder or a single file."""
     tokenizer: Any
     files = [*path.iterdir()] if path.is_dir() else [path]
     needs_sentencepiece = any(file.suffix == ".model" for file in files)
@@ -376,10 +353,7 @@ def _has_code(folder: Path) -> bool:
 
 
 def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
-    """Make the tokenizer of a classifier: special tokens at both ends, one length, one side.
-
-    An end at which the tokenizer has special tokens of its own is not changed.
-    """
+    """Make the tokenizer of a classifier: special tokens at both ends, one length, one side."""
     from tokenizers import processors
 
     backend = tokenizer.backend_tokenizer
@@ -414,11 +388,7 @@ def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Set the end-of-text token of a tokenizer that was loaded from a `tokenizer.json`.
-
-    Such a file does not say which token ends a text, so usual names such as `</s>` are tried. If
-    the file has a token `[CLS]`, it becomes the token that opens a text to be classified.
-    """
+    """Try usual names of the end-of-text token, which a `tokenizer.json` does not name."""
     vocab = tokenizer.get_vocab()
     specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]
