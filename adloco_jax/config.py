@@ -177,11 +177,7 @@ def namesakes(key: str) -> list[str]:
 
 
 def _resolve_buckets(settings: Settings) -> tuple[int, ...]:
-    """List the allowed micro-batch sizes, ascending.
-
-    These are the sizes in `buckets` up to the largest. If `buckets` is empty, they are the powers
-    of two up to the largest, the numbers halfway between two of these, and the largest itself.
-    """
+    """List the allowed micro-batch sizes, ascending."""
     batching = settings.batching
     largest = batching.max_batch_size or batching.batch_cap
     powers = [2**n for n in range(largest.bit_length())]

@@ -60,21 +60,14 @@ def command() -> NoReturn:
 
 
 def _interrupt(*_: object) -> NoReturn:
-    """End the process at SIGINT, outside the rounds of a run (see `processes.stop_requests`).
-
-    A KeyboardInterrupt could be lost: Python ignores errors in callbacks of the garbage collector,
-    of which JAX has one, and imports turn them into other errors.
-    """
+    """End the process at SIGINT, outside the rounds of a run (see `processes.stop_requests`)."""
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(128 + signal.SIGINT)
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Hide an error that Orbax prints when it cleans up after a failed checkpoint.
-
-    The failure of the checkpoint itself is reported elsewhere.
-    """
+    """Hide an error that Orbax prints when it cleans up after a failed checkpoint."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -123,11 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Run the command that the first word names, and return the exit code.
-
-    Without a command, print an overview or the version. If the first word is an option, the command
-    is `train`.
-    """
+    """Run the command that the first word names, and return the exit code."""
     first, *words = argv or ["--help"]
     if first in ("-h", "--help", "help"):
         if words and words[0] in COMMANDS:
@@ -157,10 +146,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:
-    """Suggest a command line to a user whose first word is not a command.
-
-    The word may be the folder of a run, the name of a config, or a misspelt command.
-    """
+    """Suggest a command line to a user whose first word is not a command."""
     if is_run(word):
         return f"write: adloco report {word}"
     with contextlib.suppress(ConfigError):

@@ -106,10 +106,7 @@ def execute(
         return results_file is not None and results.key(run) in results.read(results_file)
 
     def keep(run: Trial) -> None:
-        """Write the line of a finished run to the results file, then delete the run's folder.
-
-        If the process is killed after it wrote the line, a later call deletes the folder.
-        """
+        """Write the line of a finished run to the results file, then delete the run's folder."""
         if results_file is None:
             return
         with FileLock(Path(folder) / "results.lock"):

@@ -75,11 +75,7 @@ def add_entries(name: str | None) -> None:
 
 
 def _run(path: Path, *functions: str) -> object:
-    """Run a Python file, and return the result of one of its functions.
-
-    The function is the first in `functions` that the file defines. The result is None if the file
-    defines none of them.
-    """
+    """Run a Python file, and return the result of one of its functions."""
     # The parent of the config's folder is added to the import path, so that a config can import
     # other configs in this folder.
     root = str(path.resolve().parent.parent)

@@ -22,10 +22,7 @@ _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data
 
 
 def _named_run(options: argparse.Namespace) -> str | None:
-    """Return the folder of the run to resume with its recorded settings, and set it as `workdir`.
-
-    The result is None if the command line names a config; a first word becomes `config`.
-    """
+    """Return the folder of the run to resume with its recorded settings; set it as `workdir`."""
     word = options.words[0] if options.words else None
     if word is not None and is_run(word):
         run = options.words.pop(0)
@@ -223,11 +220,7 @@ def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Hide what JAX and XLA print about devices, as long as the `with` block runs.
-
-    They warn that devices are missing, or that a program needs more memory than a device has. Both
-    are expected when a run is planned for devices that are not here.
-    """
+    """Hide what JAX and XLA print about devices, as long as the `with` block runs."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # set before JAX is imported, because JAX looks for devices
     sys.stderr.flush()
     python, native = sys.stderr, os.dup(2)
@@ -243,13 +236,7 @@ def _without_native_messages() -> Iterator[None]:
 
 
 def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
-    """Print the plan of a run for the devices that `device` names, such as `h100x8`.
-
-    With `save`, the plan is also written to this file, as JSON.
-
-    Raises:
-      ResourceError: If the run does not fit on the devices.
-    """
+    """Print the plan of a run for the devices that `device` names, such as `h100x8`."""
     from adloco_jax.run.plan import device_plan
 
     lines, record = device_plan(made, device)

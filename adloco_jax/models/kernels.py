@@ -72,11 +72,7 @@ def attend(
 def _attend_block(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> Array:
-    """Return the attention outputs of the last positions of a sequence.
-
-    The axis s has all positions. The axis q has the last positions of each of the `num_shared`
-    query heads that share a key head, one head after another; the axis l has them once.
-    """
+    """Return the attention outputs of the last positions of a sequence."""
     return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, starts_Bl, num_shared)[0]
 
 
@@ -121,10 +117,7 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
 def _visible(
     q_BGqK: Array, k_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> np.ndarray | Array:
-    """Return the mask [q, s] or [B, 1, q, s] of the keys that a query may see.
-
-    They are those from the query's start, if there are starts, up to its position.
-    """
+    """Return the mask [q, s] or [B, 1, q, s] of the keys that a query may see."""
     num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
     causal = np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
     if starts_Bl is None:
@@ -142,10 +135,7 @@ def document_starts(tokens_BL: Int[Array, "B L"], separator: int) -> Int[Array, 
 def _attend_cudnn(
     q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: Array | None = None
 ) -> Array:
-    """Compute `attend` with cuDNN's fused kernel, which does not store the scores.
-
-    The kernel needs an NVIDIA GPU and bfloat16, and has no starts.
-    """
+    """Compute `attend` with cuDNN's fused kernel, which does not store the scores."""
     assert starts_BL is None
 
     def attend(*heads_BLHK: Array) -> Array:

@@ -251,20 +251,13 @@ def _take_and_zeros(tokens_BL: Array, table_VD: Array) -> tuple[Array, Array]:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Compute the squared norm of each example's gradient, for all examples at once.
-
-    All gradients are in memory together, so this is for weights with small gradients.
-    """
+    """Compute the squared norm of each example's gradient, for all examples at once."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Compute the squared norm of each example's gradient of an embedding table.
-
-    The gradient of a row of the table is the sum of `dy_BLD` over the positions of the row's token.
-    So the norm needs only inner products of positions with the same token.
-    """
+    """Compute the squared norm of each example's gradient of an embedding table."""
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))

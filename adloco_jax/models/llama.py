@@ -94,10 +94,7 @@ def rotary_frequencies(
 
 
 def _rotary_tables(length: int, frequencies: np.ndarray) -> tuple[Array, Array]:
-    """Return the cosines, and the sines with the signs that `_rotate` needs: float32 [L, K].
-
-    The angles and their cosines and sines are computed in float64.
-    """
+    """Return the cosines, and the sines with the signs that `_rotate` needs: float32 [L, K]."""
     angles = np.arange(length)[:, None] * frequencies[None, :]
     cos_LK = np.cos(np.hstack([angles, angles]))
     sin_LK = np.sin(np.hstack([-angles, angles]))
@@ -105,10 +102,7 @@ def _rotary_tables(length: int, frequencies: np.ndarray) -> tuple[Array, Array]:
 
 
 def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
-    """Rotate each pair of features (i, i + K/2) by the angle of its position.
-
-    These pairs are the half-rotation form, for which the published weights are made.
-    """
+    """Rotate each pair of features (i, i + K/2) by the angle of its position."""
     x = x_BHLK.astype(jnp.float32)
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
     return (x * cos_LK[None, None] + swapped * sin_LK[None, None]).astype(x_BHLK.dtype)
