@@ -302,7 +302,7 @@ class OuterSettings(SettingsGroup):
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about fragments."""
         if self.fragments > 1 and (self.tx == "adamw" or self.aggregator != "mean"):
-            yield "fragments tx aggregator", "fragments need mean and not adamw; set fragments=1"
+            yield "fragments tx aggregator", "fragments need the mean, not adamw; set fragments=1"
         if self.mixing > 0 and not self.own_params:
             yield "mixing fragments delay_updates", "mixing needs one of the others; set it to 0.0"
 
@@ -353,7 +353,7 @@ class BatchingSettings(SettingsGroup):
         """Find the broken rules about growth, micro-batches and the schedule of batches."""
         first, largest, cap = self.initial_batch_size, self.max_batch_size, self.batch_cap
         if not 0 < len(self.growth) == len(set(self.growth)):
-            yield "growth", "each at most once, and one at least; correct the order"
+            yield "growth", "must name some of workers, rounds, batch; list each once"
         if first > min(largest or cap, cap):
             yield "initial_batch_size max_batch_size batch_cap", "the first is too large; lower it"
         if self.buckets and largest not in (None, max(self.buckets)):

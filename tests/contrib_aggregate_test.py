@@ -149,6 +149,6 @@ def test_a_rule_that_takes_labels_gets_those_of_the_architecture():
 def test_rules_of_whole_tensors_are_refused_with_fragments():
     with pytest.raises(
         ConfigError,
-        match="outer.fragments = 3, .*outer.aggregator = 'rda': .* need whole parameters",
+        match="outer.fragments = 3, .*outer.aggregator = 'rda': fragments need the mean",
     ):
         settings_of(outer={"aggregator": "rda", "fragments": 3})
