@@ -1,12 +1,7 @@
 """Methods of other papers, one file each, which add entries to the tables of functions in `core`.
 
-Streaming DiLoCo is in no table, because it changes the steps of a round. The knob `outer.fragments`
-enables it.
-
-A file here is a template for a method of your own. Write a function with the signature of the
-table's entries, add the function to the table under a name, and import your file in this module.
-`adloco_jax.AGGREGATORS` and the other public tables are imported from this module, so they have the
-entries of all files.
+For a method of your own, copy a file, add your function to a table, and import the file here. Only
+Streaming DiLoCo is in no table: it changes the steps of a round (`outer.fragments`).
 """
 
 from adloco_jax.contrib import linear as linear

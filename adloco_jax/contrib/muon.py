@@ -22,24 +22,21 @@ def muon(
     """Make the inner optimizer Muon for matrices of hidden layers, with AdamW for the rest.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
-    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled. The learning
-    rate is the same for all parameters, and so is weight decay, unless `decay` leaves some out.
+    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled.
 
     Args:
       beta1: Decay of the momentum of matrices, and of AdamW's first moment.
       beta2: Decay of AdamW's second moment.
       weight_decay: Weight decay, which a round multiplies by the learning rate.
       decay: "matrices" if AdamW shall not decay leaves with the label "other", else "all".
-      label_params: Function from the parameters to a tree of labels with the same structure. The
-        label "matrix" means a leaf [in, out], and "stacked_matrix" a leaf [layers, in, out]. Leaves
-        with any other label are updated by AdamW.
+      label_params: Returns a tree of labels: "matrix" for a leaf [in, out], "stacked_matrix" for
+        [layers, in, out]. Leaves with any other label are updated by AdamW.
 
     Returns:
       A transformation whose `init` and `update` raise ValueError if no leaf is a matrix.
 
-    Source: MuLoCo (arXiv 2505.23725). The Newton-Schulz steps are those of optax.
-      `optax.contrib.muon` multiplies by a factor of at least 1, while in MuLoCo the factor may be
-      smaller than 1.
+    Source: MuLoCo (arXiv 2505.23725), with the Newton-Schulz steps of optax. The factor of
+      `optax.contrib.muon` is at least 1, while MuLoCo's may be smaller.
     """
 
     def label(params):

@@ -12,23 +12,16 @@ from adloco_jax.core.outer import OUTER_OPTIMIZERS
 def nesterov_by_interval(*, momentum: float) -> optax.GradientTransformationExtraArgs:
     """Make an outer optimizer with Nesterov momentum for rounds of unequal length.
 
-    A base round has `inner.steps_per_round` updates at the full learning rate. A round that is as
-    long as p base rounds, with pseudo-gradient D, changes the parameters and the momentum as p base
-    rounds with pseudo-gradient D / p would. p > 0 need not be whole, because the change has a
-    closed form. With momentum decay mu and momentum m it is
+    A round as long as p base rounds (`steps_per_round` updates at the full learning rate), with
+    pseudo-gradient D, has the effect of p base rounds with D / p. With momentum decay mu and
+    momentum m before the round, for any p > 0:
 
         n = (1 - mu^p) / (1 - mu)
         m <- mu^p m + n D / p
-        update = D + mu (mu n m + (p - mu n) / (1 - mu) D / p),  with m before the round
+        update = D + mu (mu n m + (p - mu n) / (1 - mu) D / p)
 
-    The update is subtracted from the parameters. For p = 1 this is plain Nesterov.
-
-    Args:
-      momentum: Decay of the momentum over a base round; mu above.
-
-    Returns:
-      A transformation whose `update` takes p as the keyword argument `interval`, a float32 scalar.
-      Without this argument p is 1.
+    For p = 1 this is plain Nesterov. `update` takes p as the keyword `interval`, float32 [], 1 by
+    default.
 
     Source: AutoLoCo (arXiv 2609.36662, known only from citations) uses D / p and mu^p. The step of
       p base rounds and its closed form are derived here.

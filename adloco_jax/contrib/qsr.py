@@ -14,20 +14,10 @@ def quadratic(
     alpha: float = ALPHA,
     **_: object,
 ) -> float:
-    """Return the length of a round: (alpha / learning rate)^2, at least `steps_per_round`.
+    """Return the inner steps of a round: (alpha / next_rate)^2, at least `steps_per_round`.
 
-    The length is in inner steps. During warm-up it is `steps_per_round`.
-
-    Args:
-      steps_per_round: Inner steps of the shortest round; the paper's H_base.
-      next_rate: Learning rate of the round's first update.
-      updates: Number of the trainer's inner updates so far.
-      warmup_updates: Number of updates in the warm-up.
-      alpha: The rule's constant, in units of the learning rate. For another value, add an entry:
-        `ROUND_LENGTHS["qsr_0.03"] = functools.partial(quadratic, alpha=0.03)`.
-
-    Returns:
-      Number of inner steps of the round, not yet limited by what is left of the run.
+    During warm-up they are `steps_per_round`, the paper's H_base. For another `alpha`, in units of
+    the learning rate, add an entry such as `partial(quadratic, alpha=0.03)` to `ROUND_LENGTHS`.
 
     Source: QSR (arXiv 2310.14423).
     """

@@ -22,25 +22,20 @@ def radial_directional(
 ) -> PyTree:
     """Compute the mean direction of the workers' differences at their mean length, for each tensor.
 
-    The differences of several workers are nearly orthogonal. So the plain mean of n differences is
-    shorter than a single difference by about the square root of n. This aggregator keeps the length
-    of a single difference. If the directions cancel, it returns the plain mean.
+    Differences are nearly orthogonal, so their plain mean shrinks with the square root of their
+    number. If directions cancel, the result is the plain mean.
 
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
       share_W: Weights that sum to 1.
-      label_params: Function that labels the parameters, see `Architecture.label_params`. A run
-        passes the function of its model. For another model use
-        `functools.partial(radial_directional, label_params=...)`. Leaves labelled "embedding" are
-        averaged, as in the source. If a label has the prefix "stacked_", the first axis of its leaf
-        counts layers, and each layer is a tensor of its own. None: each leaf is one tensor.
+      label_params: See `Architecture.label_params`; bind another with `functools.partial`. Leaves
+        labelled "embedding" are averaged, as in the source; layers of leaves labelled "stacked_..."
+        are tensors of their own. None: each leaf is one tensor.
 
     Returns:
       The pseudo-gradient, leaves [...]. The norm of each tensor is sum(share * |difference|).
 
-    Source: Decoupled DiLoCo (arXiv 2604.21428), as its re-implementations describe it: the length
-      is the mean of the norms. The re-implementations also return the plain mean if directions
-      cancel.
+    Source: Decoupled DiLoCo (arXiv 2604.21428), as its re-implementations describe it.
     """
 
     def one_leaf(leaf_W, label):

@@ -1,19 +1,7 @@
-"""Streaming DiLoCo: a round synchronises fragments of the parameters one after another.
+"""Streaming DiLoCo (arXiv 2501.18512): a round synchronises F fragments one after another.
 
-This module replaces `core.outer.outer_update`. Each worker keeps its own parameters from round to
-round. A round consists of F calls of `fragment_steps`, where F is the number of fragments. Each
-call runs inner steps and then synchronises one fragment.
-
-The parameters are divided by one rule that fits every model. Leaves have shape [X, ...]. The first
-axis, X, counts trainers or workers and stays whole. Of the other axes, the first that has at least
-F entries is divided: its entry i belongs to fragment i % F. If layers are stacked along this axis,
-a fragment has every F-th layer, as in the paper. If the leaf is an embedding table, a fragment has
-every F-th row. A leaf without such an axis is small, so all of it belongs to fragment 0.
-
-One compiled program serves all fragments. For this purpose the index of a fragment is an argument
-of the program, and all fragments are padded with zeros to the same shapes.
-
-Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.2.
+The first axis with at least F entries, after that of trainers or workers, is divided: entry i
+belongs to fragment i % F, e.g. every F-th layer. Leaves without such an axis are in fragment 0.
 """
 
 from collections.abc import Callable
@@ -42,17 +30,10 @@ from adloco_jax.core.types import (
 
 @on_any_mesh(lambda whole, _, tree_X, *args, **kwargs: tree_X)
 def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int) -> PyTree:
-    """Take one fragment out of a tree of parameters.
+    """Take one fragment, 0 to F - 1, out of a tree of parameters with leaves [X, ...].
 
-    Args:
-      tree_X: Leaves [X, ...], such as trainers' or workers' parameters.
-      fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1, the number of fragments. If F is 1, the fragment is the whole tree.
-
-    Returns:
-      Leaves [X, ...]. The divided axis of a leaf has ceil(n / F) entries instead of n, with zeros
-      as padding. A leaf that has no axis of at least F entries is whole in fragment 0, and zero in
-      all other fragments.
+    A divided axis has ceil(n / F) entries, with zeros as padding. A leaf that is not divided is
+    whole in fragment 0, and zero in all others. One program serves every `fragment`.
     """
     if num_fragments == 1:
         return tree_X
@@ -71,17 +52,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
 def put_fragment(
     tree_X: PyTree, part_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int
 ) -> PyTree:
-    """Write the entries of one fragment back into a tree: the inverse of `take_fragment`.
-
-    Args:
-      tree_X: Leaves [X, ...].
-      part_X: The fragment's new entries, in the form of `take_fragment`'s result.
-      fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1, the number of fragments.
-
-    Returns:
-      `tree_X` with these entries replaced and all others unchanged. Padding is dropped.
-    """
+    """Write the entries of one fragment back into a tree: the inverse of `take_fragment`."""
     if num_fragments == 1:
         return part_X
 
@@ -113,30 +84,26 @@ def outer_update_fragment(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Synchronise one fragment of the parameters: apply `outer_update` to its entries.
 
-    Entries of other fragments, in parameters and outer state, do not change. The workers do not
-    change either; `receive_fragment` copies the new entries to them. The result does not depend on
-    updates that the workers make after they have sent the fragment, so a compiler can run these
-    updates at the same time.
+    Other entries, in parameters and outer state, do not change, nor do the workers (see
+    `receive_fragment`). Updates made after sending do not enter, so a compiler can overlap them.
 
     Args:
       ensemble: The ensemble whose trainers have the fragment as it was last synchronised.
       sent_R: The fragment of each worker's parameters at the time of sending, from `take_fragment`.
       fragment: Index of the fragment; the last fragment ends the round.
-      num_fragments: F >= 1, the number of fragments, which are synchronised one after another.
+      num_fragments: F >= 1.
       outer_tx: Transformation of the pseudo-gradient. State that belongs to no single parameter,
         such as a count, is updated with every fragment.
-      precision: Format in which differences and updates are sent: "float32", "bfloat16" or "int4".
-      keep: A function that is applied to the fragment of the trainers' parameters when it is taken.
-        If the parameters are replicated over several devices, pass a sharding constraint that keeps
-        the fragment replicated; otherwise the partitioner shards and all-gathers it again.
-      all_gather: A function that is applied to the packed updates [M, ...] of the trainers, or with
-        precision float32 to the fragment's new parameters.
+      precision: As in `outer_update`.
+      keep: Applied to the fragment of the trainers' parameters. If these are replicated, pass a
+        constraint that keeps them so; else the partitioner shards and all-gathers the fragment.
+      all_gather: Applied to the trainers' packed updates [M, ...], or with float32 to the
+        fragment's new parameters.
       **how: The arguments `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
 
     Returns:
-      The ensemble with the trainers' new entries, and the L2 norm of each trainer's pseudo-gradient
-      over the entries of the fragment. The norm is NaN if the pseudo-gradient is not finite and was
-      not applied.
+      The ensemble, and the L2 norm of each trainer's pseudo-gradient over the fragment; NaN if it
+      is not finite and was not applied.
 
     Raises:
       ValueError: While tracing, in the same cases as `outer_update`.
@@ -196,13 +163,8 @@ def receive_fragment(
       workers: The workers when the fragment arrives.
       ensemble: The result of `outer_update_fragment`.
       fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1, the number of fragments.
-      mixing: Share of the worker's own entries in the worker's new entries, from 0 to 1. The other
-        share is that of the trainer's entries. A worker whose own entries are not finite takes only
-        those of the trainer.
-
-    Returns:
-      The workers with the new entries. Entries of other fragments, and inner states, do not change.
+      num_fragments: F >= 1.
+      mixing: Share of the worker's own entries, 0 to 1; 0 for a worker that is not finite.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
@@ -239,26 +201,21 @@ def fragment_steps(
 ) -> tuple[Ensemble, Workers, PyTree, Float[Array, " M"]]:
     """Run inner steps, and synchronise one fragment at their end; F such calls make a round.
 
-    The fragment is sent `delay` micro-batches before the end. The synchronisation does not depend
-    on the updates that workers make after sending, so a compiler can run both at the same time.
-
     Args:
-      ensemble: The ensemble whose trainers have the fragment as it was last synchronised. The
-        workers' inner states are not read from it.
+      ensemble: As in `outer_update_fragment`; the workers' inner states are not read from it.
       workers: Workers with their own parameters.
-      inputs_T: The arguments of `steps` that follow the workers: a tuple of pytrees with leaves
-        [T, ...]. T is the number of micro-batches in this call.
+      inputs_T: The arguments of `steps` that follow the workers, leaves [T, ...].
       fragment: Index of the fragment, from 0 to F - 1.
       steps: `inner_steps` with its loss and transformation bound.
-      num_fragments: F >= 1, the number of fragments, which are synchronised one after another.
-      delay: Micro-batches between sending and arrival of the fragment, from 0 to T - 1.
-      mixing: Share of the worker's own entries in the worker's new entries when the fragment
-        arrives, from 0 to 1.
+      num_fragments: F >= 1.
+      delay: Micro-batches between sending and arrival of the fragment, from 0 to T - 1; a compiler
+        can overlap these with the synchronisation.
+      mixing: As in `receive_fragment`.
       **how: Keyword arguments of `outer_update_fragment`, including `outer_tx`.
 
     Returns:
       The ensemble; the workers; what `steps` measured for each micro-batch; and the norm of each
-      trainer's pseudo-gradient over the entries of the fragment.
+      trainer's pseudo-gradient over the fragment.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     """
@@ -282,18 +239,10 @@ def fragment_steps(
 
 
 def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
-    """Set every trainer and its workers to the mean of the workers' parameters.
+    """Set every trainer and its workers, with parameters of their own, to the workers' mean.
 
-    With Streaming DiLoCo some worker updates are not synchronised when a round ends. This function
-    synchronises (flushes) them before a merge and at the end of a run. Momentum and the count of
-    rounds do not change.
-
-    Args:
-      ensemble: An ensemble whose workers have their own parameters.
-      **how: The arguments `precision`, `reduce_scatter` and `all_gather` of `outer_update`.
-
-    Returns:
-      The ensemble with the new parameters.
+    Momentum and the count of rounds do not change. `how` are the arguments `precision`,
+    `reduce_scatter` and `all_gather` of `outer_update`.
     """
     mean = optax.sgd(1.0)
     bare = ensemble.replace(outer_state_M=jax.vmap(mean.init)(trainable(ensemble.params_M)))
@@ -302,16 +251,7 @@ def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
 
 
 def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree:
-    """Mark those arrays of an optimizer state that have an entry for each parameter.
-
-    Args:
-      tx: The transformation; its `init` must take any pytree.
-      state: A state of `tx`, or a stack of states; only its structure is read.
-
-    Returns:
-      A pytree of bools with the structure of `state`: True for arrays such as momentum, False for
-      values that belong to no single parameter, such as a count of updates.
-    """
+    """Mark the arrays of an optimizer state that follow the parameters, such as momentum."""
     return optax.tree_utils.tree_map_params(
         tx.init, lambda _: True, state, transform_non_params=lambda _: False
     )
@@ -323,10 +263,7 @@ def _axis(leaf_X: Array, num_fragments: int) -> int | None:
 
 
 def _split(leaf_X: Array, axis: int, num_fragments: int) -> Array:
-    """Reshape the divided axis, of length n, to two axes (ceil(n / F), F).
-
-    Entry i goes to (i // F, i % F), so the second index is the fragment. The padding is zero.
-    """
+    """Reshape the divided axis, n, to (ceil(n / F), F): the second index is the fragment."""
     rows = -(-leaf_X.shape[axis] // num_fragments)
     missing = rows * num_fragments - leaf_X.shape[axis]
     if missing:
