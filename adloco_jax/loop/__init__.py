@@ -1,4 +1,1 @@
-"""The training loop of AdLoCo, and the decisions that the host makes in it.
-
-No module in this package reads a file or a clock.
-"""
+"""The training loop of AdLoCo, and the host's decisions in it; it reads no file and no clock."""

@@ -1,8 +1,7 @@
 """AdLoCo (arXiv 2508.18182, algorithms 1 to 3): the training loop and the host's decisions.
 
-The function `adloco` is the method of the paper, with one line for each step. It calls an `Engine`,
-the object that owns the devices. After each round it calls observers, which write, print, evaluate
-and save. `State` holds everything that determines how a run continues.
+`adloco` is the paper's method, with one line for each step. Devices are the `Engine`'s; observers
+write, print, evaluate and save after each round.
 """
 
 import copy
@@ -29,20 +28,14 @@ from adloco_jax.settings import Settings
 
 
 class State(NamedTuple):
-    """Everything that determines how a run continues after a round.
-
-    `ensemble` holds the arrays of trainers and workers, and `control` the numbers on the host.
-    """
+    """All that determines how a run continues: the arrays, and the host's numbers."""
 
     ensemble: Ensemble
     control: Control
 
 
 class Boundary(NamedTuple):
-    """The results of a round, and what changed for trainers and workers at its end.
-
-    Observers receive it together with the state after the round.
-    """
+    """The results of a round, and what changed for trainers and workers at its end."""
 
     metrics: Any  # the metrics of the round that `Engine.finish` returned
     decisions: list[Decision]  # one for each trainer, in the stack order of the round
@@ -59,10 +52,6 @@ class Diverged(Exception):
     """Raised when no trainer is left: all were removed, because their updates were not finite."""
 
     def __init__(self, state: State, boundary: Boundary):
-        """Keep the state after the failed round, and the round's results in a `Boundary`.
-
-        Observers receive neither of them.
-        """
         super().__init__(f"round {state.control.round}")
         self.state, self.boundary = state, boundary
 
@@ -71,73 +60,50 @@ Observer = Callable[[State, Boundary], None]
 
 
 class Engine(Protocol):
-    """The interface between the training loop and the devices on which trainers and workers run.
+    """The interface between the training loop and the devices.
 
-    A method returns before the devices have computed its results, unless its docstring says that it
-    waits. Some methods return changes: one dict for each line to write to the ledger, the log file
-    of the run. The key `event` of the dict has the kind of the change.
+    A method returns before the devices have computed, unless it says that it waits. Changes are
+    dicts, one for each ledger line, with its kind under `event`.
     """
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Sizes in bytes of the states that are sent when trainers merge or workers move."""
+        """Bytes of the states that are sent when trainers merge or workers move."""
 
     def ready(self, state: State) -> list[int]:
         """Return the positions of the trainers whose round the loop runs next.
 
-        An engine whose trainers run at their own pace begins their rounds itself. It waits until at
-        least one of these rounds has ended, and returns the trainers of all rounds that have ended.
+        An engine whose trainers run at their own pace waits here until at least one round has
+        ended, and returns the trainers of all that have.
         """
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
-        """Read the next sequences for the workers of the trainers in `plans`.
-
-        Every worker reads from a data stream of its own.
-        """
+        """Read the next sequences of each worker's stream, for the trainers in `plans`."""
 
     def gradient_stats(self, state: State, batch: Any) -> Stats:
-        """Measure gradient statistics for the batch-size tests, at the trainers' parameters.
-
-        They are measured on the first sequences of the round, before the round's updates.
-        """
+        """Measure gradient statistics on the round's first sequences, before its updates."""
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """Start a round of the trainers whose sequences are in `batch`.
-
-        Returns the state that the round leads to, and the round under way, an argument of `finish`.
-        """
+        """Start a round of the trainers in `batch`; return its state and `finish`'s argument."""
 
     def look_ahead(self, control: Control) -> None:
-        """Prepare the round that would follow from `control`, while the present round runs.
-
-        The loop may run another round instead, for instance because trainers merge.
-        """
+        """Prepare the round that would follow from `control`; the loop may run another."""
 
     def finish(self, state: State, underway: Any) -> tuple[State, Any, list[dict]]:
         """Wait for a round; return the state, the round's metrics, and the changes.
 
-        A trainer is removed from the state if all its workers have skipped several updates in a
-        row. If no trainer is left, the ensemble of the state must not be used.
+        A trainer is removed if all its workers have skipped several updates in a row. If none is
+        left, the ensemble must not be used.
         """
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Synchronise worker updates that Streaming DiLoCo has not sent yet.
-
-        Returns the new state and the changes.
-        """
+        """Synchronise what Streaming DiLoCo has not sent yet; return the state and the changes."""
 
     def guard_losses(self, state: State) -> list[float]:
-        """Compute each trainer's loss on the guard rows, in nats/token; wait for the losses.
-
-        Guard rows are held-out rows that decide about merges and that no reported loss uses.
-        """
+        """Compute each trainer's loss on the guard rows, in nats/token; wait for it."""
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Compute the loss of the trainer that a merge would give; wait for the loss.
-
-        The trainers to merge are those at the positions `members`. The loss is measured on the
-        guard rows (held-out rows that decide about merges), in nats/token.
-        """
+        """Compute the guard loss, in nats/token, of the trainer that a merge would give; wait."""
 
     def merge(
         self,
@@ -157,21 +123,20 @@ def adloco(
 ) -> State:
     """Train for the configured number of rounds or tokens: algorithms 1 to 3 of AdLoCo.
 
-    While the devices run a round, the host prepares the next one. During the round it waits only
-    for the gradient statistics, which are computed before the updates. At the end of the round it
-    waits for the results, and calls the observers before it starts the next round.
+    While the devices run a round, the host prepares the next; it waits only for the gradient
+    statistics, which are computed before the updates.
 
     Args:
       state: The state to start or continue from, for instance one that an observer received.
       settings: The run's settings.
       engine: Runs the trainers and workers on devices.
-      observers: Called in order after each round, with the state and the round's results.
+      observers: Called in order after each round.
 
     Returns:
       The state after the last round.
 
     Raises:
-      Diverged: If no trainer is left after a round. Observers are not called for that round.
+      Diverged: If no trainer is left after a round, for which observers are not called.
 
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
@@ -210,11 +175,9 @@ def adloco(
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
-    """Return the host's data (`Control`) as they are before the first round.
+    """Return the host's data before the first round, with workers divided evenly among trainers.
 
-    Workers are divided among the trainers as evenly as possible. Without `whole_pool` these are the
-    workers that begin. With `whole_pool` they include the workers that join later, whose memory has
-    to be planned for too.
+    Memory is planned for the `whole_pool`, which includes workers that join later.
     """
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
     initial = None if whole_pool else ensemble.initial_workers
@@ -230,11 +193,7 @@ def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) 
 
 
 def merge_due(control: Control, settings: Settings) -> bool:
-    """Return whether trainers may merge now, at the end of a round that is already counted.
-
-    They may if there are at least two, if a merge policy is set, and if the number of rounds is a
-    multiple of `merge.every_rounds`.
-    """
+    """Return whether trainers may merge after this round, which is already counted."""
     merge = settings.merge
     is_round = control.round % merge.every_rounds == 0 < control.round
     return merge.policy != "none" and is_round and len(control.trainers) > 1
@@ -243,12 +202,7 @@ def merge_due(control: Control, settings: Settings) -> bool:
 def choose_members(
     control: Control, guard_losses: Sequence[float], settings: Settings
 ) -> tuple[int, ...]:
-    """Choose the trainers to merge by the configured policy (CheckMerge in the paper).
-
-    `guard_losses` are the losses of all trainers on held-out rows. Returns the positions of the
-    chosen trainers. The first is the representative, the trainer that absorbs the others. An empty
-    result means no merge.
-    """
+    """Choose the trainers to merge, the representative first (CheckMerge); empty: none."""
     candidates = [
         Candidate(trainer.demand, loss, trainer.rounds)
         for trainer, loss in zip(control.trainers, guard_losses, strict=True)
@@ -263,25 +217,21 @@ def merge_trainers(
     settings: Settings,
     engine: Engine,
 ) -> tuple[State, list[dict]]:
-    """Merge trainers, unless the loss would rise too much, and reassign workers (DoMerge).
+    """Merge `members`, the representative first, and reassign the workers (DoMerge).
 
-    A merge is refused if the loss of the merged trainer exceeds the mean loss of the members by
-    more than `merge.max_barrier`. After a refusal `merge.on_refusal` decides. With "keep" nothing
-    changes. With "retire" only the representative remains of the members, with the parameters that
-    it had. After a merge, and after "retire", the workers are divided again among the remaining
-    trainers.
+    A merge is refused if the merged loss exceeds the members' mean guard loss by more than
+    `merge.max_barrier`. `merge.on_refusal` then decides: "keep" changes nothing; "retire" leaves
+    only the representative, as it was, and reassigns the workers.
 
     Args:
       state: The state before the merge.
-      members: Positions of the trainers to merge, the representative (which absorbs the others)
-        first.
-      losses: Losses of all trainers on the guard rows, from `Engine.guard_losses`.
+      members: Positions of the trainers to merge.
+      losses: Guard losses of all trainers.
       settings: The run's settings.
-      engine: Measures the loss of the merged trainer, and merges the arrays.
+      engine: Measures the merged trainer's loss, and merges the arrays.
 
     Returns:
-      The new state, and the lines for the ledger: those of flushes before the merge, then the line
-      of the merge or of its refusal.
+      The new state, and the ledger lines: flushes, then the merge or its refusal.
     """
     rule, trainers = settings.merge, state.control.trainers
     state, changes = engine.flush(state, members)
@@ -343,18 +293,11 @@ def _join(
 
 
 def after_merge(control: Control, members: Sequence[int], *, refused: bool = False) -> Control:
-    """Return the host's data (`Control`) as they are after a merge.
+    """Return the host's data after a merge of `members`, the representative first.
 
-    The representative takes its batch and its round length from the member with the largest demand,
-    and the mean of the members' smoothed statistics. The workers are divided among the remaining
-    trainers in proportion to demand. Demand is the requested batch times the round length.
-
-    Args:
-      control: The host's data before the merge.
-      members: Positions of the merged trainers, the representative (which absorbs the others)
-        first.
-      refused: Whether the merge was refused. The representative then keeps its own batch, round
-        length and statistics, and the other members leave the run.
+    It takes batch and round length from the member with the largest demand (their product), and the
+    mean of the smoothed statistics. Workers are divided in proportion to demand. If `refused`, the
+    representative keeps its own, and the other members leave the run.
     """
     changed = copy.deepcopy(control)
     if not refused:
@@ -372,11 +315,10 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
-    """List the trainers that get workers from the pool now, each with its new number of workers.
+    """List (trainer, its new number of workers) for the workers that join now.
 
-    The list has pairs (position of the trainer, number of workers). With `ensemble.spawn_frac`, all
-    workers join after that fraction of the run. Otherwise a trainer gets the workers that its
-    batch-size tests have requested, as long as there are free ones.
+    With `ensemble.spawn_frac`, all join after that fraction of the run; otherwise a trainer gets
+    the free workers that its batch-size tests have requested.
     """
     ensemble, num_trainers = settings.ensemble, len(control.trainers)
     if ensemble.initial_workers is None or is_over(control, settings):
@@ -399,10 +341,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
 
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
-    """Return the host's data (`Control`) after new workers have joined a trainer.
-
-    The new workers read data streams that no worker reads yet.
-    """
+    """Return the host's data after new workers, with new data streams, have joined a trainer."""
     joining = num_workers - control.owners.count(trainer)
     unused = (stream for stream in itertools.count() if stream not in control.streams)
     return dataclasses.replace(
@@ -421,22 +360,10 @@ def spawn_workers(
     *,
     merged_now: bool = False,
 ) -> tuple[State, dict]:
-    """Let workers of the pool that have not started yet join a trainer.
+    """Add workers of the pool to a trainer, up to `num_workers`, in one communication.
 
-    The trainer's parameters are sent to these workers in one communication.
-
-    Args:
-      state: The state before workers join.
-      trainer: Position of the trainer.
-      num_workers: Number of the trainer's workers afterwards.
-      settings: The run's settings.
-      engine: Copies the parameters.
-      merged_now: Whether trainers were merged, or a merge was refused, after the same round. If so,
-        the workers receive the parameters in the communication of the merge, which is already
-        counted.
-
-    Returns:
-      The new state, and the fields of the line for the ledger, including `event`.
+    If trainers were merged, or a merge refused, after the same round (`merged_now`), it is that of
+    the merge, counted already. Returns the state, and the fields of the ledger line.
     """
     before = state.control.owners.count(trainer)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)

@@ -16,21 +16,16 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The size as one number: workers times round length times batch.
+        """Workers times round length times batch; times `steps_per_round`, sequences in a round.
 
-        Multiplied by `inner.steps_per_round`, it is the number of sequences that the trainer
-        requests for all its workers in a round, unless a rule such as `qsr` makes rounds longer. At
-        one batch-size test the total grows at most by the factor `batching.max_growth`.
+        One batch-size test multiplies it at most by `batching.max_growth`.
         """
         return self.num_workers * self.round_length * self.batch_size
 
 
 @dataclass
 class Trainer:
-    """The numbers that the host keeps about one active trainer.
-
-    The parameters of the trainer are in the ensemble (`core.init`).
-    """
+    """The numbers that the host keeps about one active trainer."""
 
     id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
@@ -56,10 +51,9 @@ class Trainer:
 
 @dataclass
 class Control:
-    """The host's part of a run's state: sizes, counts and costs of all trainers and workers.
+    """The host's part of a run's state: sizes, counts and costs, as JSON can hold them.
 
-    Trainers and workers are listed in the order of the ensemble's stack. Functions that change the
-    data return a changed copy. The data can be saved as JSON.
+    Trainers and workers are in stack order. Functions return changed copies.
     """
 
     trainers: list[Trainer]
@@ -82,10 +76,7 @@ class Control:
         return tuple(float(trainer.demand) for trainer in self.trainers)
 
     def rounds_of(self, position: int) -> int:
-        """Return the number of rounds that the trainer at `position` has completed.
-
-        It is at least `round`, the count of the slowest trainer.
-        """
+        """Return a trainer's completed rounds; `round` counts those of the slowest trainer."""
         return max(self.round, self.trainers[position].rounds)
 
     def workers_of(self, trainer: int) -> list[int]:
@@ -138,21 +129,18 @@ def count_round(
     num_syncs: int = 1,
     counted: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Control, list[dict[str, int]]]:
-    """Count a round that has ended; return the host's new data and each trainer's costs.
+    """Count a round that has ended; return the host's data, and the costs of each trainer that ran.
 
-    The costs are a list of dicts in stack order, one for each trainer that ran: its updates,
-    tokens, communications (`syncs`) and bytes. They are added to the totals of the run.
+    Costs are updates, tokens, communications (`syncs`) and bytes, in stack order.
 
     Args:
       control: The host's data before the round.
-      plans: The sizes of the round for each trainer that ran, by the trainer's position.
+      plans: The round's sizes, by the trainer's position.
       sequence_length: Tokens of a sequence.
-      sync_bytes: Bytes of one worker's outer gradient as it is sent, see `sync_cost`.
-      num_syncs: Number of synchronisations in a round. With Streaming DiLoCo it is the number of
-        fragments.
-      counted: For each worker that took part in the outer update, by the worker's position, its
-        number of updates and its number of sequences. None: all workers took part, with the
-        planned numbers.
+      sync_bytes: Bytes of one worker's outer gradient as it is sent.
+      num_syncs: Synchronisations in a round: the number of fragments.
+      counted: Updates and sequences of each worker, by position, that took part in the outer
+        update. None: all, as planned.
     """
     control = copy.deepcopy(control)
     spent = []
@@ -180,11 +168,7 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Count a flush; return the host's new data and the line for the ledger.
-
-    A flush is a synchronisation of all parameters outside a round. Streaming DiLoCo needs it before
-    a merge and at the end of a run.
-    """
+    """Count a flush; return the host's new data and the line for the ledger."""
     costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     ids = [control.trainers[m].id for m in trainers]
@@ -202,18 +186,10 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 
 
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
-    """Return the number of communications and of bytes of a trainer's synchronisations in a round.
+    """Return the communications (`syncs`) and `bytes` of a trainer's synchronisations in a round.
 
-    A ring all-reduce among m workers moves 2 (m - 1) outer gradients, all workers together. A
-    trainer with one worker communicates nothing (docs/algorithm.md, section 6).
-
-    Args:
-      num_workers: Number of workers that are synchronised.
-      sync_bytes: Bytes of one worker's outer gradient as it is sent.
-      num_syncs: Number of synchronisations in the round.
-
-    Returns:
-      The number of communications (`syncs`) and their bytes in all (`bytes`).
+    A ring all-reduce among m workers moves 2 (m - 1) outer gradients (docs/algorithm.md, section
+    6), each of `sync_bytes`.
     """
     return {
         "syncs": num_syncs * (num_workers > 1),
@@ -224,20 +200,10 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
 def merge_cost(
     state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
 ) -> dict[str, int]:
-    """Return the number of communications and of bytes of a merge, or of a refused merge.
+    """Return the communications and bytes of a merge with its moves: one blocking communication.
 
-    The move of workers to other trainers is included: together with the merge it is one blocking
-    communication. Each absorbed trainer sends its parameters and, unless the merge is refused, its
-    outer momentum. Each worker that joins a trainer receives the parameters and an inner state
-    (docs/algorithm.md, section 6).
-
-    Args:
-      state_bytes: Sizes in bytes of the parameters and states that are sent.
-      num_absorbed: Number of trainers that send their parameters to the representative, the trainer
-        that absorbs them.
-      num_joining: Number of workers whose trainer changes, including those of absorbed trainers.
-      refused: Whether the merge was refused. The parameters were then sent only to measure the loss
-        of the merged trainer.
+    Each absorbed trainer sends its parameters and, unless `refused`, its outer momentum. Each
+    joining worker receives parameters and an inner state (docs/algorithm.md, section 6).
     """
     absorbed_bytes = state_bytes.params + (0 if refused else state_bytes.outer_state)
     joining_bytes = state_bytes.params + state_bytes.inner_state

@@ -1,8 +1,4 @@
-"""Decide how each trainer grows, by a batch-size test or a schedule.
-
-A batch-size test measures the noise of gradients. A trainer with more noise gets more workers,
-longer rounds or a larger batch.
-"""
+"""Decide how each trainer's workers, rounds and batch grow, by a batch-size test or a schedule."""
 
 import copy
 import functools
@@ -21,9 +17,8 @@ from adloco_jax.settings import Settings
 Stats: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, GradientStats]]
 """Gradient statistics, one tuple for each group of trainers that run the same program.
 
-A tuple has the positions of the group's trainers; for each worker of the group its trainer, as an
-index into these positions; the number of examples on which each worker measured; and the
-statistics, arrays [R] that may not be computed yet.
+It has the trainers' positions; each worker's trainer, as an index into these; the number of
+examples that each worker measured; and the statistics [R], which may not be computed yet.
 """
 
 
@@ -38,29 +33,23 @@ class Decision(NamedTuple):
 
 
 def measures_gradients(settings: Settings) -> bool:
-    """Return whether the configured batch-size test measures gradients.
-
-    Schedules such as `ramp`, which can be configured in place of a test, do not.
-    """
+    """Return whether the configured test measures gradients; schedules such as `ramp` do not."""
     return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings, trainers: Iterable[int] | None = None
 ) -> tuple[Control, list[Decision]]:
-    """Decide the sizes that trainers request for their next rounds.
-
-    This function waits until the devices have computed the gradient statistics.
+    """Decide the sizes that trainers request for their next rounds; wait for the statistics.
 
     Args:
-      control: The host's data about the run, with the round already counted.
-      stats: The gradient statistics that the engine measured. Trainers that were not tested are
-        missing.
+      control: The host's data, with the round already counted.
+      stats: What the engine measured, without trainers that were not tested.
       settings: The run's settings.
       trainers: Positions of the trainers that have completed a round. None: all trainers.
 
     Returns:
-      A changed copy of `control`, and one decision for each trainer in `trainers`, in stack order.
+      A changed copy of `control`, and one decision for each of `trainers`, in stack order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
@@ -83,10 +72,7 @@ def with_batch_sizes(
 
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
-    """Return the host's data as if every trainer had requested `growth` times its present size.
-
-    This foresees the sizes of the next rounds, so that their programs can be compiled ahead.
-    """
+    """Return the host's data as if every trainer had grown by `growth`, to compile ahead."""
     control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)
@@ -98,11 +84,7 @@ def with_growth(control: Control, growth: float, settings: Settings) -> Control:
 
 
 def free_workers(control: Control, settings: Settings) -> int:
-    """Return the number of workers of the run that have not started yet and may still join.
-
-    Workers of quarantined trainers (which left the run with their workers) never start again, so
-    they are not counted.
-    """
+    """Return the number of workers that may still join; those of quarantined trainers may not."""
     if settings.ensemble.initial_workers is None:
         return 0
     retired = sum(trainer["workers"] for trainer in control.quarantined)
@@ -119,19 +101,15 @@ def grown(
 ) -> Size:
     """Grow a trainer's workers, round length and batch until they provide a requested batch.
 
-    The quantities grow in the order of `batching.growth`. Each grows up to its cap before the next
-    one grows. Nothing shrinks.
+    They grow in the order of `batching.growth`, each up to its cap before the next; nothing
+    shrinks, and workers at most double.
 
     Args:
       now: The trainer's present size.
-      request: The requested batch in sequences per worker, for the present number of workers. If it
-        is not finite, nothing changes.
+      request: Sequences per worker, for the present number of workers. Not finite: no change.
       settings: The run's settings.
       limit: Upper bound of the new `Size.total`, at least the present one.
       free_workers: Number of workers that may join.
-
-    Returns:
-      The new size, with at most twice as many workers.
     """
     if not math.isfinite(request):
         return now

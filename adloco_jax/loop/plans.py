@@ -16,11 +16,7 @@ AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # least and largest number of sequences o
 
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """Return the fraction of the run that is done; the run ends when it reaches 1.
-
-    The fraction is `rounds` divided by the limit of rounds. If there is a limit of tokens too, the
-    larger of the two fractions counts.
-    """
+    """Return the fraction of the run that is done: of rounds or of tokens, the larger."""
     by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
     return max(rounds / settings.num_rounds, by_tokens)
 
@@ -33,11 +29,7 @@ def is_over(control: Control, settings: Settings) -> bool:
 def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
-    """Return the sizes of the next round of some trainers, by the trainer's position.
-
-    The micro-batch and the accumulation follow section 4.4 of AdLoCo. If `trainers` is None, the
-    result has all trainers.
-    """
+    """Return the sizes of the next round, by trainer (None: all), as in section 4.4 of AdLoCo."""
     chosen = range(len(control.trainers)) if trainers is None else trainers
     return {
         m: RoundPlan(*_micro_batches(control, m, settings), _round_steps(control, m, settings))
@@ -89,19 +81,10 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
 def learning_rate(
     settings: Settings, *, updates: int | np.ndarray, tokens: float | np.ndarray
 ) -> np.ndarray:
-    """Return the learning rate of inner updates, for one update or for arrays of updates.
+    """Return the learning rate, float64, of inner updates; `updates` and `tokens` broadcast.
 
-    The warm-up depends on the trainer's own count of updates, not on the optimizer's count. So
-    neither a reset of the inner state nor a merge restarts it. The schedule after it depends on the
-    same count, or, if the run has a token limit, on the tokens of all trainers.
-
-    Args:
-      settings: The run's settings.
-      updates: Number of the trainer's inner updates before the update.
-      tokens: Number of tokens of all trainers together before the update.
-
-    Returns:
-      The rate, float64, of the shape to which the arguments broadcast.
+    Warm-up follows the trainer's own `updates`, which no reset or merge restarts. The schedule
+    after it follows them too or, with a token limit, the `tokens` of all trainers together.
     """
     inner = settings.inner
     warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
@@ -117,9 +100,9 @@ def learning_rate(
 def learning_rates(
     control: Control, position: int, plan: RoundPlan, settings: Settings, *, round_tokens: int
 ) -> np.ndarray:
-    """Return, for each micro-batch of a round, the learning rate of its update: float32 [T].
+    """Return the learning rate of each micro-batch's update, float32 [T].
 
-    `round_tokens` is the number of tokens of all trainers in this round.
+    `round_tokens` are the tokens of all trainers in this round.
     """
     update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
     rate_T = learning_rate(
@@ -136,11 +119,9 @@ def update_flags(plan: RoundPlan) -> np.ndarray:
 
 
 def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
-    """Return the length of a round as a multiple of a base round.
+    """Return a round's length in base rounds of `steps_per_round` updates at the full rate.
 
-    A base round has `steps_per_round` updates at the full learning rate. An update counts in
-    proportion to its learning rate. So the length is the sum of the learning rates of the round's
-    updates, divided by `steps_per_round` times the full rate.
+    Each update counts in proportion to its learning rate.
     """
     inner = settings.inner
     sum_of_rates = rate_T[update_flags(plan)].sum(dtype=np.float64)
@@ -154,11 +135,7 @@ def least_test_sequences(settings: Settings) -> int:
 
 
 def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
-    """Return on how many sequences a worker measures gradients for the batch-size test.
-
-    These are the first sequences of the worker's round. The number is 0 if there is no test in this
-    round.
-    """
+    """Return on how many of its first sequences a worker measures gradients; 0 without a test."""
     if BATCH_TESTS[settings.batching.test].needs == "nothing":
         return 0
     least, total = least_test_sequences(settings), settings.batching.test_batch_size
