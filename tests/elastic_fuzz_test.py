@@ -8,7 +8,7 @@ import chaos
 import jax
 import numpy as np
 import pytest
-from learners import Here, num_updates
+from learners import Here, InBucket, num_updates
 from toy import settings_of
 from toy_runs import events, run
 
@@ -55,7 +55,9 @@ class Fates:
             return DIED
         call = self.here.call
         if call not in self.drawn:
-            chances = FATES[method]
+            # In a bucket a machine that cannot join leaves its place to others.
+            joins = method == "hello" and isinstance(self.here, InBucket)
+            chances = {} if joins else FATES[method]
             others = 1 - sum(chances.values())
             (what,) = self.rng.choices([*chances, "answers"], [*chances.values(), others])
             seconds = self.rng.uniform(0.0, 1.0)
@@ -102,10 +104,11 @@ class Fates:
         ]
 
 
-def misplaced(record, merged):
+def misplaced(record, merged, *, moves_fresh):
     """Rounds that began with an inner state other than that of the round before in the stream.
 
-    A fresh state is right only if the process that had the last one was lost.
+    A fresh state is right only if the process that had the last one was lost, or if a worker that
+    moves to another learner starts with one (`moves_fresh`).
     """
     faults, last, lost = [], {}, set()
     for entry in record:
@@ -118,7 +121,8 @@ def misplaced(record, merged):
         handle, order, work, before, after = entry
         place = order.trainer, work.stream, work.start
         known = last.get(place, {})
-        fresh = before == 0 and (not known or [*known][-1] in lost)
+        has_moved = moves_fresh and [*known][-1:] != [handle]
+        fresh = before == 0 and (not known or has_moved or [*known][-1] in lost)
         if known and before not in known.values() and not fresh and order.round - 1 not in merged:
             faults.append((handle, order.trainer, order.round, work.stream, before, known))
         size = work.num_updates * order.micro_batch_size * order.num_accum_steps
@@ -126,7 +130,7 @@ def misplaced(record, merged):
     return faults
 
 
-def settings_for(seed):
+def settings_for(seed, **address):
     rng = random.Random(f"settings {seed}")
     trainers = rng.choice([1, 1, 2, 3])
     engine = {"kind": "ray", "heartbeat_s": 4.0, "restart_s": 10.0, "grace_s": rng.choice([0, 2])}
@@ -139,16 +143,25 @@ def settings_for(seed):
         merge={"every_rounds": 3, "policy": rng.choice(["none", "worst_with_worst"])},
         batching={"test": rng.choice(["constant", "norm"])},
         checkpoint={"every_rounds": 2},
-        engine=engine,
+        engine=engine | address,
     )
 
 
+SLOW = [pytest.param(seed, "ray", marks=pytest.mark.slow) for seed in range(8, 40)]
+SLOW += [pytest.param(seed, "bucket", marks=pytest.mark.slow) for seed in range(1, 40)]
+
+
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))]
+    ("seed", "kind"), [*((n, "ray") for n in range(8)), *((n, "bucket") for n in range(1)), *SLOW]
 )
-def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path, seed):
+def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path, seed, kind):
     fates, settings = Fates(seed), settings_for(seed)
-    here = fates.here = Here(monkeypatch, fates)
+    if kind == "bucket":
+        folder = tmp_path.with_name(f"{tmp_path.name}-bucket")
+        here = fates.here = InBucket(monkeypatch, folder, fates)
+        settings = settings_for(seed, kind="bucket", address=here.url)
+    else:
+        here = fates.here = Here(monkeypatch, fates)
     lose = fleet.Fleet._lose
 
     def noted(self, lost, cause, **how):
@@ -170,7 +183,7 @@ def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path
     assert not here.alive
     assert chaos.audit(tmp_path) == []
     merged = {e["round"] for e in [*events(tmp_path, "merge"), *events(tmp_path, "refusal")]}
-    assert misplaced(fates.record, merged) == []
+    assert misplaced(fates.record, merged, moves_fresh=kind == "bucket") == []
     lines = events(tmp_path, "round")
     for line in lines:
         assert (line["workers_counted"] == 0) == (line["updates"] == 0) == (line["tokens"] == 0)

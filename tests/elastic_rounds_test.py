@@ -427,6 +427,22 @@ def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path
         run(tmp_path, settings_with(num_workers=1))
 
 
+def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch, tmp_path):
+    sent = []
+
+    def fate(n, life, method, arguments):
+        return (lambda answers: sent.extend(answers) or answers) if method == "play" else "answer"
+
+    Here(monkeypatch, fate)
+    settings = settings_with(num_workers=1, num_rounds=2)
+    outer = settings.outer.model_copy(update={"precision": "bfloat16"})
+    run(tmp_path, settings.model_copy(update={"outer": outer}))
+    leaves = jax.tree.leaves(sent[0].differences._replace(usable_R=None))
+    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
+    (first, _) = events(tmp_path, "round")
+    assert first["wire_bytes"] == (1 + 2 + 1) * 144 + 4 + 1  # and a count, and what is usable
+
+
 def test_a_driver_that_was_cut_off_waits_as_long_for_learners_as_before(monkeypatch, tmp_path):
     def fate(n, life, method, arguments):
         if method == "play" and arguments[0].round == 3 and here.now_s < 2000:

@@ -98,6 +98,7 @@ class InBucket:
     def __init__(self, monkeypatch, folder, fate=lambda *_: "answer"):
         self.fate, self.now_s = fate, 1000.0
         self.url = folder if "://" in str(folder) else f"file://{folder}"
+        self.alive = set()  # of learners that hold something of this process
         self.sites, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, site, store)
         inline = types.SimpleNamespace(ThreadPoolExecutor=_Inline, Future=object)
@@ -126,6 +127,7 @@ class InBucket:
     @contextlib.contextmanager
     def connected(self, connected, address, num_learners, given, is_over):
         self.given, self.log = given, Path(given.log).parent
+        self.sites, self.dead = {}, set()
         with connected(address, num_learners, given, is_over) as made:
             poll, self.driver = made.poll, made
 
@@ -150,6 +152,8 @@ class InBucket:
             try:
                 there.give_sign()
                 there.step()
+                if there.place != handle:  # `open` lets another machine take the place
+                    self.dead.add(handle)
             except _Waits:
                 pass
             except (_Dies, OSError):
@@ -158,6 +162,7 @@ class InBucket:
     def open(self, handle):
         """Let a new learner join at a place, unless its fate is another."""
         made = Learner(self.given)
+        made.number_of_call = 0
         self.starts.append((*handle, self.now_s))
         for method in ("hello", "ping", "play", "prepare", "states"):
             setattr(made, method, self.fated(made, handle, method))
@@ -182,12 +187,16 @@ class InBucket:
         def call(*arguments):
             if method == "hello" and first:
                 return first[0]
+            if method == "ping" and handle not in self.sites:
+                return own()
             if method == "play" and arguments[0].round not in told:
                 self.orders.append((*handle, arguments[0]))
                 told.append(arguments[0].round)
+            self.call = (*handle, method, made.number_of_call)
             fate = self.fate(*handle, method, arguments)
             if fate == "wait":
                 raise _Waits
+            made.number_of_call += 1
             if fate != "answer" and not callable(fate):
                 raised = OSError(fate.removeprefix("OSError: "))
                 raise raised if fate.startswith("OSError") else _Dies

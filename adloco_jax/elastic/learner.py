@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import Differences, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, norms, of_owners, trainable
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
@@ -248,7 +249,7 @@ class Learner:
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
         _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
         ended = workers.replace(inner_state_R=None)
-        sent, norm_R = _send(params_M, ended, spec.outer.precision, order.is_single)
+        sent, norm_R = _send(params_M, ended, _precision(spec, order), order.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
@@ -304,12 +305,17 @@ def _alone(params_M: PyTree) -> Ensemble:
     return Ensemble(params_M, None, None, (0,), jnp.zeros((), jnp.int32))
 
 
-def _differences(params_M: PyTree, workers: Workers, precision: str, is_single: bool):
+def _differences(params_M: PyTree, workers: Workers, precision: Precision, is_single: bool):
     ensemble = _alone(params_M)
     start_R = of_owners(trainable(params_M), (0,))
     change_R = jax.tree.map(lambda a, b: a - b, start_R, trainable(workers.params_R))
     how = {"precision": precision, "single_R": (is_single,)}
     return pack_differences(ensemble, workers, **how), norms(change_R)
+
+
+def _precision(spec: Spec, order: Order) -> Precision:
+    """Return the precision of differences; those of a single worker are not quantised."""
+    return "float32" if order.is_single else spec.outer.precision
 
 
 _send = jax.jit(_differences, static_argnums=(2, 3))
@@ -318,8 +324,9 @@ _send = jax.jit(_differences, static_argnums=(2, 3))
 def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
     """Return the form of a worker's answer: a shape and dtype for each array, a type for others."""
     params_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), spec.params)
-    how = functools.partial(_differences, precision=spec.outer.precision, is_single=order.is_single)
-    differences, _ = jax.eval_shape(how, params_M, Workers(params_M, None))
+    how = {"precision": _precision(spec, order), "is_single": order.is_single}
+    send = functools.partial(_differences, **how)
+    differences, _ = jax.eval_shape(send, params_M, Workers(params_M, None))
     one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
     names = [field.name for field in dataclasses.fields(GradientStats)]
     fields: dict[str, Any] = {name: int for name in Answer._fields if name not in _REALS}
