@@ -67,7 +67,7 @@ def test_nothing_reads_a_file_that_can_run():
             loads += torch_loads(source)
     assert loads == [("_unpickled", True)]
     users = [path.name for path in SOURCES if "runpy" in path.read_text()]
-    assert users == ["config.py"]
+    assert users == ["names.py"]
 
 
 def torch_loads(source: str) -> list[tuple[str, bool]]:
