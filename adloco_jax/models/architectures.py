@@ -19,29 +19,21 @@ class Architecture:
     """A model architecture: an entry of the table `ARCHITECTURES`.
 
     Attributes:
-      build: `build(*, ...)` returns a Flax module. `module.init(key, tokens_BL)["params"]` must be
-        the parameters, a tree of arrays. `build` receives these keywords, and ignores the others by
-        `**_`: the sizes of the config's group `model`, `dtype`, `remat`, `checkpoint`, `attention`,
-        `layer_form` and `separator`. `checkpoint` is the text of the `config.json` of
-        `model.init_from`, or empty. `attention` is "xla", or "cudnn" if `build` names this keyword
-        and the device allows it. `layer_form` says how the compiled program shall run the layers
-        (`models.kernels.run_layers`). `separator` is the id of the token that separates documents,
-        or None if tokens attend to whole rows; a `build` must name it to be given one.
+      build: `build(*, ...)` returns a Flax module whose `init(key, tokens_BL)["params"]` is a tree
+        of arrays. Keywords, others to be ignored by `**_`: the sizes of the group `model`, `dtype`,
+        `remat`, `checkpoint` (the text of the `config.json` of `model.init_from`, or empty),
+        `attention` ("xla", or "cudnn" if `build` names the keyword and the device allows it),
+        `layer_form` (see `models.kernels.run_layers`) and, only if named, `separator` (the id that
+        separates documents, or None if tokens attend to whole rows).
       loss: `loss(module, *, loss_chunk)` returns `loss_fn(params, rows)`, the mean loss over int32
-        rows. If `loss_fn` also takes the keyword `tap_B` (`models.layers`), batch-size tests
-        measure gradients by taps.
-      data: What a row is. With "text" a row has L + 1 tokens, and the loss is in nats per token.
-        With "labelled" a row is [label, number of tokens n, L tokens], and the loss is in nats per
-        example.
-      rules: Conditions on the settings of the group `model`, which are checked together with the
-        config.
-      weight_map: Hugging Face names of the parameters. Without it the model cannot be exported to
-        Hugging Face format, or start from a checkpoint (`model.init_from`).
-      label_params: Function from the parameters to a tree of labels with the same structure.
-        Optimizers and aggregators use it to treat kinds of parameters differently. A label is
-        "matrix" for a hidden layer's matrix [in, out], "embedding", "head" or "other". It has the
-        prefix "stacked_" if the first axis of the leaf counts layers. None: optimizers and
-        aggregators use the shape of a leaf instead.
+        rows. With the keyword `tap_B` (`models.layers`), batch-size tests measure by taps.
+      data: "text": rows of L + 1 tokens, loss in nats per token. "labelled": rows
+        [label, number of tokens n, L tokens], loss in nats per example.
+      rules: Conditions on the group `model`, checked with the config.
+      weight_map: Hugging Face names of the parameters, which exports and `model.init_from` need.
+      label_params: Maps the parameters to a tree of labels, by which optimizers and aggregators
+        tell kinds apart: "matrix" for a hidden layer's matrix [in, out], "embedding", "head" or
+        "other", with the prefix "stacked_" if the first axis counts layers. None: by shape.
     """
 
     build: Callable[..., Any]
@@ -53,7 +45,6 @@ class Architecture:
 
 
 def _attributes(module: type[nn.Module], given: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the given keywords that are attributes of the Flax module."""
     names = {field.name for field in dataclasses.fields(module)}
     return {name: value for name, value in given.items() if name in names}
 

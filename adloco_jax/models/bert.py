@@ -1,14 +1,7 @@
-"""BERT for sequence classification on a plain parameter tree, and its loss.
+"""BERT for sequence classification on a plain parameter tree, with the arithmetic of Hugging Face.
 
-Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`. Hugging Face
-weights fit after the matrices are transposed and the layers stacked. The differences are:
-
-  - There is no dropout, because per-example gradient statistics and bit-exact resuming need a loss
-    that depends only on parameters and data.
-  - Every token is of type 0, the default of Hugging Face: a row has one segment. Published weights
-    have vectors for other types too; these stay in the parameters, without a gradient.
-  - In PyTorch the vector of the padding token (id 0) has no gradient. Here padded positions have no
-    gradient, for any id, and id 0 among the real tokens is an ordinary token.
+Departures: no dropout, since a loss must depend on parameters and data alone; every token is of
+type 0; padding has no gradient for any id, where PyTorch has none for id 0.
 """
 
 from collections.abc import Callable
@@ -40,10 +33,7 @@ RULES: tuple[Rule, ...] = (
 
 
 class _Attention(nn.Module):
-    """Attention of every position to the real tokens of its sequence, not to padding.
-
-    In its arrays the axis of heads comes before the axis of positions.
-    """
+    """Attention of every position to the real tokens of its sequence. Heads precede positions."""
 
     num_heads: int
     dtype: DTypeLike
@@ -69,7 +59,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    """The MLP of a layer: two matrices with the exact gelu between them."""
+    """Two matrices with the exact gelu between them."""
 
     width: int
     dtype: DTypeLike
@@ -103,10 +93,9 @@ class _Block(nn.Module):
 class Bert(nn.Module):
     """Encoder and classifier: `model.apply({"params": params}, tokens_BL, lengths_B)` gives logits.
 
-    Parameters are a dict of float32 arrays. The parameters of all layers are stacked along a
-    leading axis N. Invalid sizes raise ValueError while tracing. Lengths and ids are not checked: a
-    length outside 1..L, or a real token's id past the vocabulary, gives NaN. Ids at padded
-    positions have no effect. `tap_B` taps the gradient of every parameter, see `models.layers`.
+    Parameters are a dict of float32 arrays, those of all layers stacked along a leading axis N;
+    matrices are Hugging Face's, transposed. Invalid sizes raise ValueError while tracing. A length
+    outside 1..L, or a real token's id past the vocabulary, gives NaN.
 
     Attributes:
       vocab_size: V, number of token ids.
@@ -116,17 +105,13 @@ class Bert(nn.Module):
       mlp_width: F, length of the vectors inside the MLP.
       max_length: Longest input in tokens; the table of positions has as many rows.
       num_classes: C, number of classes, at least 2.
-      type_vocab_size: Number of rows in the table of token types. Only the first row is used.
+      type_vocab_size: Rows in the table of token types; those past the first get no gradient.
       norm_eps: Added to the variance in every norm.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, biases, gelu, softmax, logits,
         and the sum of the embeddings are float32 in any case.
-      remat: What the backward pass keeps. If True, it keeps only the input of each layer and
-        recomputes the layer. If False, it keeps the products with weights and recomputes the other
-        activations, including attention scores. Parameters and results do not depend on this
-        choice.
-      layer_form: "scan", "call" or "inline": how the compiled program runs the layers, see
-        `models.kernels.run_layers`. Parameters do not depend on this choice, and results only by
-        rounding.
+      remat: Whether the backward pass keeps only the input of each layer. If not, it keeps products
+        with weights, and recomputes other activations. Results do not depend on it.
+      layer_form: See `models.kernels.run_layers`. Results depend on it only by rounding.
 
     Source: Devlin et al. 2019.
     """
@@ -145,10 +130,7 @@ class Bert(nn.Module):
     layer_form: str = "scan"
 
     def setup(self) -> None:
-        """Check the sizes and create the submodules.
-
-        The attribute of a submodule has the name that its parameters have in the tree.
-        """
+        """Check the sizes and create the submodules, whose names are those of the parameters."""
         check_sizes(self, RULES)
         # Keeping all activations was slower for the Llama (docs/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -171,11 +153,7 @@ class Bert(nn.Module):
         lengths_B: Int[Array, " B"] | None = None,
         tap_B: Tap = None,
     ) -> Float[Array, "B C"]:
-        """Return the logits of the classes, float32, for each sequence.
-
-        They are computed from the first `lengths_B` tokens of a sequence, or from all tokens if
-        `lengths_B` is None.
-        """
+        """Return the classes' float32 logits from the first `lengths_B` tokens; None: from all."""
         batch, length = tokens_BL.shape
         check_length(length, self.max_length)
         lengths_B = jnp.full(batch, length) if lengths_B is None else lengths_B
@@ -194,18 +172,12 @@ class Bert(nn.Module):
 def class_logits(model: Bert) -> Callable[..., Array]:
     """Make a function that returns the logits of each example.
 
-    Args:
-      model: The model that computes the logits.
-
     Returns:
       `logits_fn(params, rows, tap_B=None)`, float32 [B, C]. Rows are int32 [B, 2 + L]: the label
-      0..C-1, which this function ignores; the number n of real tokens, 1..L; then L tokens, of
-      which the first n are real and the others may be anything. `tap_B` is the gradient tap of
-      `models.layers`.
+      0..C-1, ignored here; the number n of real tokens, 1..L; then L tokens, real up to the n-th.
 
     Raises:
-      ValueError: While tracing the returned function, if `rows` is not [B, 2 + L] with L at least
-        1.
+      ValueError: While tracing the returned function, if `rows` has another shape.
     """
     logits: Any = model.apply  # a bound method can be pickled and sent to another process
 
@@ -220,16 +192,8 @@ def class_logits(model: Bert) -> Callable[..., Array]:
 def classification_losses(model: Bert) -> Callable[..., Array]:
     """Make a function that returns the cross-entropy of each example.
 
-    Args:
-      model: The model that computes the logits.
-
-    Returns:
-      `losses_fn(params, rows, tap_B=None)`, float32 [B], in nats per example. `rows` and `tap_B`
-      are as in `class_logits`. A label outside 0..C-1 gives NaN.
-
-    Raises:
-      ValueError: While tracing the returned function, if `rows` is not [B, 2 + L] with L at least
-        1.
+    It is `losses_fn(params, rows, tap_B=None)`, float32 [B] in nats, with the rows and errors of
+    `class_logits`. A label outside 0..C-1 gives NaN.
     """
     logits_fn = class_logits(model)
 
@@ -244,20 +208,9 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
 
 
 def classification_loss(model: Bert) -> Callable[..., Array]:
-    """Make the training loss: the mean over examples of `classification_losses`.
+    """Make the training loss: the mean of `classification_losses`, a float32 scalar.
 
     Every example has the same weight, whatever its number of tokens.
-
-    Args:
-      model: The model that computes the logits.
-
-    Returns:
-      `loss_fn(params, rows, tap_B=None)`, a float32 scalar in nats per example. `rows` and `tap_B`
-      are as in `class_logits`.
-
-    Raises:
-      ValueError: While tracing the returned function, if `rows` is not [B, 2 + L] with L at least
-        1.
     """
     losses_fn = classification_losses(model)
 

@@ -1,7 +1,6 @@
 """Kernels written for speed: attention, SwiGLU's product, and a stack of layers.
 
-The docstring of a kernel gives its plain definition. The comment above it gives the measurement
-that justifies its form; the date is that of an entry in docs/LOG.md.
+The comment above a kernel has the measurement behind its form, dated as in docs/LOG.md.
 """
 
 import functools
@@ -43,15 +42,13 @@ def attend(
 ) -> Float[Array, "B L D"]:
     """Compute causal grouped-query attention: softmax(q k^T, masked) v, with heads concatenated.
 
+    The softmax is float32; the result (D = H K) has the dtype of `v_BGLK`.
+
     Args:
       q_BHLK: Queries, already scaled. H/G consecutive query heads share a key and value head.
       k_BGLK: Keys.
       v_BGLK: Values.
       starts_BL: The first position to which each position attends. None: position 0.
-
-    Returns:
-      The outputs of the heads side by side (D = H K), in the dtype of `v_BGLK`. The softmax is
-      computed in float32.
     """
     B, H, L, K = q_BHLK.shape
     G = k_BGLK.shape[1]
@@ -72,7 +69,6 @@ def attend(
 def _attend_block(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> Array:
-    """Return the attention outputs of the last positions of a sequence."""
     return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, starts_Bl, num_shared)[0]
 
 
@@ -166,8 +162,7 @@ def multiply_float32(
 ) -> Float[Array, "..."]:
     """Compute `einsum(subscripts, x, y)` with sums and results in float32.
 
-    The derivatives are multiplied in the dtype of the factors, while those of JAX itself would be
-    multiplied in float32.
+    Derivatives are multiplied in the dtype of the factors; JAX would use float32.
     """
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
@@ -223,8 +218,8 @@ def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
     """Make a module class that applies `num_layers` layers of the class `block` in a scan.
 
-    The parameters of all layers are stacked along a leading axis N. A layer is called with the
-    activations and with arguments that all layers share. It returns the new activations and None.
+    Parameters have a leading axis N. A layer takes the activations and arguments that all layers
+    share, and returns the new activations and None.
     """
     return nn.scan(
         block,
@@ -258,9 +253,6 @@ def run_layers(
       *shared: Further arguments, the same for every layer.
       form: What the compiled program does: "scan" over the layers, "call" each layer as a function,
         which is fastest on a CPU, or "inline" every layer, which is fastest on other devices.
-
-    Returns:
-      The output of the last layer.
     """
     if form == "scan" or layers.is_initializing():
         return layers(x_BLD, *shared)[0]

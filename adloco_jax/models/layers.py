@@ -1,25 +1,10 @@
-"""Layers with weights: all arithmetic between a parameter and an activation.
+"""Layers with weights, which can measure the gradient norm of each example by a *tap*.
 
-A layer here does its arithmetic with weights in functions of arrays (`project`, `apply_gain`,
-`add_bias`, `look_up`), each with one weight. These functions can measure the norm of each example's
-gradient of this weight, in any model. Parameters are float32; `dtype` is the dtype of the
-arithmetic.
-
-The norms are measured by a gradient tap: an argument `tap_B` of these functions and of the layers,
-float32 with one entry for each example. The entries are normally zero, and a tap changes no result.
-In the backward pass the cotangent of `tap_B` becomes, for each example, the squared norm of the
-gradient of the layer's weight. If all layers of a model receive the same tap, its cotangent is the
-squared norm of each example's whole gradient. If the loss is a mean over B examples, the gradient
-that is measured is the example's share of the mean, which is 1/B of the example's own gradient.
-Multiply its squared norm by B^2 to get that of the own gradient.
-
-- A negative entry (-1) excludes its example from the gradients of all weights, and the measured
-  norm is 0. The example is masked out, so a NaN in it does not spread. The loss and the cotangents
-  of activations do not change.
-- Every weight must be used by only one tapped layer, once per pass. The gradient of a weight that
-  is used twice is a sum, and the squared norm of a sum is not the sum of the squared norms. The
-  exception is an embedding table that is also the head: see `look_up_tied`.
-- Taps work only in reverse mode (`custom_vjp`). Without `tap_B` the functions are plain JAX.
+`tap_B` is float32 zeros, one for each example. In the backward pass its cotangent is, summed over
+the layers that get it, the squared norm of the example's part of the gradient: of a mean over B
+examples, 1/B^2 of that of the example's own gradient. A tap changes no result, but a negative entry
+masks its example out of all weight gradients. Reverse mode only (`custom_vjp`). A weight must be
+used by one tapped layer, once per pass; a tied embedding has `look_up_tied`.
 """
 
 import dataclasses
@@ -92,20 +77,12 @@ def project(
 ) -> Float[Array, "B L F"]:
     """Multiply the vector at every position by one matrix.
 
-    The axes B and L are flattened to one axis first. On a CPU XLA is slow if a product sums over
-    two axes: gradients of weights that were summed over [B, L] made a whole training step 1.2 to
-    1.4 times as long.
-
     Args:
       x_BLD: Activations.
       w_DF: Weights, float32.
-      tap_B: Gradient tap, see the module docstring.
-      dtype: Both factors are cast to this dtype.
-      to_float32: Whether sums and result are float32, whatever `dtype` is. Derivatives are computed
-        in `dtype` even then.
-
-    Returns:
-      The products, in float32 or in `dtype`.
+      tap_B: Gradient tap.
+      dtype: Both factors are cast to this dtype, and derivatives are computed in it.
+      to_float32: Whether sums and result are float32, whatever `dtype` is.
     """
     multiply = functools.partial(_multiply, dtype=dtype, to_float32=to_float32)
     return _use(multiply, None, x_BLD, w_DF, tap_B)
@@ -123,10 +100,7 @@ def add_bias(
     bias: Float[Array, " D"] | Float[Array, "L D"],
     tap_B: Tap = None,
 ) -> Float[Array, "B L D"]:
-    """Add the same vector at every position, or a different vector at each position.
-
-    The addition is in float32; the result has the dtype of `x_BLD`.
-    """
+    """Add a vector, the same or one for each position, in float32; keep the dtype of `x_BLD`."""
     return _use(_shift, _example_norms, x_BLD, bias, tap_B)
 
 
@@ -148,16 +122,11 @@ class TiedTap(NamedTuple):
 def look_up_tied(
     table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> tuple[Float[Array, "B L D"], TiedTap | None]:
-    """Compute `look_up` of a table that is also the head's matrix (`attend_tied`).
+    """Compute `look_up` of a table that is also the head's matrix; also return the head's tap.
 
-    Let e and h be an example's gradients of the table as embedding and as head. The squared norm
-    of their sum is |e|^2 + |h|^2 + 2 e.h. This function and `attend_tied` measure the first two
-    terms. The product e.h needs only the rows of h at the example's tokens. `attend_tied` returns
-    these rows as the cotangent of `TiedTap.rows_BLD`, which is zero, and this function adds the
-    product.
-
-    Returns:
-      The rows of the table, and the tap for `attend_tied`; None if `tap_B` is None.
+    For an example's gradients e of the embedding and h of the head, |e + h|^2 is |e|^2 + |h|^2 +
+    2 e.h. The product needs the rows of h at the example's tokens only: `attend_tied` returns them
+    as the cotangent of `TiedTap.rows_BLD`, which is zero, and this function adds the product.
     """
     if tap_B is None:
         return look_up(table_VD, tokens_BL), None
@@ -172,10 +141,9 @@ def attend_tied(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B L V"]:
-    """Multiply the vector at every position by the transposed embedding table, see `look_up_tied`.
+    """Multiply the vector at every position by the transposed embedding table, in float32.
 
-    `tap` is the second result of `look_up_tied`. The products are float32, as with `to_float32` of
-    `project`.
+    `tap` is the second result of `look_up_tied`.
     """
     if tap is None:
         return project(x_BLD, table_VD.T, dtype=dtype, to_float32=True)
@@ -211,7 +179,6 @@ def _use(
     weight: Array,
     tap_B: Tap,
 ) -> Any:
-    """Call `layer(x_B, weight)`, with a gradient tap (`_tapped`) if `tap_B` is given."""
     # This constraint has an effect only under `nn.logical_axis_rules`. There a sharded weight is
     # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
     # XLA would move the activations instead, which are larger for a batch of long sequences.
@@ -223,6 +190,7 @@ def _use(
 
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) -> Array:
     batch, length, width = x_BLD.shape
+    # On a CPU, weight gradients summed over two axes made a training step 1.2 to 1.4 times longer.
     x_TD, w_DF = x_BLD.reshape(batch * length, width).astype(dtype), w_DF.astype(dtype)
     if to_float32:
         y_TF = multiply_float32("td,df->tf", x_TD, w_DF)
@@ -251,13 +219,11 @@ def _take_and_zeros(tokens_BL: Array, table_VD: Array) -> tuple[Array, Array]:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Compute the squared norm of each example's gradient, for all examples at once."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Compute the squared norm of each example's gradient of an embedding table."""
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
@@ -278,11 +244,7 @@ def _tapped(
     weight: Array,
     tap_B: Array,
 ) -> Any:
-    """Call `layer(x_B, weight)`; the backward pass also measures norms of examples' gradients.
-
-    The function `norms_fn` computes the norms. If it is None, the backward pass computes the
-    gradient of one example after another, and takes its norm.
-    """
+    """Call `layer`; the backward pass also measures norms, one by one without `norms_fn`."""
     return layer(x_B, weight)
 
 
@@ -330,7 +292,7 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 class Linear(nn.Module):
-    """A layer that multiplies the vector at every position by one matrix, and may add a bias."""
+    """A product with one matrix at every position, and perhaps a bias."""
 
     features: int
     dtype: DTypeLike
@@ -349,10 +311,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """A layer that divides each vector by its root mean square, then multiplies it by a gain.
-
-    The arithmetic is float32.
-    """
+    """A layer that divides each vector by its root mean square, then multiplies it by a gain."""
 
     eps: float
     dtype: DTypeLike
@@ -368,10 +327,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """A layer that normalises each vector to mean 0 and variance 1, then applies gain and bias.
-
-    The arithmetic is float32.
-    """
+    """A layer that normalises each vector to mean 0 and variance 1, then applies gain and bias."""
 
     eps: float
     dtype: DTypeLike

@@ -1,7 +1,6 @@
 """The Llama family on a plain parameter tree, its next-token loss, and text generation.
 
-Shapes and arithmetic are those of the Hugging Face models Llama, Mistral, Qwen2 and Qwen3. Their
-weights fit after the matrices are transposed and the layers stacked.
+Arithmetic is that of Hugging Face's Llama, Mistral, Qwen2 and Qwen3; matrices are transposed.
 """
 
 import functools
@@ -66,10 +65,9 @@ _HEAD_SIZE_RULES: tuple[Rule, ...] = (
 class RopeScaling(NamedTuple):
     """How a model divides its rotary frequencies, so that it reads longer texts.
 
-    A frequency is divided by `factor` if it makes fewer than `low` turns within `original_length`
-    positions. It is kept if it makes more than `high` turns. In between it changes linearly with
-    the number of turns. If `original_length` is 0, all frequencies are divided: the scaling that
-    Hugging Face calls "linear". Otherwise it is the one called "llama3".
+    "linear" in Hugging Face (`original_length` 0): all are divided by `factor`. "llama3": those
+    with fewer than `low` turns within `original_length` are, those with more than `high` are not,
+    and in between the change is linear in the turns.
     """
 
     factor: float
@@ -81,10 +79,7 @@ class RopeScaling(NamedTuple):
 def rotary_frequencies(
     head_size: int, theta: float, scaling: RopeScaling | None = None
 ) -> np.ndarray:
-    """Return the angles by which pairs of features turn from one position to the next.
-
-    There is one angle, in radians, for each pair of features of a head.
-    """
+    """Return the angle, in radians, by which each pair of a head's features turns per position."""
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     if scaling is None:
         return frequencies
@@ -125,10 +120,7 @@ class _Sizes(NamedTuple):
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention of every position to itself and to the positions before it.
-
-    In its arrays the axis of heads comes before the axis of positions, as the products need it.
-    """
+    """Causal grouped-query attention. Heads precede positions, as the products need it."""
 
     sizes: _Sizes
 
@@ -161,7 +153,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    """The MLP of a layer: two matrices, the SwiGLU of their products, and a third matrix."""
+    """Two matrices, the SwiGLU of their products, and a third matrix."""
 
     sizes: _Sizes
 
@@ -193,15 +185,13 @@ class _Block(nn.Module):
 class Llama(nn.Module):
     """Decoder-only transformer: `model.apply({"params": params}, tokens_BL)` gives logits.
 
-    Parameters are a dict of float32 arrays. The parameters of all layers are stacked along a
-    leading axis N. Invalid sizes raise ValueError while tracing. Token ids are not checked: an id
-    past the vocabulary gives NaN. `tap_B` taps the gradient of every parameter, see
-    `models.layers`.
+    Parameters are a dict of float32 arrays, those of all layers stacked along a leading axis N.
+    Invalid sizes raise ValueError while tracing; a token id past the vocabulary gives NaN. A
+    checkpoint determines the attributes from `rope_scaling` to `tied` (`models.weight_maps`).
 
     Attributes:
       vocab_size: V, number of token ids.
-      width: D, length of the vector at each position. If `head_size` is None, it must be a multiple
-        of `num_heads`, and the quotient must be even.
+      width: D, length of the vector at each position.
       num_layers: N, number of layers.
       num_heads: H, number of query heads.
       num_kv_heads: G, number of key and value heads, a divisor of `num_heads`.
@@ -211,28 +201,22 @@ class Llama(nn.Module):
       rope_theta: Base of the rotary wavelengths.
       rope_scaling: How rotary frequencies are divided; None: they are not.
       head_size: K, an even number. None: `width / num_heads`.
-      window: Longest input for which attention to all earlier positions is that of the checkpoint,
-        which has a sliding window of this length. None: the checkpoint has none.
+      window: The checkpoint's sliding window, the longest input for which full attention is the
+        same. None: it has none.
       qkv_bias: Whether the products of queries, keys and values have biases.
       out_bias: Whether the product after attention has a bias.
       mlp_bias: Whether the three products of the MLP have biases.
       qk_norm: Whether the queries and keys of each head are normalised before rotation.
-      tied: Whether the head is the embedding table. The two are then one parameter.
-      separator: Token id that begins a document. A position then attends only to positions of its
-        own document, which needs `attention="xla"`. None: it attends to all positions before it.
+      tied: Whether head and embedding table are one parameter.
+      separator: Token id that begins a document, to which its positions' attention is then limited
+        (needs `attention="xla"`). None: positions attend to all before them.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, rotation, softmax and logits
         are float32 in any case.
-      remat: What the backward pass keeps. If True, it keeps only the input of each layer and
-        recomputes the layer. If False, it keeps the inputs and outputs of attention and the first
-        two products of the MLP, and recomputes the other activations, including attention scores.
-        Parameters and results do not depend on this choice.
-      attention: "xla", or "cudnn" for cuDNN's fused kernel. The fused kernel needs bfloat16 and an
-        NVIDIA GPU from Ampere on, and can be differentiated only in reverse mode.
-      layer_form: "scan", "call" or "inline": how the compiled program runs the layers, see
-        `models.kernels.run_layers`. Parameters do not depend on this choice, and results only by
-        rounding.
-
-    A checkpoint determines the attributes from `rope_scaling` to `tied` (`models.weight_maps`).
+      remat: Whether the backward pass keeps only the input of each layer. If not, it keeps inputs
+        and outputs of attention and the first two products of the MLP. Results do not depend on it.
+      attention: "xla", or "cudnn" for cuDNN's fused kernel, which needs bfloat16 and an NVIDIA GPU
+        from Ampere on, and is differentiable only in reverse mode.
+      layer_form: See `models.kernels.run_layers`. Results depend on it only by rounding.
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -261,10 +245,7 @@ class Llama(nn.Module):
     layer_form: str = "scan"
 
     def setup(self) -> None:
-        """Check the sizes and create the submodules.
-
-        The attribute of a submodule has the name that its parameters have in the tree.
-        """
+        """Check the sizes and create the submodules, whose names are those of the parameters."""
         check_sizes(self, RULES if self.head_size is None else _HEAD_SIZE_RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
@@ -315,24 +296,20 @@ class Llama(nn.Module):
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """Make a function that returns the mean next-token loss of each sequence.
 
-    Every token counts, because rows are packed without padding. If the model separates documents,
-    a separator closes the document before it as a target, and begins the next one as an input. So
-    the loss of a row is the mean over its tokens of the losses of its documents alone.
+    Every token counts. If the model separates documents, a separator closes one document as a
+    target and begins the next as an input, so a row's loss is that of its documents alone.
 
     Args:
       model: The model that computes the logits.
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
-        0 for all. A chunk holds whole sequences, so gradients of sequences stay separate. The
-        number changes results only by rounding.
+        0 for all. Results depend on it only by rounding.
 
     Returns:
-      `losses_fn(params, tokens, tap_B=None)`, where tokens is int32 [B, L+1]. The model reads all
-      tokens but the last, and the loss is of all tokens but the first. The result is float32 [B],
-      in nats per token. `tap_B` is the gradient tap of `models.layers`.
+      `losses_fn(params, tokens, tap_B=None)`, float32 [B] in nats per token. Of the int32 tokens
+      [B, L+1] the model reads all but the last, and predicts all but the first.
 
     Raises:
-      ValueError: While tracing the returned function, if `tokens` is not [B, L+1] with L at least
-        1.
+      ValueError: While tracing the returned function, if `tokens` is not [B, L+1], L at least 1.
     """
     # Bound methods can be pickled and sent to another process; a result of `nn.apply` cannot.
     hidden: Any = functools.partial(model.apply, method=Llama.hidden)
@@ -367,21 +344,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
 
 
 def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
-    """Make the training loss: the mean over sequences of `sequence_losses`.
-
-    Args:
-      model: The model that computes the logits.
-      sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
-        0 for all.
-
-    Returns:
-      `loss_fn(params, tokens, tap_B=None)`, a float32 scalar in nats per token. `tokens` is int32
-      [B, L+1], and `tap_B` is the gradient tap of `models.layers`.
-
-    Raises:
-      ValueError: While tracing the returned function, if `tokens` is not [B, L+1] with L at least
-        1.
-    """
+    """Make the training loss: the mean over sequences of `sequence_losses`, a float32 scalar."""
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
     def loss_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
@@ -400,19 +363,14 @@ def generate(
     temperature: float | Float[Array, ""],
     key: Key[Array, ""],
 ) -> Int[Array, "B L"]:
-    """Continue prompts, token by token.
-
-    Every token costs a pass over the whole text, because there is no key/value cache. So use this
-    function to inspect a trained model, not to serve it.
+    """Continue prompts, token by token, without a cache: for a look at a model, not to serve it.
 
     Args:
-      model: The model that computes the logits. Prompt and new tokens together must fit into its
-        `max_length`.
+      model: The model. Prompt and new tokens together must fit into its `max_length`.
       params: Parameters of the model.
       prompt_BL: Token ids of the prompts, [B, P], at least one per prompt.
       num_tokens: Number of new tokens.
-      temperature: The number by which logits are divided before sampling. With 0 the most probable
-        token is taken.
+      temperature: Divides the logits before sampling; 0 takes the most probable token.
       key: Random key for sampling.
 
     Returns:

@@ -1,7 +1,4 @@
-"""Names that Hugging Face checkpoints have for the parameters and sizes of the models here.
-
-This module reads no files.
-"""
+"""Names that Hugging Face checkpoints have for the parameters and sizes of the models here."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,27 +21,23 @@ class WeightMap:
 
     Attributes:
       model: The Flax module's class.
-      classes: Maps each value that `model_type` may have in config.json to the class of
-        `transformers` that loads the folder.
-      modules: Maps the path of each module in this package's parameter tree to the path of the
-        module in a Hugging Face checkpoint, with `{}` for the number of the layer. An array
-        `kernel` is the transposed `weight` of the checkpoint, `scale` and `embedding` are its
-        `weight`, and `bias` is its `bias`.
+      classes: From each `model_type` of config.json to the class of `transformers` that loads it.
+      modules: From the path of a module here to its path there, with `{}` for the number of the
+        layer. `kernel` is the transposed `weight`, `scale` and `embedding` are `weight`.
       head: Path of the module that is initialised at random if a checkpoint does not have it.
-      sizes: Maps a key of config.json to a pair: the attribute of `model`, and the default if the
-        key is absent. The key is required if the default is None.
-      fixed: Maps keys of config.json to the values that they must have if they are present. Other
-        values describe a model that is not supported.
+      sizes: From a key of config.json to the attribute of `model` and its default. A key without a
+        default (None) is required.
+      fixed: Values that keys of config.json must have if present; with others a model is not
+        supported.
       normalise: `normalise(content, fault) -> content` converts other spellings of config.json to
         the keys of `sizes` and `fixed`.
       features: `features(content, sizes, fault)` returns the attributes of `model` that are not
-        sizes. It receives what `normalise` returned, and the attributes in `sizes`.
-      extra: `extra(model)` returns the entries of config.json that neither `sizes` nor `fixed` has,
-        `model_type` among them, for an export.
-      ties: Maps a tensor to another one that has the same values if config.json sets
-        `tie_word_embeddings`. One of the two may then be absent from the checkpoint.
-      free: Attributes of `model` that may differ from those of the checkpoint, because no weight
-        depends on them.
+        sizes, from the result of `normalise` and the attributes in `sizes`.
+      extra: `extra(model)` returns the remaining entries of config.json for an export, such as
+        `model_type`.
+      ties: From a tensor to another with the same values under `tie_word_embeddings`. One of the
+        two may then be absent.
+      free: Attributes that may differ from the checkpoint's, because no weight depends on them.
     """
 
     model: type[nn.Module]
@@ -73,10 +66,7 @@ class WeightMap:
         return found | self.features(content, found, fault)
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Label each parameter by its path, with the labels of `Architecture.label_params`.
-
-        A leaf whose path is not in `modules` is labelled by its shape.
-        """
+        """Label each parameter by its path in `modules`, or else by its shape."""
 
         def label(path: tuple, leaf: Any) -> str:
             *names, kind = (str(getattr(key, "key", key)) for key in path)
@@ -102,7 +92,7 @@ _SIZES = {
 
 
 def _positive(key: str, value: Any, kind: type, fault: Fault) -> Any:
-    """Return a number of config.json; if it is unusable, the number 1, and a fault is recorded."""
+    """Return a number of config.json; if it is unusable, 1, and record the fault."""
     usable = isinstance(value, int | kind) and not isinstance(value, bool)
     if not usable or not 0 < value < 2**31:
         fault(key, value, f"a positive {kind.__name__}")
@@ -166,7 +156,6 @@ def _rope_scaling(key: str, rope: Mapping, fault: Fault) -> RopeScaling | None:
 
 
 def _window(content: dict, num_layers: int, fault: Fault) -> int | None:
-    """Return the length of the sliding window; None if no layer has one."""
     family = content["model_type"]
     has_window = family == "mistral"
     if family in ("qwen2", "qwen3") and _flag("use_sliding_window", content, fault):
