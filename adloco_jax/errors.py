@@ -20,11 +20,7 @@ def without_secrets(text: str) -> str:
 
 
 def reason(error: BaseException, limit: int = 300) -> str:
-    """Return the message of an error from a library, on one line and without secrets.
-
-    The message is cut after `limit` characters. If it is empty, the name of the error's class is
-    returned.
-    """
+    """Return an error's message (else its class) on one line, cut at `limit`, without secrets."""
     return without_secrets(" ".join(str(error).split()))[:limit] or type(error).__name__
 
 
@@ -34,11 +30,9 @@ def counted(number: int, noun: str) -> str:
 
 
 class UserError(Exception):
-    """An error that the user can correct.
+    """An error that the user can correct: one line for each fault, with what, where and the remedy.
 
-    Its message says in one line what is wrong, where, and what to do. If several faults are found
-    together, the message has one line for each fault. Secrets are removed from the message. The
-    command line prints the message without a traceback, and ends with `exit_code`.
+    Secrets are removed. The command prints it without a traceback, and ends with `exit_code`.
     """
 
     exit_code: int = 2

@@ -1,7 +1,6 @@
 """Read and write files: check the content of JSON files, hash files, replace files atomically.
 
-A folder may be damaged, or come from somebody else. So the function `fault` checks the types of
-values that were read from JSON files, before the rest of the package uses these values.
+A folder may be damaged or foreign, so `fault` checks what JSON files hold before it is used.
 """
 
 import contextlib
@@ -50,17 +49,10 @@ class FileRecord(typing.TypedDict):
 def read_json(
     path: Path, error: type[Exception], *, max_bytes: int | None = None, links: bool = False
 ) -> dict:
-    """Read a JSON object from a file.
+    """Read a JSON object of at most `max_bytes` (None: `MAX_JSON_BYTES`) from a file.
 
-    Args:
-      path: The file.
-      error: Class of the error to raise. It is called with one line of text.
-      max_bytes: Largest accepted size of the file in bytes. None: `MAX_JSON_BYTES`.
-      links: Whether the file may be a symbolic link, as in the cache of the Hugging Face hub.
-
-    Raises:
-      Exception: An instance of `error`, if the file is missing, too large or not a JSON object, or
-        if it is a link and `links` is False.
+    Raises `error`, called with one line of text, if the file is missing, too large, no JSON object,
+    or a symbolic link without `links`.
     """
     try:
         if not path.is_file() or (path.is_symlink() and not links):
@@ -76,16 +68,10 @@ def read_json(
 
 
 def fault(value: Any, kind: Any, name: str) -> str:
-    """Find the first part of a JSON value whose type or range is wrong, and describe the fault.
+    """Describe the first part of a JSON value whose type or range is wrong; empty if none.
 
-    Args:
-      value: A value from JSON.
-      kind: The expected type: an annotation, a dataclass, a pydantic model, or a mapping from
-        fields to types. Fields that a mapping or a model does not contain are not checked.
-      name: Name of the value, for the message.
-
-    Returns:
-      One line about the fault; empty if there is none.
+    `kind` is an annotation, a dataclass, a pydantic model, or a mapping from fields to types;
+    fields that a model or a mapping lacks are not checked.
     """
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -134,8 +120,7 @@ def fault(value: Any, kind: Any, name: str) -> str:
 def with_tuples(value: Any) -> Any:
     """Replace the lists of a JSON value by tuples, which settings have.
 
-    Pydantic would do so itself if it read JSON, but it refuses the surrogates in names of files
-    that are not UTF-8.
+    Pydantic would do so for JSON text, but refuses surrogates in names of files that are not UTF-8.
     """
     if isinstance(value, dict):
         return {key: with_tuples(item) for key, item in value.items()}
@@ -168,10 +153,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing, which replaces `path` at the end of the `with` block.
-
-    The content is written to the disk first. If the block raises an error, `path` does not change.
-    """
+    """Open a file that replaces `path`, once on disk, when the block ends without an error."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         yield file
@@ -182,10 +164,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Make a new folder to write in, which replaces `folder` at the end of the `with` block.
-
-    The files are written to the disk first. If the block raises an error, `folder` does not change.
-    """
+    """Make a folder that replaces `folder`, once on disk, when the block ends without an error."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -201,10 +180,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError that the `with` block raises into a `ResourceError`.
-
-    The message says that `path` cannot be written, and what to do.
-    """
+    """Turn an OSError that the block raises into a `ResourceError` about writing `path`."""
     try:
         yield
     except OSError as error:

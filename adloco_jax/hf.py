@@ -1,9 +1,7 @@
 """Read and write models in Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-Only JSON and safetensors files are read, with one exception: if a folder has no safetensors file,
-but a pickle called `pytorch_model.bin`, PyTorch reads this file with the option that loads only
-tensors. The name, shape and type of every tensor are checked. The module `models.weight_maps` says
-which name a checkpoint has for each parameter.
+Without safetensors, a `pytorch_model.bin` is read by PyTorch, tensors only. Every tensor's name,
+shape and type is checked; `models.weight_maps` has the names.
 """
 
 import contextlib
@@ -48,14 +46,11 @@ _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 class Loaded(NamedTuple):
     """A model that was read from a checkpoint, with its weights.
 
-    Attributes:
-      network: The model. It computes in float32; `network.clone(dtype=...)` returns a model that
-        computes in another dtype.
-      params: The parameters of the model, a tree of float32 NumPy arrays.
-      stored_as: Dtypes that the weights have in the checkpoint, such as `("bfloat16",)`.
-      left_out: Names of tensors in the checkpoint that were not read, because they belong to a head
-        that the model does not have.
-      config: The content of the checkpoint's `config.json`, for `save`.
+    Attributes: network: The model, in float32; `network.clone(dtype=...)` computes in another
+    dtype. params: Its parameters, float32 NumPy arrays. stored_as: Dtypes of the weights in the
+    checkpoint, such as `("bfloat16",)`. left_out: Names of tensors that were not read: they belong
+    to a head that the model lacks. config: The content of the checkpoint's `config.json`, for
+    `save`.
     """
 
     network: nn.Module
@@ -68,13 +63,10 @@ class Loaded(NamedTuple):
 class Description(NamedTuple):
     """What is known about a checkpoint before its weights are read.
 
-    Attributes:
-      network: The model that the checkpoint describes. It computes in float32.
-      has_head: Whether the checkpoint has the model's head (the last matrix): as a tensor of its
-        own, or as another tensor that is declared equal to the head.
-      has_tensors: Whether the names, shapes and dtypes of the tensors were checked. It is False for
-        an address or a repository on the hub, of which only `config.json` is read.
-      config: The content of the checkpoint's `config.json`.
+    Attributes: network: The model that the checkpoint describes, in float32. has_head: Whether the
+    checkpoint has the model's head (the last matrix), perhaps tied. has_tensors: Whether the
+    tensors were checked. False if only `config.json` was read. config: The content of the
+    checkpoint's `config.json`.
     """
 
     network: nn.Module
@@ -84,18 +76,12 @@ class Description(NamedTuple):
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
-    """Return the Hugging Face names of a model's parameters (its weight map).
-
-    The result is None if no architecture has a weight map for this kind of model.
-    """
+    """Return the Hugging Face names of a model's parameters, if an architecture has any."""
     return next((known for known in _weight_maps() if type(network) is known.model), None)
 
 
 def has_head(network: nn.Module, modules: Container[str]) -> bool:
-    """Whether the modules at the top of a parameter tree include the model's head.
-
-    The head of a tied model is its embedding table.
-    """
+    """Whether a parameter tree's top modules include the head, as those of a tied model do."""
     names = weight_map(network)
     assert names is not None, "a network of this module has names"
     return names.head in modules or getattr(network, "tied", False)
@@ -104,12 +90,9 @@ def has_head(network: nn.Module, modules: Container[str]) -> bool:
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, and the place of its values in this package's parameter tree.
 
-    Attributes:
-      name: Name of the tensor in the checkpoint.
-      path: Path of the leaf (an array of the parameter tree) that has the values of the tensor.
-      layer: If the leaf stacks the tensors of all layers, the index of this tensor's layer. If the
-        leaf has only this tensor, `...`.
-      transposed: Whether the checkpoint has the transpose of the matrix in the leaf.
+    Attributes: name: Name of the tensor in the checkpoint. path: Path of the leaf that has its
+    values. layer: Index on the leaf's first axis if it stacks layers, else `...`. transposed:
+    Whether the checkpoint has the transpose of the matrix in the leaf.
     """
 
     name: str
@@ -118,18 +101,12 @@ class Tensor(NamedTuple):
     transposed: bool
 
     def of(self, leaf: np.ndarray) -> np.ndarray:
-        """Return the part of `leaf` that has the values of this tensor, as a view.
-
-        `leaf` is the array at `path` in the parameter tree.
-        """
+        """Return the part of `leaf`, the array at `path`, that is this tensor, as a view."""
         return leaf[self.layer].T if self.transposed else leaf[self.layer]
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
-    """List the tensors of a model's checkpoint in Hugging Face layout.
-
-    `names` is the weight map of the model's architecture.
-    """
+    """List the tensors of a model's checkpoint in Hugging Face layout."""
     found = []
     for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
@@ -142,30 +119,26 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
 def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
     """Read a model and its weights from a checkpoint in Hugging Face layout.
 
-    The model may be a Llama, Mistral, Qwen2 or Qwen3, a BERT for classification, or an architecture
-    that a user has added. An added architecture needs a weight map (`models.weight_maps`).
+    The model may be a Llama, Mistral, Qwen2 or Qwen3, a BERT for classification, or an added
+    architecture with a weight map (`models.weight_maps`).
 
     Args:
-      path_or_name: A folder in Hugging Face layout, the address of one (`data.remote`), or the name
-        of a repository on the hub. A folder has `config.json`, and the weights in one of three
-        forms: in `model.safetensors`, in several safetensors files with an index, or in
-        `pytorch_model.bin`, which PyTorch reads. What is in the cache is not downloaded again.
+      path_or_name: A folder, its address (`data.remote`), or a repository on the hub, with
+        `config.json` and `model.safetensors`, safetensors files with an index, or
+        `pytorch_model.bin`. What is in the cache is not downloaded again.
       head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
-        classes). If False and the head is missing, the returned parameters have no head. The
-        checkpoint may then have a head of another kind, which is not read.
-      key: The key of the config, or the option, that gave the name. Messages mention it.
+        classes). If False, the returned parameters may lack it; a head of another kind is not read.
+      key: The config's key, or the option, that messages mention.
 
     Returns:
-      The model, its weights in float32, and the dtypes of the stored weights. If the checkpoint
-      declares the head and the embedding to be equal (tied), they are one parameter. If both are
-      stored and differ, they are not tied, and `config` says so.
+      The model and its weights. Head and embedding are one parameter if the checkpoint declares
+      them tied, unless both are stored and differ.
 
     Raises:
       ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
       ResourceError: If the hub cannot be reached.
-      DataError: If the folder has another architecture or no weights; if tensors are missing,
-        unexpected, stored twice, of a wrong shape, not of a float dtype or not finite. The message
-        names all faults.
+      DataError: If the architecture is another, or tensors are missing, unexpected, stored twice,
+        of a wrong shape, not of a float dtype or not finite. The message names all faults.
     """
     one_of = ["*.safetensors", _PICKLED] if _has_torch() else ["*.safetensors"]
     with _folder(str(path_or_name), one_of, key=key) as folder:
@@ -184,19 +157,8 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
 def inspect(path_or_name: str | Path) -> Description:
     """Describe the model of a checkpoint without reading its weights.
 
-    The checks of `load(..., head=False)` are made, except those that need the weights.
-
-    Args:
-      path_or_name: A folder, an address, or the name of a repository on the hub. Of an address or a
-        repository only `config.json` is checked, and the weights are not downloaded.
-
-    Returns:
-      The model that the checkpoint describes, and what was found about its tensors.
-
-    Raises:
-      ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
-      ResourceError: If the hub cannot be reached.
-      DataError: In the cases in which `load` raises it, but not for weights that are not finite.
+    Of an address or a repository on the hub only `config.json` is read. Checks and errors are those
+    of `load(..., head=False)`, except for weights that are not finite.
     """
     folder = _local(str(path_or_name))
     if folder is None:
@@ -222,20 +184,17 @@ def save(
     config: Mapping[str, Any] | None = None,
     shard_size: str = "5GB",
 ) -> None:
-    """Write a model to a folder in Hugging Face layout.
-
-    The library `transformers` loads this folder without a missing or unexpected key.
+    """Write a model in Hugging Face layout, as `transformers` loads it without any key amiss.
 
     Args:
       params: One model's parameters.
-      folder: The folder. If it exists, it is replaced when everything is written.
-      tokenizer: Tokenizer to write to the same folder. None: no tokenizer is written.
+      folder: Replaced, if it exists, when everything is written.
+      tokenizer: Written to the same folder. None: no tokenizer is written.
       network: The model to which the parameters belong.
-      dtype: Type in which weights are stored: "float32", which is lossless, or "bfloat16".
+      dtype: "float32", which is lossless, or "bfloat16".
       config: The content of the `config.json` of the checkpoint from which the model comes. What it
-        says of the tokenizer, of generation and for other programs is kept. None: there is none.
-      shard_size: Size of the largest file of weights, such as "500MB". More weights are divided
-        into several files with an index.
+        says of the tokenizer, of generation and for other programs is kept.
+      shard_size: Size of the largest file of weights, such as "500MB"; more makes an index.
 
     Raises:
       ConfigError: If no architecture has a weight map for this model, or if no model of
@@ -404,15 +363,9 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """Return the path of a file in a folder, after a check that the file is not elsewhere.
+    """Return the path of a file that `index` names, unless a link leads out of the folder.
 
-    The file may be a link to a file in the same folder. In the cache of the hub it may also be a
-    link to the folder `blobs` of the same repository. Other links are refused.
-
-    Args:
-      folder: The folder.
-      name: The name of the file.
-      index: The file in which this name was found, for messages.
+    Links of the hub's cache, to `blobs` of the same repository, are allowed.
     """
     if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(
@@ -432,7 +385,7 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
 def _open(file: Path) -> dict[str, _Stored]:
     """List the tensors of a safetensors file by name; their values are read later.
 
-    The library `safetensors` checks that each byte after the header belongs to exactly one tensor.
+    The library checks that each byte after the header belongs to exactly one tensor.
     """
     try:
         file.open("rb").close()
@@ -454,10 +407,9 @@ def _has_torch() -> bool:
 
 
 def _unpickled(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a file `pytorch_model.bin` by name. No other pickle is ever opened.
+    """List the tensors of a `pytorch_model.bin` by name; no other pickle is ever opened.
 
-    With the option `weights_only`, PyTorch refuses a file that contains anything but tensors. So no
-    code that the file contains is run. The option is safe only from PyTorch 2.6 on.
+    `weights_only` refuses anything but tensors and runs no code; it is safe from PyTorch 2.6 on.
     """
     if not _has_torch():
         raise ConfigError(f"{file}: {_TORCH}")

@@ -31,12 +31,9 @@ class NoSuchFile(ConfigError):
 
 
 def commit_of(name: str, revision: str, *, where: str) -> str:
-    """Ask the hub for the commit to which a revision of a data set leads; wait for at most 10 s.
+    """Ask the hub for the commit of a data set's revision (branch, tag or commit), within 10 s.
 
-    Args:
-      name: Name of the data set.
-      revision: A branch, a tag or a commit.
-      where: Keys and values of the config that name the data set, for messages.
+    `where` has the config's keys and values, for messages.
 
     Raises:
       Unreachable: If the hub does not answer.
@@ -52,27 +49,23 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
 def download(
     name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, hint: str = ""
 ) -> Path:
-    """Download files of a model's repository, unless they are in the cache of the hub's library.
+    """Download files of a model's repository to the hub's cache; return their folder.
 
-    If the connection is lost, the download is tried again for 60 s. Every file is compared with the
-    hash that the hub states for it.
+    A lost connection is tried again for 60 s. Every file is compared with the hub's hash.
 
     Args:
       name: Name of the repository.
       wanted: Patterns of files that are downloaded if they exist.
-      one_of: Patterns of files, in order of preference. The files of one pattern are enough: those
-        of the first pattern that any file of the repository matches are downloaded.
+      one_of: Patterns in order of preference; files of the first that any file matches are
+        downloaded.
       where: The config's key and value that name the repository, for messages.
-      hint: What the error message advises if no file matches a pattern of `one_of`.
-
-    Returns:
-      The folder with the files.
+      hint: What the error message advises if no file matches `one_of`.
 
     Raises:
       Unreachable: If the hub does not answer.
       NoSuchFile: If no file of the repository matches `one_of`.
       ConfigError: If there is no such repository, or no access to it.
-      DataError: If the hash of a file differs from the hash that the hub states.
+      DataError: If a hash differs.
     """
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -124,10 +117,7 @@ def make_repository(name: str, *, private: bool) -> None:
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload the files of a folder to a model's repository; return the address of the repository.
-
-    Files of weights that the folder does not have, such as those of another number of shards, are
-    deleted there.
+    """Upload a folder to a model's repository, in place of its weights; return its address.
 
     Raises:
       ConfigError: If the token in use may not write there.
@@ -185,10 +175,7 @@ def _check_content(file: Path, where: str) -> None:
 
 
 class _Patience(logging.Handler):
-    """Prints a line whenever a library waits before it asks the hub again; gives up after 60 s.
-
-    As a handler of log messages, it learns from the messages of the library that the library waits.
-    """
+    """Prints a line whenever a library logs that it waits for the hub; gives up after 60 s."""
 
     def __init__(self, where: str):
         super().__init__(logging.WARNING)
@@ -225,14 +212,7 @@ class _Patience(logging.Handler):
 
 @contextlib.contextmanager
 def faults(where: str, repo: str) -> Iterator[_Patience]:
-    """Turn errors of the libraries of the hub in the `with` block into `UserError`.
-
-    Lines that these libraries log are replaced by clear ones (`_Patience`).
-
-    Args:
-      where: Keys and values of the config that name the repository, for messages.
-      repo: Name of the repository.
-    """
+    """Turn errors of the hub's libraries into `UserError`, and their log lines into clear ones."""
     patience = _Patience(where)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger.handlers[:], logger.propagate) for logger in loggers]

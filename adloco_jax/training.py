@@ -1,8 +1,4 @@
-"""Run a whole experiment: build its parts, call the training loop, and write the report.
-
-`train` runs the experiment that a config describes. `fit` runs an experiment with the caller's own
-model and data. The training loop is `loop.adloco.adloco`.
-"""
+"""Run a whole experiment: build its parts, call the training loop, and write the report."""
 
 import contextlib
 import datetime
@@ -65,10 +61,7 @@ from adloco_jax.study import report
 
 @dataclass(frozen=True)
 class Result:
-    """What a run returns: its folder, the consensus model with its loss, and the final state.
-
-    The consensus is the one model that stands for all trainers.
-    """
+    """What a run returns: its folder, the consensus model with its loss, and the final state."""
 
     workdir: Path  # the run's folder
     params: PyTree  # parameters of the consensus model
@@ -96,34 +89,22 @@ def train(
 ) -> Result:
     """Run the experiment that a config describes, or resume it from its folder.
 
-    The run trains one or several trainers (model instances). Its result is the consensus model: the
-    trainer with the lowest loss, or the average of all trainers. At the end a table is printed, and
-    the run's folder has the report in `report/` and the consensus model in `export/`
-    (`run.export.write_consensus`).
-
-    If the process receives SIGTERM or SIGINT, the run is saved after the current round, and
-    `Preempted` is raised. A second signal ends the process at once. Signals are handled only if the
-    function is called on the main thread.
+    A table is printed at the end; the folder has the report in `report/`, the consensus in
+    `export/`. On the main thread, SIGTERM or SIGINT saves the run after the current round and
+    raises `Preempted`; a second signal ends the process at once.
 
     Args:
       config: A config from a file in `configs/`, or `default_config()` with changes.
-      workdir: The run's folder, which is created if it is missing. If it contains a run, this run
-        is resumed. If it is None, the folder `runs/train-<date>-<time>` is created.
-      command: The command line. It is recorded in the ledger (the log file of the run), and the
-        report shows it in a caption.
+      workdir: The run's folder, created if missing, else resumed. None: `runs/train-<date>-<time>`.
+      command: The command line, for the ledger and the report.
       accept_config_change: Whether a resumed run may continue with changed settings, such as
         another learning rate.
       accept_data_change: Whether a resumed run may continue with other data.
 
-    Returns:
-      The consensus model, its loss and the whole final state.
-
     Raises:
-      ConfigError: If the config or the folder cannot be used. Nothing is compiled or created then.
-      DataError: If the text or tokens cannot be used, or have changed since the run began. Nothing
-        is compiled or created then.
-      CheckpointError: If the folder contains a run that cannot be read, or if checkpoints are
-        deleted while the run writes one.
+      ConfigError: If the config or the folder cannot be used. Nothing is compiled or created.
+      DataError: If the data cannot be used, or have changed. Nothing is compiled or created.
+      CheckpointError: If the run in the folder cannot be read, or its checkpoints are deleted.
       DivergedError: If the losses of all trainers have become infinite or NaN.
       ResourceError: If memory or disk space is missing. Files that were saved before stay.
       Preempted: If the process received a signal to stop. The run has been saved.
@@ -182,46 +163,36 @@ def fit(
     accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Result:
-    """Run AdLoCo on the caller's model and rows of tokens, or resume such a run.
-
-    As with `train`, a table is printed at the end. The run's folder then has the report in
-    `report/` and the consensus model in `export/`.
+    """Run AdLoCo on the caller's model and rows of tokens, or resume such a run, as `train` does.
 
     Args:
-      settings: The result of `validate`. The groups `model` and `data` are recorded, but describe
-        neither model nor data here; `ArrayRows.ordered` lists the few settings that are used.
-      corpus: The rows to train on and the held-out rows: `ArrayRows`, or an object with the
-        methods of `engine.inputs.Rows`.
+      settings: The result of `validate`. The groups `model` and `data` are only recorded, but for
+        the few settings that `ArrayRows.ordered` lists.
+      corpus: The rows to train on and the held-out rows: `ArrayRows`, or an object with the methods
+        of `engine.inputs.Rows`.
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean loss over int32 rows [B, L + 1].
-      workdir: The run's folder. If it contains a run of these settings, this run is resumed.
-      params: Initial parameters of all trainers, with the structure of `init_fn`'s result. If None,
-        `init_fn` draws the parameters.
-      num_classes: Number of classes, if each row begins with its class and its length. The run then
-        also reports how well classes are predicted. None for rows of text.
-      inner_tx: The workers' optimizer, in place of the one that `inner.tx` names. It must have
-        learning rate 1, because its updates are multiplied by the learning rate of the config, with
-        warm-up and schedule. A resumed run needs the same optimizer.
-      outer_tx: The trainers' optimizer, in place of the one that `outer.tx` names. It must have
-        learning rate 1, because its updates are multiplied by `outer.learning_rate`.
-      loss_unit: Unit of the loss: "nats/token" (perplexity is then reported too), "nats/example",
-        or other words. None: "nats/example" if `num_classes` is given, "nats/token" if the corpus
-        knows its number of tokens per byte of text, and otherwise no unit.
-      loss_of: `loss_of(mode) -> loss_fn`, for a model that can save memory by recomputing layers in
-        the backward pass. The field `remat` of `mode` (a `run.choose.Mode`) says whether the loss
-        must do so. If `loss_of` is None, `loss_fn` is used, and layers are not recomputed.
-      command: The command line, which is recorded in the ledger (the log file of the run).
-      accept_config_change: Whether a resumed run may continue with changed settings.
-      accept_data_change: Whether a resumed run may continue with other data.
-
-    Returns:
-      The consensus model, its loss and the whole final state.
+      workdir: The run's folder; a run of these settings in it is resumed.
+      params: Initial parameters of all trainers. None: `init_fn` draws them.
+      num_classes: Number of classes, if each row begins with its class and its length; the run then
+        reports how well they are predicted. None for rows of text.
+      inner_tx: Replaces `inner.tx`. It must have learning rate 1: updates are multiplied by the
+        config's rate. A resumed run needs the same.
+      outer_tx: Replaces `outer.tx`, likewise with learning rate 1.
+      loss_unit: "nats/token" (perplexity is then reported too), "nats/example", or other words.
+        None: "nats/example" with `num_classes`, "nats/token" if the corpus knows its tokens per
+        byte, else no unit.
+      loss_of: `loss_of(mode) -> loss_fn`, for a model that recomputes layers in the backward pass
+        if `mode.remat` (`run.choose.Mode`) says so. None: `loss_fn`, without.
+      command: As in `train`.
+      accept_config_change: As in `train`.
+      accept_data_change: As in `train`.
 
     Raises:
-      ConfigError: If arguments are invalid, if an optimizer is given here and also named in the
-        settings, or if the folder cannot be used. The message has one line for each fault.
-      DataError: If there are too few held-out rows (a run with one trainer needs one row, a run
-        with several needs two), or if `corpus.batch` gives two workers the same rows.
+      ConfigError: For all faults of the arguments, an optimizer that the settings also name, or a
+        folder that cannot be used.
+      DataError: If there are too few held-out rows (one with one trainer, else two), or if
+        `corpus.batch` gives two workers the same rows.
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
@@ -270,10 +241,7 @@ def run_to_end(run: Run) -> Result:
 
 
 def _last_attempt(run: Run) -> Result:
-    """Run all remaining rounds, with a new attempt from the newest checkpoint on failure.
-
-    `after_failure` decides after each failure whether there is a new attempt.
-    """
+    """Run all remaining rounds, with a new attempt from the newest checkpoint on failure."""
     failures = Failures()
     with (
         exclusive(run.workdir),
@@ -304,14 +272,7 @@ def _saying_how_to_resume(run: Run) -> Iterator[None]:
 
 
 def _execute(run: Run, attempt: Attempt) -> State:
-    """Run all remaining rounds of an attempt, and return the state after the last round.
-
-    `attempt.evaluator` then has the consensus model, and `attempt.recorder` has its loss.
-
-    Raises:
-      DivergedError: If the losses of all trainers have become infinite or NaN.
-      Exception: Any error of a round. The caller asks `after_failure` whether to try again.
-    """
+    """Run all remaining rounds of an attempt, and return the state after the last round."""
     settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
     if is_over(state.control, settings):
         attempt.evaluator.consensus(state)
