@@ -64,6 +64,24 @@ def test_an_altered_object_is_refused_by_name(at):
     assert "\n" not in str(error.value)
 
 
+def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
+    there = store.Store(f"file://{tmp_path}/bucket")
+    there.put("orders/1", store.pack({}, TREE)[0])
+    get, damaged = there.get, [1, 2]
+
+    def getting(name, *, limit):
+        data = bytearray(get(name, limit=limit))
+        data[-1] ^= bool(damaged and damaged.pop())
+        return bytes(data)
+
+    monkeypatch.setattr(there, "get", getting)
+    _, tree, _ = there.read("orders/1", 2**20, lambda _: FORM)
+    assert tree["n"] == 5 and damaged == []
+    damaged[:] = [1, 2, 3]
+    with pytest.raises(store.Refused, match="^orders/1: damaged"):
+        there.read("orders/1", 2**20, lambda _: FORM)
+
+
 def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(
     monkeypatch, tmp_path
 ):

@@ -408,10 +408,7 @@ class BucketTransport:
             ]
 
         try:
-            data = self._store.get(name, limit=limit(form))
-            if data is None:
-                raise Refused(f"{name}: missing")
-            _, value, _ = store.unpack(data, name, form_of)
+            _, value, _ = self._store.read(name, limit(form), form_of)
             return Reply(value, "")
         except Refused as error:
             return Reply(None, str(error))

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ class Site:
             return None if message["method"] == "states" else order_form(spec, message)
 
         most = limit([state] * len(self._driver["places"]) * 8)
-        message, order, _ = self._get(name, most, form)
+        message, order, _ = self._store.read(name, most, form)
         if message["method"] == "states":
             found = self.learner.states([(a, b, c) for a, b, c in message["wanted"]])
             return {"there": [each is not None for each in found]}, found
@@ -275,14 +275,10 @@ class Site:
             return {}, None
         where, sha256 = message["params"]
         with concurrent.futures.ThreadPoolExecutor(1) as aside:
-            reading = aside.submit(self._get, where, limit(spec.params), lambda _: spec.params)
+            how = where, limit(spec.params), lambda _: spec.params
+            reading = aside.submit(self._store.read, *how)
             self.learner.prepare(order, any(work.num_tested for work in order.work))
         _, params, found = reading.result()
         if found != sha256:
             raise Refused(f"{where}: other parameters than the order names")
         return {}, self.learner.play(order, params)
-
-    def _get(self, name: str, most: int, form: Callable) -> tuple[dict[str, Any], Any, str]:
-        if (data := self._store.get(name, limit=most)) is None:
-            raise Refused(f"{name}: missing")
-        return store.unpack(data, name, form)

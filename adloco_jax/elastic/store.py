@@ -29,6 +29,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
+_READS = 3  # how often an object is read until it is refused
 _SECOND = datetime.timedelta(seconds=1)
 
 T = TypeVar("T")
@@ -129,6 +130,27 @@ class Store:
         size = len(data or b"")
         self._count(max(1, -(-size // PIECE_BYTES)), down=size)
         return None if data is None else bytes(data)
+
+    def read(
+        self, name: str, limit: int, form: Callable[[dict[str, Any]], PyTree]
+    ) -> tuple[dict[str, Any], PyTree, str]:
+        """Read an object that `pack` has made; the arguments are those of `get` and `unpack`.
+
+        It is read again if it is refused, because it may be damaged on its way only.
+
+        Raises:
+          Refused: If it is missing, or refused each time.
+        """
+
+        def once() -> tuple[dict[str, Any], PyTree, str]:
+            if (data := self.get(name, limit=limit)) is None:
+                raise Refused(f"{name}: missing")
+            return unpack(data, name, form)
+
+        for _ in range(_READS - 1):
+            with contextlib.suppress(Refused):
+                return once()
+        return once()
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
