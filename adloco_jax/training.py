@@ -55,7 +55,7 @@ from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import completed, exclusive, recorded_commit, require_usable
 from adloco_jax.run.observers import RunEngine
 from adloco_jax.run.trackers import check_installed
-from adloco_jax.settings import Settings
+from adloco_jax.settings import EngineSettings, Settings
 from adloco_jax.study import report
 
 
@@ -114,7 +114,7 @@ def train(
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config, workdir)
     check_installed(settings.log)
-    make_engine = _engine_of(settings.engine.kind)
+    make_engine = _engine_of(settings.engine, folder)
     use_compilation_cache()
     machine = here()
 
@@ -196,7 +196,7 @@ def fit(
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
-    make_engine = _engine_of(settings.engine.kind, by_fit=True)
+    make_engine = _engine_of(settings.engine, Path(workdir), by_fit=True)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     check_installed(settings.log)
@@ -307,11 +307,13 @@ def _execute(run: Run, attempt: Attempt) -> State:
             ) from None
 
 
-def _engine_of(kind: str, *, by_fit: bool = False) -> Callable[..., RunEngine]:
+def _engine_of(
+    rule: EngineSettings, folder: Path, *, by_fit: bool = False
+) -> Callable[..., RunEngine]:
     """Return the function that makes the engine of a run, after a check that it can run here."""
-    if kind == "local":
+    if rule.kind == "local":
         return _local_engine
-    TRANSPORTS[kind].check_possible(by_fit=by_fit)
+    TRANSPORTS[rule.kind].check_possible(rule.address, folder, by_fit=by_fit)
     return lambda run, programs, heldout, on_call: ElasticEngine(run, programs, heldout)
 
 

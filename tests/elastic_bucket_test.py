@@ -136,6 +136,11 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="learners build model and data from settings"):
         run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
+    with pytest.raises(ConfigError, match="no such folder"):
+        bucket.check_possible(f"file://{tmp_path}/no/run", tmp_path / "r")
+    store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json({"id": "another"}))
+    with pytest.raises(ConfigError, match="holds another run"):
+        bucket.check_possible(f"file://{tmp_path}/other", tmp_path / "r")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"adloco_jax\[bucket\]"):
         run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))

@@ -36,7 +36,7 @@ class Here:
     def monotonic(self):
         return self.now_s
 
-    def check_possible(self, **_):
+    def check_possible(self, *_, **__):
         pass
 
     def connected(self, address, num_learners, given, is_over):
@@ -107,7 +107,9 @@ class InBucket:
             bucket, "connected", functools.partial(self.connected, bucket.connected)
         )
         monkeypatch.setattr(store, "every", self.every)
-        monkeypatch.setattr(bucket, "check_possible", lambda **_: None)  # here `fit` can use it
+        monkeypatch.setattr(
+            bucket, "check_possible", lambda *_, **__: None
+        )  # here `fit` can use it
 
     def time(self):
         return time.time()

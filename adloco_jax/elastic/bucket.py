@@ -89,12 +89,14 @@ def limit(form: Any) -> int:
     return num_bytes(arrays) + _SLACK
 
 
-def check_possible(*, by_fit: bool = False) -> None:
-    """Check that a run can use learners through a bucket.
+def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
+    """Check that a run in a folder can use learners through the bucket at an address.
 
     Raises:
-      ConfigError: If obstore is not installed, if the driver would be several processes, or if the
-        caller of `fit` has given the model and the rows, which no bucket carries.
+      ConfigError: If obstore is not installed, if the driver would be several processes, if the
+        caller of `fit` has given the model and the rows, which no bucket carries, or if the bucket
+        cannot be read or holds another run.
+      ResourceError: If the bucket cannot be reached.
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -107,6 +109,7 @@ def check_possible(*, by_fit: bool = False) -> None:
             "engine.kind = bucket: learners build model and data from settings; use adloco train,"
             " with a config file that adds entries of your own"
         )
+    _is_described(Store(address), folder / "learners" / "id")
 
 
 @contextlib.contextmanager
@@ -146,19 +149,29 @@ def _describe(bucket: Store, given: Given) -> None:
     A run has an id, a file in its folder. So a copy of the folder may continue the run.
     """
     path = Path(given.log).parent / "id"
-    run_id = path.read_text("utf-8") if path.is_file() else uuid.uuid4().hex
-    data = bucket.get("run.json")
-    if data is not None:
-        with contextlib.suppress(Refused):
-            if store.from_json(data, "run.json").get("id") == run_id:
-                return
-        raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
+    if _is_described(bucket, path):
+        return
+    run_id = uuid.uuid4().hex
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(run_id, "utf-8")
     message = {"id": run_id, "adloco_jax": __version__, "commit": given.commit}
     message |= {"fingerprint": given.fingerprint, "settings": given.settings.model_dump()}
     if not bucket.create("run.json", store.to_json(message)):
         raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
+
+
+def _is_described(bucket: Store, path: Path) -> bool:
+    """Whether `run.json` is there, and has the id of the run that a file names.
+
+    Raises:
+      ConfigError: If it has another id, or is none.
+    """
+    if (data := bucket.get("run.json")) is None:
+        return False
+    with contextlib.suppress(Refused, OSError):
+        if store.from_json(data, "run.json").get("id") == path.read_text("utf-8"):
+            return True
+    raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
 
 
 def _next_epoch(bucket: Store, heartbeat_s: float) -> int:

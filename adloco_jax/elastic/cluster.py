@@ -101,7 +101,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def check_possible(*, by_fit: bool = False) -> None:
+def check_possible(address: str = "", folder: Path = Path(), *, by_fit: bool = False) -> None:
     """Check that a run can use learners: Ray must be installed, and the driver a single process.
 
     Raises:
