@@ -84,29 +84,22 @@ def outer_update_fragment(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Synchronise one fragment of the parameters: apply `outer_update` to its entries.
 
-    Other entries, in parameters and outer state, do not change, nor do the workers (see
-    `receive_fragment`). Updates made after sending do not enter, so a compiler can overlap them.
+    Trainers in `ensemble` have the fragment as it was last synchronised; `sent_R`, from
+    `take_fragment`, is that of the workers at the time of sending. Other entries, in parameters and
+    outer state, do not change, nor do the workers (see `receive_fragment`). Updates made after
+    sending do not enter, so a compiler can overlap them. State of `outer_tx` that belongs to no
+    single parameter, such as a count, is updated with every fragment. The last fragment ends the
+    round.
 
-    Args:
-      ensemble: The ensemble whose trainers have the fragment as it was last synchronised.
-      sent_R: The fragment of each worker's parameters at the time of sending, from `take_fragment`.
-      fragment: Index of the fragment; the last fragment ends the round.
-      num_fragments: F >= 1.
-      outer_tx: Transformation of the pseudo-gradient. State that belongs to no single parameter,
-        such as a count, is updated with every fragment.
-      precision: As in `outer_update`.
-      keep: Applied to the fragment of the trainers' parameters. If these are replicated, pass a
-        constraint that keeps them so; else the partitioner shards and all-gathers the fragment.
-      all_gather: Applied to the trainers' packed updates [M, ...], or with float32 to the
-        fragment's new parameters.
-      **how: The arguments `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
+    - `keep`: applied to the fragment of the trainers' parameters. If these are replicated, pass a
+      constraint that keeps them so; else the partitioner shards and all-gathers the fragment.
+    - `all_gather`: applied to the trainers' packed updates [M, ...], or with float32 to the
+      fragment's new parameters.
+    - `how`: the arguments `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
 
     Returns:
       The ensemble, and the L2 norm of each trainer's pseudo-gradient over the fragment; NaN if it
       is not finite and was not applied.
-
-    Raises:
-      ValueError: While tracing, in the same cases as `outer_update`.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
@@ -159,12 +152,7 @@ def receive_fragment(
 ) -> Workers:
     """Copy a synchronised fragment from each trainer to its workers, or mix it with theirs.
 
-    Args:
-      workers: The workers when the fragment arrives.
-      ensemble: The result of `outer_update_fragment`.
-      fragment: Index of the fragment, from 0 to F - 1.
-      num_fragments: F >= 1.
-      mixing: Share of the worker's own entries, 0 to 1; 0 for a worker that is not finite.
+    `mixing`, 0 to 1, is the share of a worker's own entries, or 0 if these are not finite.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
@@ -201,17 +189,10 @@ def fragment_steps(
 ) -> tuple[Ensemble, Workers, PyTree, Float[Array, " M"]]:
     """Run inner steps, and synchronise one fragment at their end; F such calls make a round.
 
-    Args:
-      ensemble: As in `outer_update_fragment`; the workers' inner states are not read from it.
-      workers: Workers with their own parameters.
-      inputs_T: The arguments of `steps` that follow the workers, leaves [T, ...].
-      fragment: Index of the fragment, from 0 to F - 1.
-      steps: `inner_steps` with its loss and transformation bound.
-      num_fragments: F >= 1.
-      delay: Micro-batches between sending and arrival of the fragment, from 0 to T - 1; a compiler
-        can overlap these with the synchronisation.
-      mixing: As in `receive_fragment`.
-      **how: Keyword arguments of `outer_update_fragment`, including `outer_tx`.
+    `steps` is `inner_steps` with its loss and transformation bound, `inputs_T` its arguments after
+    the workers, leaves [T, ...]. The fragment is sent `delay` micro-batches, 0 to T - 1, before it
+    arrives; a compiler can overlap these with the synchronisation. The workers' inner states are
+    not read from `ensemble`. `how` are keywords of `outer_update_fragment`, with `outer_tx`.
 
     Returns:
       The ensemble; the workers; what `steps` measured for each micro-batch; and the norm of each

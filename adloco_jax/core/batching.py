@@ -65,16 +65,10 @@ def inner_product_test(
 ) -> Scalar:
     """Compute the smallest batch per worker that is likely to give a descent direction.
 
-    Args:
-      stats: Statistics with inner products, of at least four examples per worker; NaN with fewer.
-      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2, > 0.
-      num_workers: As in `norm_test`.
-      mode: As in `norm_test`. `paper` also takes the sample variance of <g_j, mean gradient>, which
-        is biased low.
-      batch_size: As in `norm_test`.
-
-    Returns:
-      Requested sequences per worker, before rounding and limits.
+    `stats` must have inner products, of at least four examples per worker; with fewer the result is
+    NaN. `vartheta`, > 0, is the allowed ratio of the standard deviation of <averaged gradient, G>
+    to |G|^2. Mode `paper` takes the sample variance of <g_j, mean gradient>, which is biased low.
+    Other arguments and the result are those of `norm_test`.
 
     Raises:
       ValueError: If `mode` is unknown, `vartheta` is not positive, or `stats` has no inner
@@ -195,17 +189,10 @@ BATCH_TESTS: dict[str, BatchTest] = {
 def next_batch_size(
     requested: float, *, batch_size: int, max_growth: float, batch_cap: int, monotone: bool = True
 ) -> int:
-    """Round a test's request up, and limit its growth and its size.
+    """Round a test's request up, and limit its growth and its size, in sequences per worker.
 
-    Args:
-      requested: Sequences per worker, from a test. Not finite: the batch does not change.
-      batch_size: The present requested batch, in sequences per worker.
-      max_growth: Largest factor by which one test may enlarge the batch.
-      batch_cap: Upper limit, in sequences per worker; it never reduces `batch_size`.
-      monotone: Whether the batch may only grow.
-
-    Returns:
-      Sequences per worker, at least 1.
+    A request that is not finite changes nothing. One test multiplies `batch_size` at most by
+    `max_growth`; `batch_cap` never reduces it. If not `monotone`, the batch may fall to 1.
 
     Raises:
       ValueError: If `batch_size` or `batch_cap` is not a positive whole number.

@@ -76,12 +76,7 @@ def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple
 def choose_merge(
     requested_batch_sizes: Sequence[int], *, policy: str, width: int
 ) -> tuple[int, ...]:
-    """Choose the trainers to merge, by a policy that reads only requested batch sizes.
-
-    Args:
-      requested_batch_sizes: Sequences per worker, in stack order.
-      policy: A name in `MERGE_POLICIES`.
-      width: Number of trainers to merge, >= 2; all, if there are fewer.
+    """Choose `width` trainers to merge (all, if there are fewer) by a policy of `MERGE_POLICIES`.
 
     Returns:
       Positions, the representative first, the others in stack order; of equal requests the lower
@@ -106,26 +101,19 @@ def choose_merge(
 def merge(
     ensemble: Ensemble, members: Sequence[int], *, weights: Sequence[float] | Float[Array, " n"]
 ) -> Ensemble:
-    """Merge several trainers into the first of them, the representative.
+    """Merge `members`, at least two, into the first of them, the representative.
 
     Its parameters and the floating-point part of its outer state become weighted means over the
-    members, in float32 (float64 for float64 arrays); values equal in all members do not change. A
-    member is masked out if its weight is not positive and finite, or if it has a value that is not
-    finite and not the same in all. If no finite member has a usable weight, all finite ones count
-    equally; if no member is finite, the representative does not change.
+    members (the paper's weights are the requested batch sizes), in float32, or float64 for float64
+    arrays; values equal in all members do not change. A member is masked out if its weight is not
+    positive and finite, or if it has a value that is not finite and not the same in all. If no
+    finite member has a usable weight, all finite ones count equally; if no member is finite, the
+    representative does not change.
 
-    The workers of absorbed members join the representative (`reassign` can move them). They take
-    the mean inner state of its workers; if it is masked out, that of the first member which is not.
-    Workers with their own parameters start at the merged ones, so unsynchronised updates are lost:
-    call `outer_update` before.
-
-    Args:
-      ensemble: The stack of M trainers.
-      members: Distinct positions, at least two, the representative first.
-      weights: One weight for each member; the paper uses the requested batch sizes.
-
-    Returns:
-      The ensemble with M - len(members) + 1 trainers, in the same order.
+    The workers of the other members join the representative (`reassign` can move them), with the
+    mean inner state of its workers; if it is masked out, the first member that is not gives this
+    state. Workers with their own parameters start at the merged ones: call `outer_update` before,
+    or their unsynchronised updates are lost.
 
     Raises:
       ValueError: If a position repeats or is out of range, or the number of weights is wrong.
@@ -193,24 +181,16 @@ def merge(
 def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     """Move workers between trainers, add workers to the pool, or retire workers from it.
 
-    A worker that stays keeps its inner state. A worker that joins a trainer takes the mean inner
-    state of the workers already there (see `moved_states`), and the trainer's parameters if workers
-    have their own.
-
-    Args:
-      ensemble: The stack of trainers and the pool of workers.
-      owner_R: Position of each worker's new trainer; -1 retires a worker. Entries beyond the
-        present pool are new workers.
-
-    Returns:
-      The ensemble with the new pool; remaining workers keep their order.
+    `owner_R` has the position of each worker's new trainer; -1 retires a worker, and entries beyond
+    the present pool are new workers. A worker that stays keeps its inner state. A worker that joins
+    a trainer takes the mean inner state of the workers already there (see `moved_states`), and the
+    trainer's parameters if workers have their own.
 
     Raises:
       ValueError: If an entry is no trainer's position and not -1, the list is shorter than the
         pool, or a trainer is left without a worker.
 
-    Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers again after each
-      merge.
+    Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers after each merge.
     """
     owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
     pool = ensemble.num_workers
@@ -251,13 +231,9 @@ def divide_workers(
 ) -> list[int]:
     """Return each worker's trainer after a merge, as `owner_R` for `reassign`.
 
-    Trainers keep their own workers, then the representative those it absorbed; the rest, by
-    position, go to trainers that still lack workers.
-
-    Args:
-      owners: Position of each worker's trainer before the merge.
-      members: Positions of the merged trainers, the representative first.
-      sizes: Workers of each remaining trainer, in stack order; their sum is the size of the pool.
+    `sizes` are the workers of each remaining trainer, in stack order; `members` has the
+    representative first. Trainers keep their own workers, then the representative those it
+    absorbed; the rest, by position, go to trainers that still lack workers.
     """
     absorbed = members[1:]
     survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
@@ -281,15 +257,8 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     to the largest remainder. If the minimum of one exceeds the pool, workers are taken back one by
     one from the trainer furthest above its share. Ties favour the lower position.
 
-    Args:
-      requested_batch_sizes: Positive, in stack order.
-      num_workers: Size of the pool, at least one worker per trainer.
-
-    Returns:
-      Number of workers of each trainer; their sum is exactly `num_workers`.
-
     Raises:
-      ValueError: If the pool is too small, or a requested batch is not positive.
+      ValueError: If there are fewer workers than trainers, or a requested batch is not positive.
 
     Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
       a worker (docs/algorithm.md, section 7, defect 16).

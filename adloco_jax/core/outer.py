@@ -285,33 +285,26 @@ def outer_update(
     pseudo-gradient keeps its parameters and outer state bit for bit. Afterwards all workers have
     their trainer's parameters, even if they had their own before.
 
-    Args:
-      ensemble: The ensemble at the start of the round.
-      workers: The workers after their inner updates.
-      outer_tx: Transformation of the float32 pseudo-gradient; `outer_step` lists those refused.
-      weights_R: As in `outer_step`.
-      aggregate: As in `outer_step`.
-      precision: As in `outer_step`.
-      extra_M: Extra arguments for `outer_tx`, one number for each trainer, such as `{"interval":
-        ...}` for `contrib.nesterov_by_interval`; ignored by a transformation without any.
-      skip_single: As in `outer_step`.
-      reduce_scatter: Applied before the aggregation to the packed differences and to whether each
-        worker is usable, leaves [R, ...]. If workers are spread over devices, pass a constraint
-        that shards the parameters and gathers the workers.
-      all_gather: Applied to the packed updates [M, ...]. Not called with float32, where the
-        sharding of the new parameters decides.
+    Arguments that `outer_step` has too are described there. The others:
+
+    - `extra_M`: extra arguments for `outer_tx`, such as `interval`, one number for each trainer;
+      ignored by a transformation that takes none.
+    - `reduce_scatter`: applied to the packed differences and to whether each worker is usable,
+      leaves [R, ...], before the aggregation. If workers are spread over devices, pass a constraint
+      that shards the parameters and gathers the workers.
+    - `all_gather`: applied to the packed updates [M, ...]; not called with float32, where the
+      sharding of the new parameters decides.
 
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
       NaN if a trainer has no finite pseudo-gradient.
 
     Raises:
-      ValueError: While tracing, for arguments that `outer_step` would refuse, or if an array of
-        `extra_M` does not have shape [M].
+      ValueError: While tracing, where `outer_step` would, or if an array of `extra_M` is not [M].
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
-      sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4. There the outer optimizer
-      runs on every worker. Here it runs once for each shard, and its updates are sent back.
+      sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, where every worker runs the
+      outer optimizer. Here it runs once for each shard, and its updates are sent back.
     """
     difference = pack_differences(ensemble, workers, precision=precision)
     ensemble, norm_M = apply_differences(
@@ -349,16 +342,9 @@ def pack_differences(
 ) -> Differences:
     """Compute the differences that workers send to trainers, the first half of `outer_update`.
 
-    Args:
-      ensemble: The ensemble at the start of the round; only the owners and `params_M` are read.
-      workers: The workers after their inner updates.
-      precision: As in `outer_update`, and the same for `apply_differences`.
-      single_R: Whether a worker is its trainer's only one. None: by the owners. A process that
-        holds only some of the workers must pass it.
-
-    Raises:
-      ValueError: While tracing, if `precision` is unknown, or if parameters are complex or none is
-        floating-point.
+    Of `ensemble` only the owners and `params_M` are read. `single_R` says whether a worker is its
+    trainer's only one (None: by the owners); a process that holds only some of the workers must
+    pass it.
 
     Source: AdLoCo algorithm 1, line 14; Streaming DiLoCo (arXiv 2501.18512), section 2.4.
     """

@@ -273,11 +273,6 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     If instead each group is taken from the result of `put`, for instance because `start` was
     donated, end with `ensemble.replace(round=first + 1)`, `first` being the count at the start.
 
-    Args:
-      ensemble: The whole stack; its owners do not change.
-      trainers: The positions given to `take`, in the same order.
-      sub: The result of `take` after the round.
-
     Raises:
       ValueError: If `sub` has other trainers or workers than `take` returned, or a position is out
         of range or repeated.

@@ -219,19 +219,11 @@ def merge_trainers(
 ) -> tuple[State, list[dict]]:
     """Merge `members`, the representative first, and reassign the workers (DoMerge).
 
-    A merge is refused if the merged loss exceeds the members' mean guard loss by more than
-    `merge.max_barrier`. `merge.on_refusal` then decides: "keep" changes nothing; "retire" leaves
-    only the representative, as it was, and reassigns the workers.
+    A merge is refused if the merged loss exceeds the members' mean of `losses`, the guard losses of
+    all trainers, by more than `merge.max_barrier`. `merge.on_refusal` then decides: "keep" changes
+    nothing; "retire" leaves only the representative, as it was, and reassigns the workers.
 
-    Args:
-      state: The state before the merge.
-      members: Positions of the trainers to merge.
-      losses: Guard losses of all trainers.
-      settings: The run's settings.
-      engine: Measures the merged trainer's loss, and merges the arrays.
-
-    Returns:
-      The new state, and the ledger lines: flushes, then the merge or its refusal.
+    Returns the state, and the ledger lines: flushes, then the merge or its refusal.
     """
     rule, trainers = settings.merge, state.control.trainers
     state, changes = engine.flush(state, members)

@@ -131,16 +131,9 @@ def count_round(
 ) -> tuple[Control, list[dict[str, int]]]:
     """Count a round that has ended; return the host's data, and the costs of each trainer that ran.
 
-    Costs are updates, tokens, communications (`syncs`) and bytes, in stack order.
-
-    Args:
-      control: The host's data before the round.
-      plans: The round's sizes, by the trainer's position.
-      sequence_length: Tokens of a sequence.
-      sync_bytes: Bytes of one worker's outer gradient as it is sent.
-      num_syncs: Synchronisations in a round: the number of fragments.
-      counted: Updates and sequences of each worker, by position, that took part in the outer
-        update. None: all, as planned.
+    Costs are updates, tokens, communications (`syncs`) and bytes, in stack order. `sync_bytes` is
+    one worker's outer gradient as it is sent, `num_syncs` the number of fragments. `counted` has
+    the updates and sequences of each worker, by position, that took part; None: all, as planned.
     """
     control = copy.deepcopy(control)
     spent = []

@@ -102,14 +102,8 @@ def grown(
     """Grow a trainer's workers, round length and batch until they provide a requested batch.
 
     They grow in the order of `batching.growth`, each up to its cap before the next; nothing
-    shrinks, and workers at most double.
-
-    Args:
-      now: The trainer's present size.
-      request: Sequences per worker, for the present number of workers. Not finite: no change.
-      settings: The run's settings.
-      limit: Upper bound of the new `Size.total`, at least the present one.
-      free_workers: Number of workers that may join.
+    shrinks, and workers at most double. `request` is in sequences per worker, for the present
+    number of workers; if it is not finite, nothing changes. `limit` bounds the new `Size.total`.
     """
     if not math.isfinite(request):
         return now
