@@ -190,7 +190,7 @@ def _use(
 
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) -> Array:
     batch, length, width = x_BLD.shape
-    # On a CPU, weight gradients summed over two axes made a training step 1.2 to 1.4 times longer.
+    # On a CPU, weight gradients summed over two axes made a step 1.2 to 1.4 times as long.
     x_TD, w_DF = x_BLD.reshape(batch * length, width).astype(dtype), w_DF.astype(dtype)
     if to_float32:
         y_TF = multiply_float32("td,df->tf", x_TD, w_DF)

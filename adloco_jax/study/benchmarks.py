@@ -15,9 +15,7 @@ _TASK |= {"versions": dict[str, str], "command": Maybe(str)}
 
 
 def read(workdir: Path) -> dict[str, dict]:
-    """Read the records of the benchmarks that were run on a run's model; none if there is no file.
-
-    The key is the name of the task.
+    """Read the benchmarks of a run's model by the name of the task; none if there is no file.
 
     Raises:
       DataError: If the file is damaged.
@@ -36,13 +34,9 @@ def read(workdir: Path) -> dict[str, dict]:
 
 
 def add(workdir: Path, results: Mapping[str, Any], *, limit: float | None, command: str) -> None:
-    """Add the results of lm-evaluation-harness to a run's file; a task's older result is replaced.
+    """Add results of `lm_eval.simple_evaluate` to a run's file, in place of a task's older ones.
 
-    Args:
-      workdir: The run's folder.
-      results: What `lm_eval.simple_evaluate` returns.
-      limit: Number of examples of each task to which the evaluation was limited; None: all.
-      command: The command line, which is recorded.
+    `limit` is the number of examples of each task; None: all.
     """
     tasks = read(workdir)
     harness = {name: str(results[f"{name}_version"]) for name in ("lm_eval", "transformers")}

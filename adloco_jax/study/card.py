@@ -21,11 +21,7 @@ def write(
 ) -> None:
     """Write the card and the curve of the loss into the folder of an export.
 
-    Args:
-      folder: The folder of the export.
-      workdir: The run's folder.
-      round: The number of rounds after which the model was saved; None: all rounds of the run.
-      trainer: The id of the trainer whose model it is; None: the consensus model.
+    `round` and `trainer` are those of the model; None: all rounds, the consensus model.
 
     Raises:
       DataError: If the run has no ledger, or a damaged one.

@@ -1,9 +1,7 @@
 """Draw charts as SVG: in a web page, or as files of their own.
 
-Reports, comparisons and the documentation use these charts. Positions inside the box of a chart are
-percentages of the box. So the box can be stretched, while texts and lines keep their size. The
-colours and dashes of curves are CSS classes, which `chart.css` defines. That file has one set of
-colours for light pages and one for dark pages.
+Positions in a box are percentages, so the box stretches while texts and lines keep their size.
+`chart.css` defines the colours and dashes of curves, for light pages and for dark ones.
 """
 
 import math
@@ -36,10 +34,7 @@ NUM_COLORS, NUM_DASHES = 7, 6  # no common factor, so 42 curves look different
 
 
 def look(index: int) -> str:
-    """The CSS classes of a curve's colour and dashes, for the curve with this number.
-
-    Curves are numbered from 0. A number has the same look in every chart.
-    """
+    """The CSS classes of colour and dashes of curve `index`, from 0, the same in every chart."""
     return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
 
 
@@ -59,10 +54,7 @@ class Axis(NamedTuple):
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """Position of a value on the axis: 0 for `low`, 1 for `high`.
-
-        A value outside the range has the position of the nearer end.
-        """
+        """Position of a value on the axis: 0 for `low` and less, 1 for `high` and more."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.is_log:
@@ -80,17 +72,16 @@ def axis(
     margin: float = 0.0,
     max_ticks: int = _MAX_TICKS,
 ) -> Axis:
-    """Make an axis whose range covers the values that will be drawn.
+    """Make an axis whose range covers the finite ones of `values`.
 
     Args:
       label: Name of the quantity. It includes the unit, unless `unit` has the unit.
-      values: The values that will be drawn. Values that are not finite are ignored.
-      base: Base of a logarithmic axis, which ignores values that are not positive. 0 makes the axis
-        linear.
+      values: The values that will be drawn.
+      base: Base of a logarithmic axis, which ignores values that are not positive; 0: linear.
       whole: Whether a linear axis has ticks only at whole numbers.
       unit: Unit that is printed after the number of each tick.
       margin: Empty room at both ends, as a fraction of the length that the values cover.
-      max_ticks: Largest number of ticks.
+      max_ticks: Upper limit of ticks.
     """
     shown = [v for v in values if abs(v) < _HUGE and (v > 0 or not base)] or [1.0]
     low, high = min(shown), max(shown)
@@ -143,17 +134,9 @@ class Curve(NamedTuple):
 def points(
     x: Iterable[Sequence[float]], y: Iterable[Sequence[float]], color: str, label: str = ""
 ) -> list[Curve]:
-    """Make curves that show values as dots, with bars over the ranges of the values.
+    """Make three curves for each dot: the dot, and bars over the ranges of its values.
 
-    Args:
-      x: For each dot the lowest, middle and highest horizontal value. The dot is at the middle
-        value, and a horizontal bar reaches from the lowest value to the highest.
-      y: The same for the vertical values, with a vertical bar.
-      color: The class of `chart.css` for the colour of dots and bars.
-      label: Label of the last dot. The other dots have no label.
-
-    Returns:
-      Three curves for each dot: the two bars and the dot.
+    `x` and `y` have the lowest, middle and highest value of each dot; the last dot has the label.
     """
     curves = []
     for across, up in zip(x, y, strict=True):
@@ -166,10 +149,9 @@ def points(
 
 
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The points (x and y) of a curve with one value for each round.
+    """The points (x and y) of a curve that is constant from n - 1 to n for round n.
 
-    The curve is constant from x = n - 1 to x = n for round n. It has a gap where rounds are
-    missing.
+    It has a gap where rounds are missing.
     """
     x, y = [], []
     for number, value in zip(rounds, values, strict=True):
@@ -220,18 +202,9 @@ def chart(
     height: int = 190,
     label_px: int = _LABEL_PX,
 ) -> Panel:
-    """Draw curves in a chart with two axes, and write the label of each curve beside its end.
+    """Draw curves, later ones over earlier ones, with their labels beside their ends.
 
-    Labels are moved apart where they would overlap.
-
-    Args:
-      x: Horizontal axis.
-      y: Vertical axis.
-      curves: The curves. Later ones are drawn over earlier ones.
-      title: Title of the chart.
-      height: Height of the box, in pixels.
-      label_px: Smallest distance between two labels, in pixels. It is less if the box has no room
-        for all labels at this distance.
+    Labels are at least `label_px` apart, if the box of `height` pixels has room.
     """
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
@@ -259,17 +232,9 @@ def frame(
     y_label: str,
     classes: str = "",
 ) -> Panel:
-    """Put a drawing into a box with a grid, ticks and axis labels.
+    """Put SVG elements, positioned in percent, into a box with a grid, ticks and axis labels.
 
-    Args:
-      x: Horizontal axis.
-      body: The drawing, as SVG elements whose positions are percentages of the box.
-      title: Title of the chart.
-      height: Height of the box, in pixels.
-      left: Texts on the left side of the box, each with a horizontal grid line. An entry is a pair:
-        the distance from the top of the box (0 to 1, the bottom), and the text.
-      y_label: Label for the texts on the left side.
-      classes: CSS classes of the whole chart, after a space.
+    `left` has texts on the left, each with a grid line, and their distance from the top (0 to 1).
     """
     across = [(f"{100 * x.at(tick):.2f}%", short(tick, x.unit)) for tick in x.ticks]
     up = [(f"{100 * row:.2f}%", text) for row, text in left]
@@ -314,18 +279,17 @@ def document(
     font_px: int = 13,
     theme: str | None = None,
 ) -> Figure:
-    """Make an SVG file with panels in a grid, and a caption below the grid.
+    """Make an SVG file with panels in a grid, row by row, and a caption below.
 
     Args:
-      panels: The panels, row by row, and in a row from the left.
+      panels: The panels.
       title: Text for screen readers.
       caption: Text below the panels.
       columns: Number of panels in a row.
       width: Width of the figure, in pixels.
       right_px: Room for labels to the right of each box, in pixels.
       font_px: Size of the text, in pixels.
-      theme: "light" or "dark" has the colours for such a page, and no background. None has a
-        background, and the colours that the reader's system prefers.
+      theme: As in `svg`.
     """
     em, top, parts = font_px, 0.0, []
     for row in (panels[first : first + columns] for first in range(0, len(panels), columns)):
@@ -362,16 +326,10 @@ def svg(
     font_px: int = 13,
     theme: str | None = None,
 ) -> Figure:
-    """Make the text of an SVG file from SVG elements.
+    """Make the text of an SVG file of `width` by `height` pixels from SVG elements.
 
-    Args:
-      width: Width in pixels.
-      height: Height in pixels.
-      title: Text for screen readers.
-      parts: SVG elements.
-      font_px: Size of the text, in pixels.
-      theme: "light" or "dark" has the colours for such a page, and no background. None has a
-        background, and the colours that the reader's system prefers.
+    With the `theme` "light" or "dark" it has no background; with None it has one, and the colours
+    that the reader's system prefers.
     """
     style = {None: STYLE, "light": _LIGHT + _RULES, "dark": _DARK + _RULES}[theme]
     paper = '<rect width="100%" height="100%" class="paper"/>' if theme is None else ""
@@ -384,7 +342,6 @@ def svg(
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
-    """Position of the last finite point of a curve in the box; None if no point is finite."""
     finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
     return (x.at(finite[-1][0]), 1 - y.at(finite[-1][1])) if finite else None
 

@@ -1,22 +1,11 @@
 """Simulated time: the seconds that a recorded run would take on a cluster.
 
-The seconds are computed from the run's ledger, which is the log of its rounds. In the simulated
-cluster every worker has its own device. All devices compute at the same rate, and all pairs of
-devices have the same bandwidth and latency.
-
-- **Compute.** A round of a trainer takes 6 * parameters * tokens floating-point operations (Kaplan
-  et al. 2020, section 2.1), which are divided among the trainer's workers.
-- **Synchronisation.** The workers of a trainer synchronise by a ring all-reduce: see `ring_s`. The
-  ledger states the number of bytes. If the parameters are synchronised in fragments, a fragment may
-  be on its way while the workers compute. `blocked_s` has the seconds for which the workers must
-  wait.
-- **Merge, refused merge, parameters for workers that join.** The ledger has a line for each of
-  these events. The bytes that the line states are sent over one link, and each communication that
-  the line counts (`syncs`) adds one latency. The members of a merge wait for one another; other
-  trainers do not wait. The members wait for all bytes of the line, including bytes for workers of
-  other trainers.
-- **Left out**: evaluation, checkpoints, the batch-size test (about 4 % of a round), the optimizer's
-  update, quantisation, failures, and transfers that share a link.
+Every worker has its own device. A round's 6 * parameters * tokens FLOPs (Kaplan et al. 2020, 2.1)
+are divided among a trainer's workers, who then wait for a ring all-reduce (`ring_s`, `blocked_s`).
+A ledger line of a merge or of joining workers costs its bytes over one link, and a latency for
+each of its `syncs`; the members of a merge wait for it, other trainers do not. Left out:
+evaluation, checkpoints, the batch-size test (about 4 % of a round), the optimizer's update,
+quantisation, failures, and transfers that share a link.
 """
 
 from collections import defaultdict
@@ -51,15 +40,7 @@ class Cluster:
 
 
 def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
-    """Simulated seconds from the start of a run until the last trainer has ended a round, by round.
-
-    Args:
-      events: The lines of the run's ledger. The run may be resumed or unfinished.
-      cluster: The cluster for which the run is timed.
-
-    Returns:
-      A dictionary from the number of the round to seconds.
-    """
+    """By round, simulated seconds from the start of a run until its last trainer has ended it."""
     start = last(events, "start")
     model, outer = start["num_params"], start["config"]["outer"]
     length = start["config"]["data"]["sequence_length"]
@@ -98,13 +79,9 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
 
 
 def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
-    """Seconds of a ring all-reduce: a reduce-scatter, then an all-gather (docs/algorithm.md, 6).
+    """Seconds of a ring all-reduce of `num_bytes` over links of `bandwidth` bytes/s.
 
-    Args:
-      num_members: Number of devices in the ring.
-      num_bytes: Size of the array that is reduced.
-      bandwidth: Bandwidth of each link, bytes/s.
-      latency_s: Latency of each link.
+    Source: docs/algorithm.md, 6.
     """
     return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)
 
@@ -117,11 +94,9 @@ def blocked_s(
     Args:
       transfer_s: Seconds that the transfers of all fragments take together.
       round_s: Seconds in which the workers compute.
-      num_fragments: Number of fragments: parts of the parameters, of equal size, that are
-        synchronised one after another in the round.
-      hidden_frac: Fraction of the round for which workers compute between sending a fragment and
-        using the result. At most 1 / num_fragments counts, because a fragment has arrived before
-        the next one is sent.
+      num_fragments: Number of fragments, of equal size, one after another.
+      hidden_frac: Fraction of the round between sending a fragment and using the result. At most
+        1 / num_fragments counts: a fragment has arrived before the next is sent.
 
     Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), sections 2.2 to 2.4.
     """

@@ -1,9 +1,7 @@
-"""Comparisons of variants: a list of runs with several seeds, and tables of their results.
+"""Comparisons of variants: configs that differ in some keys, with several seeds, and their tables.
 
-A variant is a config that differs in some keys from the comparison's base config. All numbers come
-from the ledgers (the logs) of the runs, at the evaluations of the consensus, which is the one model
-that stands for all trainers of a run. Communications and bytes are counted as in the report
-(`curves.heldout_points`).
+All numbers come from the runs' ledgers, at the evaluations of the consensus model. Communications
+and bytes are counted as in the report (`curves.heldout_points`).
 """
 
 import copy
@@ -71,18 +69,10 @@ class Comparison:
 
 
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
-    """Check a comparison, and list its runs in the order in which they will be made.
-
-    Args:
-      comparison: The result of a config file's `get_comparison()`.
-      folder: The folder of all runs. A run is in `<folder>/<variant>/seed-<seed>`.
-
-    Returns:
-      One `Trial` for every variant with every seed.
+    """Check a comparison; list its runs, in `<folder>/<variant>/seed-<seed>`, in order.
 
     Raises:
-      ConfigError: If the comparison or one of its variants is invalid. The message lists all
-        faults. The fault of a variant begins with the variant's name.
+      ConfigError: If the comparison or a variant is invalid; the message lists all faults.
     """
     variants, seeds = comparison.variants, comparison.seeds
     faults, runs = [], []
@@ -115,19 +105,12 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
 
 
 def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
-    """Costs and loss of a run at each evaluation of its consensus model.
+    """Loss (nats/token) and costs (`MEASURES`) at each evaluation of a run's consensus model.
 
-    Args:
-      events: The lines of the run's ledger.
-      simulated: The cluster and the model for which time is simulated.
-
-    Returns:
-      A dictionary for each evaluation with a finite loss, in order. It has `loss` (nats/token), and
-      what the run had spent until then in each of `MEASURES`: tokens, communications, bytes, serial
-      updates, simulated seconds and rounds.
+    Evaluations whose loss is not finite are left out.
 
     Raises:
-      DataError: If the ledger has no evaluation with a finite loss.
+      DataError: If no evaluation is left.
     """
     end_s = run_seconds(events, simulated)
     updates: dict[int, int] = {}
@@ -152,34 +135,24 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
 def tabulate(
     comparison: Comparison, folder: str | Path, *, results_file: Path | None = None
 ) -> dict:
-    """Compute the comparison's table from the runs' ledgers.
+    """Compute the comparison's table from the runs' ledgers, as plain values, ready for JSON.
 
-    Costs are measured in tokens, communications, bytes, serial updates, simulated seconds and
-    rounds (`MEASURES`). The budget of a measure is the smallest final cost of any run; runs whose
-    final cost is zero, such as runs that never communicate, are left out. The loss "at equal" cost
-    is the lowest loss that a run reached within the budget. Tokens, updates and time grow while
-    devices compute, so the loss is interpolated over them between evaluations. The cost "to reach"
-    a loss is the cost at the first evaluation with that loss or a lower one.
+    The budget of a measure (`MEASURES`) is the smallest final cost above zero of any run. The loss
+    "at equal" cost is the lowest within the budget, interpolated between evaluations for tokens,
+    updates and time. The cost "to reach" a loss is that of the first evaluation with it.
 
     Args:
       comparison: The comparison.
       folder: The folder of the comparison's runs, all of which have finished.
-      results_file: A file with lines of finished runs. The folders of these runs are not needed.
+      results_file: Lines of finished runs, whose folders are then not needed.
 
     Returns:
-      Plain values, ready for JSON:
-
-      - `name`, of the folder, and the comparison's `baseline`, `seeds` and `target_losses`;
-      - `ran`, a sentence on the runs, their dates and devices; `simulated`, a text on the simulated
-        cluster; `charged`, a sentence on how communications are counted;
+      - `name`, `baseline`, `seeds` and `target_losses` of the comparison;
+      - `ran`, `simulated`, `charged`: sentences on runs, cluster and counted communications;
       - `budgets`: the budget of each measure;
-      - `rows`: a dictionary for each variant. `final` has the loss and the costs at the end of the
-        runs, `at_equal` the lowest loss within each budget. `to_target` is a list with the costs to
-        reach each target loss. `to_baseline` has the costs with which a seed reached the final loss
-        that the baseline had with the same seed.
-
-      Each value of a row is summarised over the seeds: `median`, `low`, `high`, and `reached`, the
-      number of `seeds` that have a value.
+      - `rows`: for each variant `final`, `at_equal`, `to_target` (a list by target loss) and
+        `to_baseline` (the final loss of the baseline with the same seed). Each value is summarised
+        over seeds: `median`, `low`, `high`, and `reached`, the number of `seeds` that have it.
 
     Raises:
       DataError: If a run is missing or not finished.
@@ -226,16 +199,7 @@ def tabulate(
 
 
 def markdown(table: dict) -> str:
-    """Format the table of a comparison in Markdown: medians over seeds, with ranges in brackets.
-
-    Args:
-      table: The result of `tabulate`.
-
-    Returns:
-      A title, a sentence on the runs and devices, a conclusion, a link to the figure `front.svg`,
-      and the tables: the loss at equal cost, the cost to reach the baseline's final loss, and the
-      cost to reach each target loss.
-    """
+    """Format the result of `tabulate` in Markdown: medians over seeds, with ranges in brackets."""
     rows, shown = table["rows"], f"median of {counted(len(table['seeds']), 'seed')} (range)"
     equal = [f"{MEASURES[m]} ({short(table['budgets'][m])})" for m in MEASURES]
     losses = [
@@ -263,12 +227,7 @@ def markdown(table: dict) -> str:
 
 
 def write(comparison: Comparison, folder: str | Path, *, results_file: Path | None = None) -> dict:
-    """Write the table into the folder of the runs, as `comparison.json` and `comparison.md`.
-
-    The arguments are those of `tabulate`.
-
-    Returns:
-      The table.
+    """Write `tabulate`'s table to the folder, as `comparison.json` and `comparison.md`; return it.
 
     Raises:
       DataError: If a run is missing or not finished.
@@ -281,7 +240,6 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
 
 
 def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
-    """Describe the runs of a comparison: their number, dates, devices, model and data."""
     base = comparison.base
 
     def recorded(key: str) -> str:
@@ -383,19 +341,10 @@ _loss = "{:.3f}".format
 
 
 def figure(table: dict, *, command: str) -> Figure:
-    """Draw what each variant spent to reach a target loss: one dot for each variant.
+    """Draw what each variant spent to reach a target loss: one dot for each, two costs per panel.
 
-    Each panel answers a question, such as what fewer communications cost in tokens, and has one
-    cost on each axis. The target loss is the one that most variants reached with more than half of
-    their seeds. If there are several such losses, it is the lowest of them.
-
-    Args:
-      table: The result of `tabulate`. If no variant reached a target loss, the figure has no
-        panels.
-      command: The command line of the comparison, which the caption states.
-
-    Returns:
-      An SVG file.
+    The target is the lowest of those that most variants reached with more than half of their seeds.
+    Without one, the figure has no panels. The caption states the command line.
     """
     rows, losses = table["rows"], table["target_losses"]
     spent = [{name: row["to_target"][i] for name, row in rows.items()} for i in range(len(losses))]
@@ -439,10 +388,7 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto front of points, sorted by the first coordinate.
-
-    A point is on the front if no other point is at least as low in both coordinates.
-    """
+    """The Pareto front of points, where low is good, sorted by the first coordinate."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:
@@ -469,6 +415,5 @@ def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
 
 
 def _range(spread: dict) -> tuple[float, float, float]:
-    """The lowest value, the median and the highest value of a spread."""
     high = spread["median"] if spread["high"] is None else spread["high"]
     return spread["low"], spread["median"], high

@@ -1,8 +1,4 @@
-"""Read and group the ledgers (logs) of runs, and compute curves of losses over costs.
-
-A cost is what a run has spent so far, such as tokens or bytes. A band shows the curves of several
-seeds as their median and their range.
-"""
+"""Read and group the ledgers of runs, and compute curves of losses over costs, such as tokens."""
 
 import json
 import math
@@ -40,10 +36,7 @@ class RunRecord:
 
     @property
     def start(self) -> dict:
-        """The last `start` line of the ledger, which has the newest config.
-
-        A ledger has several `start` lines if the run was resumed.
-        """
+        """The last `start` line, which has the newest config; a resumed run has several."""
         return last(self.events, "start")
 
     @property
@@ -73,16 +66,10 @@ class Band(NamedTuple):
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunRecord:
-    """Read the ledger in the folder of a run.
-
-    Args:
-      folder: The folder of a finished or running run.
-
-    Returns:
-      The folder, and the lines of the ledger.
+    """Read the ledger in the folder of a finished or running run.
 
     Raises:
-      DataError: If the folder has no ledger, or if its ledger is damaged or has no `start` line.
+      DataError: If the ledger is missing, damaged, or has no `start` line.
     """
     path = Path(folder) / "ledger.jsonl"
     run = RunRecord(Path(folder), ledger.read(path))
@@ -92,19 +79,16 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
 
 
 def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) -> list[Variant]:
-    """Group runs into variants. The runs of a variant have configs that differ only in `seed`.
+    """Group runs whose configs differ only in `seed`, in the order of their first runs.
 
     Args:
       runs: The results of `read_run`.
-      labels: A label for each run. A variant has the label of its first run. If None, a run's label
-        is the path of its folder, from the deepest folder that contains the folders of all runs.
-
-    Returns:
-      The variants, in the order of their first runs.
+      labels: A label for each run, of which the first of a variant counts. None: paths, from the
+        deepest folder that contains all runs.
 
     Raises:
-      ConfigError: If there are no runs, a run is named twice, the numbers of labels and runs
-        differ, or runs with the same label have different configs.
+      ConfigError: If there are no runs, a run is named twice, labels are too few or too many, or
+        runs with the same label have different configs.
     """
     folders = [run.folder.resolve() for run in runs]
     if not runs or len(set(folders)) < len(folders):
@@ -135,16 +119,13 @@ def last(events: Sequence[dict], name: str) -> dict:
 
 
 def by_trainer(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """Group lines of a ledger by the trainer's id, with ids in ascending order.
-
-    Lines on the consensus model, which stands for all trainers, are left out.
-    """
+    """Group lines of a ledger by trainer, ascending, without those on the consensus model."""
     trainers = sorted({e["trainer"] for e in events if e["trainer"] != "consensus"})
     return {trainer: [e for e in events if e["trainer"] == trainer] for trainer in trainers}
 
 
 def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """Group the `round` lines of a ledger by the number of the round, in ascending order."""
+    """Group the `round` lines of a ledger by the number of the round, ascending."""
     rounds = defaultdict(list)
     for event in lines(events, "round"):
         rounds[event["round"]].append(event)
@@ -174,19 +155,10 @@ def is_classifier(run: RunRecord) -> bool:
 def heldout_points(
     events: Sequence[dict], *, trainer: int | str = "consensus", field: str = "loss"
 ) -> list[dict]:
-    """The evaluations of a trainer or of the consensus model, with the costs of the run until then.
+    """The evaluations of a trainer or of the consensus model, in order, with the costs until then.
 
-    If the consensus model is an average of the trainers, its costs include the cost of averaging
-    them (see `gathering`).
-
-    Args:
-      events: The lines of a run's ledger.
-      trainer: A trainer's id, or "consensus".
-      field: The value that is wanted: "loss" (nats) or "accuracy" (a fraction).
-
-    Returns:
-      A dictionary for each evaluation, in order: `round`, `value` (NaN if not finite), and what all
-      trainers had spent: `tokens`, `syncs` (communications) and `bytes`.
+    `field` is "loss" (nats) or "accuracy" (a fraction). A point has `round`, `value` (NaN if not
+    finite), and what all trainers had spent: `tokens`, `syncs` and `bytes`, with `gathering`.
     """
     gathered = gathering(events) if trainer == "consensus" else {}
     points = []
@@ -199,17 +171,10 @@ def heldout_points(
 
 
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
-    """The cost of gathering all trainers for a consensus model that is their average.
+    """The cost, by evaluated round, of gathering the trainers for a consensus that is their mean.
 
-    This cost would occur only once, for the average that is used in the end. So the run's totals do
-    not include it, and the cost at one evaluation is not added to the next.
-
-    Args:
-      events: The lines of a run's ledger.
-
-    Returns:
-      By the number of the evaluated round: `syncs` (communications) and `bytes`. A round is left
-      out if its consensus model is not an average.
+    It would occur only once, for the mean that is used in the end. So the run's totals lack it, and
+    that of one evaluation (`syncs`, `bytes`) is not added to the next.
     """
     evaluations = lines(events, "eval")
     living = Counter(e["round"] for e in evaluations if e["trainer"] != "consensus")
@@ -222,15 +187,9 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
-    """The training loss after each round, with the costs of the run until then.
+    """The training loss after each round, in order, with the costs of the run until then.
 
-    Args:
-      events: The lines of a run's ledger.
-      trainer: A trainer's id. None: the mean loss over the trainers of a round.
-
-    Returns:
-      A dictionary for each round, in order: `round`, `value` (NaN if not finite), and what all
-      trainers had spent: `tokens`, `syncs` (communications) and `bytes`.
+    `trainer` None: the mean over the trainers of a round. Points are like `heldout_points`.
     """
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
@@ -245,17 +204,11 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 
 
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
-    """Compute the median and the spread of several curves over common values of x.
+    """Compute the median and the spread of several curves over all their x that every curve covers.
 
-    The common values are the x of all points of all curves, within the interval that every curve
-    covers. Each curve is interpolated linearly between its points. The spread reaches from the
-    minimum to the maximum; with five curves or more it reaches from the first to the third
-    quartile.
-
-    Args:
-      curves: x and y of each curve. Points are sorted by x, because costs that include `gathering`
-        may decrease from one point to the next. If a curve has several points with the same x, the
-        last of them counts. If y is NaN for one curve, the band is NaN there.
+    Curves are interpolated linearly. The spread is from minimum to maximum, or between quartiles
+    from five curves on. Of points with the same x the last counts: with `gathering`, costs may
+    decrease, so points are sorted by x.
     """
     settled = [dict(sorted(dict(zip(x, y, strict=True)).items())) for x, y in curves]
     first, end = max(map(min, settled)), min(map(max, settled))
@@ -272,9 +225,8 @@ def _nan(value: float | None) -> float:
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
     """For each round, its seconds, and how many of them were spent waiting for compilation.
 
-    If trainers end a round together, their ledger lines state the same seconds, which count once.
-    If trainers do not wait for one another, each line states the seconds since the previous trainer
-    ended, and the seconds of a round are the sum over its lines.
+    Trainers that end a round together state the same seconds, which count once. Otherwise each
+    states the seconds since the previous trainer ended, and these are summed.
     """
     seconds = {}
     for number, group in by_round(events).items():

@@ -1,9 +1,7 @@
 """Measure how batch gradients scatter about the full gradient at a checkpoint of a run.
 
-The n sequences that are measured are treated as the whole population. So their mean gradient G is
-known exactly, and so is tr(Sigma), the trace of the covariance of their gradients. If a batch of b
-of these sequences is drawn without replacement, its gradient g_b satisfies E|g_b - G|^2 = (1 - b/n)
-tr(Sigma) / b.
+The n measured sequences are the whole population, so the mean gradient G and the trace tr(Sigma) of
+the covariance are exact, and for a batch E|g_b - G|^2 = (1 - b/n) tr(Sigma) / b.
 """
 
 import functools
@@ -49,20 +47,9 @@ def ratio(value: float | None, over: float | None) -> float | None:
 
 
 def deviation_law(noise: float, batch_size: int, num_examples: int) -> float:
-    """Expected root mean square of |g_b - G|, the deviation of a batch gradient from the full one.
+    """Expected root mean square of |g_b - G|, of b out of n examples drawn without replacement.
 
-    g_b is the mean gradient of b examples that are drawn without replacement from n examples. G is
-    the mean gradient of all n, and tr(Sigma) is the trace of the covariance of their gradients.
-
-    Args:
-      noise: tr(Sigma), unbiased (divided by n - 1).
-      batch_size: b, at most n.
-      num_examples: n, at least 2.
-
-    Returns:
-      sqrt(tr(Sigma) / b) * sqrt(1 - b/n). The same follows in another way: independent draws have
-      the law sqrt(v / b) with the variance v = (n - 1)/n tr(Sigma) of the n examples, and drawing
-      without replacement multiplies this law by sqrt((n - b)/(n - 1)).
+    It is sqrt(tr(Sigma) / b) * sqrt(1 - b/n), with `noise` tr(Sigma) unbiased (divided by n - 1).
 
     Source: Cochran 1977, Sampling Techniques, theorem 2.2: the finite population correction.
     """
@@ -70,11 +57,7 @@ def deviation_law(noise: float, batch_size: int, num_examples: int) -> float:
 
 
 def draw_batches(num_examples: int, batch_size: int, draws: int, seed: int) -> np.ndarray:
-    """Draw random batches of distinct examples.
-
-    Returns:
-      Positions of the examples, int64 [draws, batch_size].
-    """
+    """Draw the positions of random batches of distinct examples, int64 [draws, batch_size]."""
     rng = np.random.default_rng([seed, _BATCHES, batch_size])
     return np.stack([rng.choice(num_examples, batch_size, replace=False) for _ in range(draws)])
 
@@ -92,34 +75,28 @@ def measure(
 ) -> dict:
     """Measure noise and signal of the gradients of rows, and how gradients of batches scatter.
 
-    The full gradient G is the mean gradient over all n rows. The noise is tr(Sigma), the trace of
-    the covariance of single rows' gradients. The signal is |G|^2. Batches are drawn at random,
-    without replacement, and their gradients are compared with G.
-
-    The device needs memory for a few copies of the parameters, or for `pass_size` copies if the
-    loss function has no gradient taps. 2 n + draws * (sum of the batch sizes) rows are processed.
+    Needs memory for a few copies of the parameters, or for `pass_size` copies without gradient
+    taps. Processes 2 n + draws * (sum of the batch sizes) rows.
 
     Args:
-      loss_fn: `loss_fn(params, rows) -> scalar`, the mean over the rows. It may have gradient taps,
-        by which one backward pass gives the gradient norm of each row (`core.gradstats`).
+      loss_fn: `loss_fn(params, rows) -> scalar`, the mean over the rows, with gradient taps or not.
       params: Any pytree of arrays.
       rows: The n rows, [n, ...].
       batch_sizes: Distinct batch sizes, each at least 1 and below n.
       draws: Number of random batches of each size, at least 2.
       seed: Seed of the random batches and of the drawn coordinates, at least 0.
-      pass_size: Largest number of rows in one pass on the device.
+      pass_size: Upper limit of rows in one pass on the device.
       on_sequences: Called with the number of rows of each pass, for a progress bar.
 
     Returns:
       Plain values, ready for JSON:
 
-      - `num_params`, and `num_coordinates`: how many coordinates of gradients are examined, which
-        are all of them or a random choice;
+      - `num_params`, and `num_coordinates`: how many are examined, all or a random choice;
       - `mean_gradient_norm`: |G|;
       - `noise`: tr(Sigma), and `signal`: |G|^2, both unbiased, so the signal may be negative;
       - `noise_scale`: noise / signal, in sequences (McCandlish et al. 2018, arXiv 1812.06162, eq.
         2.9); None if the signal is not positive;
-      - `bin_edges`: the edges of the histograms' bins;
+      - `bin_edges` of the histograms;
       - `batches`: for each batch size the result of `_scatter`.
 
     Raises:
@@ -195,16 +172,11 @@ def _deviation(
 
 
 def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: float) -> dict:
-    """Summarise how the gradients of the random batches of one size deviate from the full gradient.
+    """Summarise the deviations of the batches of one size: norms, kurtosis, histogram.
 
-    The result has the mean, spread and root mean square of the deviations' norms, and the excess
-    kurtosis and a histogram of the deviations' coordinates. Each coordinate is first divided by its
-    root mean square over the batches; coordinates that never deviate are left out. Without this
-    division, normal coordinates of unequal variance would together look heavy-tailed. With it, the
-    expected excess kurtosis of normal coordinates is -6 / (S + 2) for S batches.
-
-    Source: excess kurtosis m_4 / m_2^2 - 3 (g_2 of Joanes and Gill 1998), but with moments about
-    zero instead of moments about the mean.
+    Coordinates are first divided by their root mean square, or unequal variances would look
+    heavy-tailed; normal ones then have the excess kurtosis -6 / (S + 2). Kurtosis: g_2 of Joanes
+    and Gill 1998, about zero instead of the mean.
     """
     root_C = np.sqrt(np.mean(np.square(values_SC), axis=0, dtype=np.float64)).astype(np.float32)
     scaled_SC = values_SC[:, root_C > 0] / root_C[root_C > 0]
@@ -226,24 +198,11 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
 def compare(
     events: Sequence[dict], *, round: int, trainer: int | None, noise: float, signal: float
 ) -> list[dict]:
-    """Compare a run's own batch-size tests near a checkpoint with the measured noise and signal.
+    """Compare a run's own batch-size tests at `round`, and at the next, with noise and signal.
 
-    A round's test is taken at the start of the round. So the test of the round after the checkpoint
-    used exactly the parameters of the checkpoint, with other sequences. After the last round of a
-    run there is no such test.
-
-    Args:
-      events: The lines of the run's ledger.
-      round: The round of the checkpoint.
-      trainer: The trainer whose tests are compared; None: all trainers.
-      noise: tr(Sigma), as measured.
-      signal: |G|^2, as measured.
-
-    Returns:
-      A dictionary for each trainer in the checkpoint's round, and for each in the next round. It
-      has the noise, the signal and the noise scale that the test estimated, and each divided by the
-      measured value (`noise_ratio` and so on). An entry is None if it was not tested, or if a
-      divisor is not positive.
+    The next round's test used exactly the checkpoint's parameters. `trainer` None: all trainers.
+    Each entry has the test's noise, signal and noise scale, and their ratios to the measured ones
+    (`noise_ratio` and so on); None if not tested, or if a divisor is not positive.
     """
     measured = {"noise": noise, "signal": signal, "noise_scale": ratio(noise, signal)}
     found = []
@@ -271,24 +230,18 @@ def analyse_run(
     out: str | os.PathLike[str] | None = None,
     command: str = "",
 ) -> dict:
-    """Measure batch gradients at a checkpoint of a run, and write the results as JSON and SVG.
-
-    `gradient_analysis.json` and `gradient_analysis.svg` show how the gradients of random batches
-    scatter about the mean gradient of `num_sequences` sequences, and what the run's own batch-size
-    tests estimated.
+    """Measure batch gradients at a checkpoint of a run; write `gradient_analysis.json` and `.svg`.
 
     Args:
       workdir: The run's folder. Nothing in it is changed, except its subfolder `report/`.
       machine: The devices that may be used. The first of them computes.
       round: The round of the checkpoint; None: the newest checkpoint.
-      trainer: A trainer's id; None: the consensus model, which stands for all trainers.
-      num_sequences: How many sequences are measured. They are drawn at random from all training
-        rows of the run.
+      trainer: A trainer's id; None: the consensus model.
+      num_sequences: How many sequences are drawn from the run's training rows.
       batch_sizes: Batch sizes, each at least 1 and below `num_sequences`.
       draws: Number of random batches of each size, at least 2.
       seed: Seed of sequences, batches and coordinates, at least 0.
-      pass_size: Largest number of sequences in one pass on the device; None: the run's largest
-        micro-batch.
+      pass_size: Upper limit of sequences in one pass; None: the run's largest micro-batch.
       out: Folder of the two files; None: `report` in the run's folder.
       command: The command line, which both files state.
 

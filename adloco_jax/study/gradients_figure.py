@@ -1,8 +1,4 @@
-"""The figure and the printed lines of a gradient analysis.
-
-A gradient analysis (`study.gradients`) measures how the gradients of random batches scatter about
-the full gradient, which is the mean over all measured sequences.
-"""
+"""The figure and the printed lines of a gradient analysis (`study.gradients`)."""
 
 import numpy as np
 
@@ -15,15 +11,7 @@ _TEST = ("round", "trainer", "noise", "signal", "noise scale")
 
 
 def describe(result: dict) -> list[str]:
-    """Format a gradient analysis as lines of text in columns, at most 80 characters wide.
-
-    Args:
-      result: The result of `analyse_run`.
-
-    Returns:
-      Lines with the measured noise and signal, a table of the scatter for each batch size, and a
-      table of what the run's own batch-size tests estimated.
-    """
+    """Format the result of `analyse_run` as lines of text, at most 80 characters wide."""
     unit, total = result["unit"], result["num_params"]
     source = SOURCES.get(result["source"], result["source"])
     lines = [
@@ -52,14 +40,7 @@ def describe(result: dict) -> list[str]:
 def figure(result: dict) -> Figure:
     """Draw how the gradients of random batches deviate from the full gradient.
 
-    The left panel has histograms of the single coordinates of the deviations. The right panel has
-    the norms of the deviations against the batch size.
-
-    Args:
-      result: The result of `analyse_run`.
-
-    Returns:
-      An SVG file.
+    Left: histograms of single coordinates. Right: norms against the batch size.
     """
     return chart.document(
         [_histograms(result), _norms(result)],
@@ -72,7 +53,6 @@ def figure(result: dict) -> Figure:
 
 
 def _histograms(result: dict) -> Panel:
-    """Draw how the single coordinates of the deviations are distributed, by batch size."""
     edges, lowest, curves = np.array(result["bin_edges"]), 1.0, []
     for index, batch in enumerate(result["batches"]):
         density = np.array(batch["counts"]) / (max(1, batch["num_deviations"]) * np.diff(edges))
@@ -90,7 +70,6 @@ def _histograms(result: dict) -> Panel:
 
 
 def _norms(result: dict) -> Panel:
-    """Draw the norm of a batch gradient's deviation against the batch size, beside the theory."""
     batches, n = result["batches"], result["num_sequences"]
     sizes, mean, rms = (
         np.array([batch[name] for batch in batches])

@@ -23,10 +23,7 @@ _COSTS = {
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
-    """The colour class and the label of each trainer's curve.
-
-    Only trainers that took part in the last round have a label; the others have an empty one.
-    """
+    """The colour class and the label of each trainer's curve; empty for trainers that had left."""
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
     return {
@@ -39,24 +36,15 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
 
 
 def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:
-    """Draw one chart for each cost, such as tokens or bytes: the loss over this cost.
+    """Draw held-out (else training) losses, or accuracies, over each cost that a run has.
 
-    If any run was evaluated, the charts show held-out losses, otherwise training losses.
-
-    Args:
-      variants: The runs by variant. If there is a single run, each trainer has a curve, and so has
-        the consensus model. If there are several runs, each variant has a curve; a variant with
-        several seeds has the median of its runs, with a band.
-      field: "loss", or "accuracy" if the runs train classifiers.
-
-    Returns:
-      The charts by the name of the cost. A cost of which no run spent anything has no chart.
+    A single run has a curve for each trainer and the consensus model. Several runs have one for
+    each variant, with a band over its seeds.
     """
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
-        """The points of the curve of a run or of one of its trainers, with simulated times."""
         if heldout:
             who = "consensus" if trainer is None else trainer
             found = curves.heldout_points(run.events, trainer=who, field=field)

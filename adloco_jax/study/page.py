@@ -1,7 +1,6 @@
 """Make a self-contained web page: it holds its charts and styles, and loads and runs nothing.
 
-Texts on the page may come from a ledger or from the name of a file. So every function escapes its
-arguments, except those whose name ends in `html`.
+Every function escapes its arguments, except those whose name ends in `html`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +33,7 @@ def page(
       lead: One sentence with the result.
       screen_html: HTML of what is visible at once.
       details_html: HTML of the parts below, which open on a click.
-      num_curves: Number of curves that have a row in a table. While the pointer is on a row, its
-        curve is highlighted.
+      num_curves: Number of curves that a pointer on their row in a table highlights.
       refresh_s: Seconds after which a browser reads the page again; None: never.
     """
     refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
@@ -55,13 +53,9 @@ def page(
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files to a folder, which is created if missing; older files are replaced atomically.
+    """Write files by name to a folder, created if missing; older ones are replaced atomically.
 
     Characters that cannot be encoded, for instance in a file name, become question marks.
-
-    Args:
-      folder: The folder.
-      texts: The content of each file, by the name of the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -80,10 +74,7 @@ def verbatim(text: str) -> str:
 
 
 def folded(summary: str, html: str, *, is_open: bool = False) -> str:
-    """The HTML of a part of the page that a click opens and closes; in print it is always open.
-
-    Only `summary` is visible while the part is closed.
-    """
+    """The HTML of a part that a click on `summary` opens and closes; in print it is always open."""
     opened = " open" if is_open else ""
     return f"<details{opened}>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
@@ -94,14 +85,7 @@ def figure(html: str, caption: str) -> str:
 
 
 def tabs(name: str, panels: Mapping[str, Panel]) -> str:
-    """The HTML of charts behind tabs: a click on a tab shows its chart instead of the others.
-
-    At first the page shows the first chart.
-
-    Args:
-      name: Name of the group of tabs: only letters, and unique on the page.
-      panels: The charts, by the texts of their tabs.
-    """
+    """The HTML of charts behind tabs; `name` is only letters, and unique on the page."""
     parts = []
     for number, (text, panel) in enumerate(panels.items()):
         key, checked = f"{name}-{number}", "" if number else " checked"
@@ -115,15 +99,10 @@ def tabs(name: str, panels: Mapping[str, Panel]) -> str:
 def table(
     caption: str, rows: Sequence[Mapping[str, Cell]], *, texts: int = 1, is_legend: bool = False
 ) -> str:
-    """The HTML of a table whose first columns hold text, and the others numbers.
+    """The HTML of a table, a dictionary for each row, all with the same columns.
 
-    Args:
-      caption: Caption of the table.
-      rows: At least one row. A row has its cells by the heading of the column, which includes the
-        unit. All rows have the same columns. The first cell is the heading of the row.
-      texts: Number of text columns, from the left.
-      is_legend: Whether each row belongs to a curve. The first cell of a row then shows the number
-        and the line style of its curve.
+    The first `texts` columns are text, the others numbers; the first cell is the row's heading. In
+    a legend it also shows the number and the line style of the row's curve.
     """
     classes = [' class="text"'] * texts + [""] * (len(rows[0]) - texts)
     head = [
@@ -152,7 +131,6 @@ def table(
 
 
 def _in_legend(number: int, html: str) -> str:
-    """The first cell of a curve's table row: the curve's number, a piece of its line, its name."""
     return (
         f'<span class="swatch {chart.look(number)}"><b>{number + 1}</b><svg width="20" height="8"'
         f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'

@@ -42,16 +42,12 @@ def write(
     labels: Sequence[str] | None = None,
     refresh_s: int | None = None,
 ) -> Path:
-    """Write the report on runs: a web page, its charts of the loss, and the totals of the runs.
-
-    The files are `index.html`, `loss.svg` and `summary.json`. Runs whose configs differ only in the
-    seed are one variant, which is drawn as a median with a band.
+    """Write the report on runs, finished or not: `index.html`, `loss.svg` and `summary.json`.
 
     Args:
-      runs: The runs' folders. The runs may be unfinished.
+      runs: The runs' folders.
       folder: Output folder, created if it does not exist. Each file is replaced atomically.
-      labels: A label for each run. A variant has the label of its first run. None: the labels are
-        the paths of the folders, from the deepest folder that contains them all.
+      labels: See `curves.variants`.
       refresh_s: Seconds after which a browser reads the page again; None: never.
 
     Returns:
@@ -88,19 +84,9 @@ def watch(
     *,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Write the report again whenever a ledger grows, until all runs have ended.
+    """Write the report whenever a ledger grows, once each run has a round, until all have ended.
 
-    Until then the page refreshes itself in a browser. The page is written for the first time when
-    each run has a finished round.
-
-    Args:
-      runs: The runs' folders, which need not exist yet.
-      folder: Output folder, created if it does not exist.
-      labels: A label for each run; None: the paths of the folders, as in `write`.
-
-    Raises:
-      ConfigError: If there are no runs, a run is named twice, or the labels do not fit the runs.
-      DataError: If a ledger is damaged.
+    The runs' folders need not exist yet. The other arguments and errors are those of `write`.
     """
     ledgers, drawn, is_first = [Path(run) / "ledger.jsonl" for run in runs], [], True
     while True:
@@ -120,11 +106,8 @@ def watch(
 def conclude(workdir: str | os.PathLike[str]) -> None:
     """Print the final table of a finished run; write its report, and the card of its export.
 
-    If one of them cannot be written, a line on stderr says so. The run itself is saved already. A
-    card that is there already is kept.
-
-    Args:
-      workdir: The run's folder.
+    What cannot be written has a line on stderr; the run is saved already. A card that is there
+    already is kept.
 
     Raises:
       DataError: If the folder has no ledger, or a damaged one.
@@ -222,7 +205,6 @@ def _lead(variants: Sequence[Variant]) -> str:
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
-    """Make the table of totals, with a row for each variant."""
     caption = "Communications are blocking and summed over trainers."
     if len(variants) > 1:
         caption += " Point at a row to see its curve alone."
@@ -239,7 +221,6 @@ def _totals_table(variants: Sequence[Variant]) -> str:
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
-    """The totals for `summary.json`."""
     if len(variants) == len(variants[0].runs) == 1:
         return summary.totals(variants[0].runs[0].events)
     return {
@@ -269,7 +250,6 @@ def _measures(run: RunRecord) -> dict:
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
-    """A cell with the median of a total over the seeds, and the range below it."""
     if any(value is None for value in values):
         return "-"
     low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))

@@ -1,8 +1,6 @@
-"""A results file of a comparison, which has one line of JSON for each finished run.
+"""A results file of a comparison: a line of JSON for each finished run, with all that tables need.
 
-A line has all data of a run that tables and figures need, so the folder of the run can be deleted.
-The file can be committed. A comparison that is given the file makes only those runs that have no
-line in the file.
+The run's folder can then be deleted, and the file committed. Runs with a line are not made again.
 """
 
 import contextlib
@@ -56,10 +54,9 @@ class Trial(NamedTuple):
 
 
 def digest(config: ConfigDict) -> str:
-    """Hash of the keys in which a config differs from the defaults, with their values.
+    """Hash of the keys in which a config differs from the defaults, without paths of data.
 
-    The hash identifies a config in a results file. Keys that are paths of data are not hashed. The
-    hash stays the same when the package gets new knobs, as long as the config has their defaults.
+    So new knobs of the package do not change it.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
     changed = {key: v for key, v in values.items() if v != default_of(key)}
@@ -72,9 +69,7 @@ def key(run: Trial) -> tuple[str, int, str]:
 
 
 def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Read a results file. Return its lines by `key` (variant, seed, digest of the config).
-
-    The result is empty if the file does not exist.
+    """Read a results file, if there is one: its lines by `key`.
 
     Raises:
       DataError: If a line cannot be read.
@@ -102,17 +97,10 @@ def append(
     curve: list[dict[str, float]],
     events: list[dict],
 ) -> None:
-    """Add the line of a finished run to the results file.
+    """Add the line of a finished run to the results file, which is created if missing.
 
-    Besides what is given, the line has `train_loss`: the mean training loss in the last round, over
-    its trainers and their updates (nats/token; null if it is not finite).
-
-    Args:
-      path: The results file. The file and its folder are created if missing.
-      run: The run.
-      changes: The keys in which the variant differs from the comparison's base, with their values.
-      curve: Costs and held-out loss at each evaluation, see `compare.curve`.
-      events: The lines of the run's ledger.
+    `changes` are the variant's keys, and `curve` the result of `compare.curve`. `train_loss` is the
+    mean training loss in the last round (nats/token; null if not finite).
     """
     start, end = lines(events, "start")[-1], lines(events, "end")[-1]
     train_loss = training_points(events)[-1]["value"]

@@ -1,7 +1,4 @@
-"""Figures of one run over its rounds: its trainers, batches, tests, seconds and learners.
-
-A learner is a process that runs workers of the run. Only runs with `engine.kind=ray` have learners.
-"""
+"""Figures of one run over its rounds: its trainers, batches, tests, seconds and learners."""
 
 import itertools
 import math
@@ -27,16 +24,7 @@ _MARKS = {
 
 
 def life(run: RunRecord) -> str:
-    """Draw each trainer as a bar from its first round to its last, with its batch and its events.
-
-    Events are merges, refused merges, added workers, and trainers that left the run.
-
-    Args:
-      run: A run with at least one finished round.
-
-    Returns:
-      HTML.
-    """
+    """Draw trainers as bars over rounds, with batches, merges, refusals, joins and departures."""
     rounds = curves.lines(run.events, "round")
     by_trainer = curves.by_trainer(rounds)
     happened = [e for e in curves.lines(run.events, *_MARKS) if _concerned(e)]
@@ -102,7 +90,6 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
-    """Draw the bar of a trainer over the rounds."""
     changed = itertools.groupby(
         lines, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
     )
@@ -171,11 +158,7 @@ _BATCHES: Mapping[str, tuple[int, Mapping[str, str]]] = {
 
 
 def batches(run: RunRecord) -> str:
-    """Draw the batches of each round, and what the batch-size test measured.
-
-    There are panels for the batch per worker, the number of accumulated micro-batches, the noise,
-    the signal, and the batch that the test asked for.
-    """
+    """Draw the batches of each round, and what the batch-size test measured."""
     looks, drawn = loss.trainer_looks(run), ""
     for label, (base, fields) in _BATCHES.items():
         lines = []
@@ -255,17 +238,7 @@ _SIGNS = {"lost": "✕", "late": "!", "rejected": "?"}  # signs of a learner's e
 
 
 def learners(run: RunRecord) -> str:
-    """Draw in which rounds each learner was present, its events, and the share of workers counted.
-
-    A learner is a process that runs workers. Its events are losses, late answers and rejected
-    updates. A worker counts in a round if its update was used.
-
-    Args:
-      run: A run with `engine.kind=ray` and at least one finished round.
-
-    Returns:
-      HTML.
-    """
+    """Draw the rounds in which each learner was present, its events, and the workers counted."""
     rounds = curves.lines(run.events, "round")
     found = {e["learner"]: [] for e in curves.lines(run.events, "learner")}
     for event in curves.lines(run.events, "learner"):
@@ -335,7 +308,6 @@ def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
 
 
 def _mark(event: dict, across: str, row: str) -> str:
-    """Draw the sign of a learner's event: it was lost, it was late, or its update was rejected."""
     title = f"round {event['round']}: learner {event['learner']} {event['what']}: {event['why']}"
     return (
         f'<g class="event"><title>{escaped(title)}</title><circle cx="{across}" cy="{row}" r="7"/>'
@@ -359,15 +331,7 @@ _THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
 
 
 def theory_beside(run: RunRecord) -> str:
-    """Draw the measured signal and batch growth beside the paper's bounds.
-
-    Args:
-      run: The run. If the constants of the bounds cannot be fitted to its ledger, only the measured
-        values are drawn.
-
-    Returns:
-      HTML.
-    """
+    """Draw measured signal and batch growth beside the paper's bounds, if these can be fitted."""
     found = theory.measured(run.events)
     num_steps, text = found["num_steps"], _THEORY_CAPTION
     try:

@@ -18,13 +18,7 @@ SOURCES = {"only": "the trainer", "best": "the best trainer", "average": "the tr
 
 
 def closing_table(workdir: str | os.PathLike[str]) -> str:
-    """Make the table that is printed at the end of a run: a line per trainer, then the totals.
-
-    Args:
-      workdir: The run's folder. If the run has not finished, the table shows its present state.
-
-    Returns:
-      Plain text of several lines, usually at most 80 columns wide.
+    """Make the table at the end (or present state) of a run: a line per trainer, then the totals.
 
     Raises:
       DataError: If the folder has no ledger, or a damaged one.
@@ -56,7 +50,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
 
 
 def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
-    """The totals of a run, by name; the loss is that of the consensus, or of a trainer.
+    """The totals of a run by name, with the loss of the consensus or of a trainer.
 
     A total is None if the ledger lacks it, or if it was not finite.
     """
@@ -117,23 +111,12 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
 
 
 def goodput(events: Sequence[dict]) -> float | None:
-    """Goodput of a run: the share of the tokens its learners could have trained on that counted.
+    """Goodput of a run: counted tokens / (seconds up × rate), from 0 to about 1.
 
-    A learner is a process that runs workers. Goodput is tokens / (seconds up × rate):
-
-    - Tokens are those that counted.
-    - Seconds up are summed over all processes. A process is up from the request to start it until
-      its end. The ledger's line of a round has the seconds up since the previous line (`up_s`).
-    - The rate is the number of tokens that a process trains on in a second, measured on rounds
-      without a fault. In such a round every worker counted, and no learner joined, left, was lost,
-      was late or had an update rejected. A trainer's first round after a start of the run is not
-      used for the rate, because it compiles.
-
-    Args:
-      events: The lines of a run's ledger.
-
-    Returns:
-      The share, 0 to about 1; None if the run has no learners or no round without a fault.
+    Seconds up are summed over all processes, from the request to start one until its end (`up_s`).
+    The rate is a process's tokens per second in rounds without a fault: every worker counted, and
+    no learner joined, left, was lost, late or rejected. A trainer's first round, which compiles, is
+    not used. None: without learners or such a round.
     """
     done = np.zeros((2, 2))  # tokens and seconds: of all rounds, of those without a fault
     started: set[int] = set()  # trainers that have made a round since the start
@@ -155,7 +138,7 @@ def goodput(events: Sequence[dict]) -> float | None:
 
 
 def _written_with(event: dict) -> tuple:
-    """A key to group lines of a ledger: lines that were written together have the same key."""
+    """Key of lines of a ledger that were written together."""
     return event["event"], event.get("step_s")
 
 
@@ -201,7 +184,6 @@ def described(totals: dict) -> list[tuple[str, str]]:
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
-    """Describe the last evaluation of the consensus model, in pairs of a name and a value."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
@@ -244,20 +226,14 @@ def number(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration: seconds below a minute, otherwise hours, minutes and seconds.
-
-    42 becomes "42.0 s", and 3723 becomes "1:02:03".
-    """
+    """Format a duration: 42 becomes "42.0 s", and 3723 becomes "1:02:03"."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
 
 
 def short(value: float, unit: str = "") -> str:
-    """Format a number with three significant digits, and from a thousand on with an SI prefix.
-
-    2500000 becomes "2.5 M".
-    """
+    """Format a number with three significant digits: 2500000 becomes "2.5 M"."""
     value = float(f"{value:.3g}")
     power = min(5, int(math.log10(abs(value)) // 3)) if abs(value) >= 1000 else 0
     return f"{value / 1000**power:g} {'kMGTP'[power - 1] if power else ''}{unit}".rstrip()

@@ -1,16 +1,9 @@
 """Bounds of the paper's theory (docs/algorithm.md, 5), with constants fitted to a run.
 
-F is the loss, x0 the initial parameters, F* the lowest loss, and Delta0 = F(x0) - F*. The bounds
-hold for SGD with step size 1 / (L (1 + eta^2)), if F is L-smooth and every batch is exactly what
-the norm test asks for: b_k = sigma^2 / (eta^2 |G_k|^2). Here G_k is the gradient of F at step k,
-and sigma^2 is the noise, the trace of the covariance of single sequences' gradients.
-
-Lemma 2 bounds the mean of |G_k|^2 from above. The other bounds follow from it: Theorem 1 by
-Jensen's inequality for 1/x, and the direct bound on communications because 1 / b_k is a constant
-times |G_k|^2. L and Delta0 occur in the bounds only as their product.
-
-L is chosen so that Lemma 2 holds for the measured signal |G|^2. So a measured curve crosses its
-bound only if the run departs from the theory's assumptions, see docs/algorithm.md, 5.
+They hold for SGD with step size 1 / (L (1 + eta^2)), if the loss F is L-smooth and every batch is
+b_k = sigma^2 / (eta^2 |G_k|^2). Lemma 2 bounds the mean of |G_k|^2 from above; Theorem 1 follows by
+Jensen's inequality for 1/x, and the bound on communications because 1 / b_k is proportional to
+|G_k|^2. L is fitted so that Lemma 2 holds: a curve crosses a bound only if assumptions fail.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +16,7 @@ from adloco_jax.study import curves
 
 
 class Constants(NamedTuple):
-    """The constants of the bounds, all above 0. Only the product of L and Delta0 matters."""
+    """The constants L, Delta0 = F(x0) - F*, sigma^2 and eta, all above 0; only L Delta0 matters."""
 
     smoothness: float  # L, nats/token per squared distance of parameters
     gap: float  # Delta0 = F(x0) - F*, nats/token
@@ -32,17 +25,10 @@ class Constants(NamedTuple):
 
 
 def signal_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray) -> np.ndarray:
-    """Upper bound on the signal E|G|^2, averaged over the first N steps of a worker.
+    """Upper bound on the signal E|G|^2, averaged over the first N >= 1 steps of a worker.
 
-    Args:
-      constants: L, Delta0, sigma^2 and eta.
-      num_steps: N >= 1.
-      *shape: Nothing, or two values: S, the number of local steps between synchronisations, and Mi,
-        the number of the trainer's workers. Without them both are 1.
-
-    Returns:
-      2 L (S Mi + eta^2) Delta0 / (Mi N). For several workers or steps the paper states this rate
-      only up to a constant factor. The factor 2 makes the bound equal to Lemma 2 if S = Mi = 1.
+    It is 2 L (S Mi + eta^2) Delta0 / (Mi N), with `shape` S steps between synchronisations and Mi
+    workers, by default 1. The paper has this rate only up to a factor; 2 makes it Lemma 2 at 1.
 
     Source: AdLoCo, Lemma 2; Lemma 1 with several workers or steps.
     """
@@ -52,16 +38,9 @@ def signal_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray
 
 
 def batch_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray) -> np.ndarray:
-    """Lower bound on the expected batch of a worker, averaged over its first N steps.
+    """Lower bound on the expected batch of a worker (sequences), averaged over its first N steps.
 
-    Args:
-      constants: L, Delta0, sigma^2 and eta.
-      num_steps: N >= 1.
-      *shape: Nothing, or two values: S, the number of local steps between synchronisations, and Mi,
-        the number of the trainer's workers. Without them both are 1.
-
-    Returns:
-      sigma^2 / (Mi eta^2 `signal_bound`), in sequences. It is linear in N.
+    It is sigma^2 / (Mi eta^2 `signal_bound`), which is linear in N.
 
     Source: AdLoCo, Theorem 1; Lemma 1 with several workers or steps.
     """
@@ -79,17 +58,14 @@ def bounds(
     Args:
       found: The result of `measured`.
       constants: L, Delta0, sigma^2 and eta.
-      max_batch_size: Largest number of sequences in a micro-batch.
+      max_batch_size: Upper limit of sequences in a micro-batch.
 
     Returns:
-      One value for each round:
-
       - `signal_bound`: upper bound on the mean signal (Lemma 2);
-      - `batch_bound`: lower bound on the batch of a worker, with the number of workers and steps of
-        the round (Lemma 1);
+      - `batch_bound`: lower bound on a worker's batch, with the workers and steps of the round
+        (Lemma 1);
       - `total_batch_bound`: lower bound on the batch of all workers of a trainer (Theorem 1);
-      - `communications_bound`: upper bound on the number of communications,
-        2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2, which is the same for all rounds.
+      - `communications_bound`: upper bound, 2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2.
 
     Source: docs/algorithm.md, 5. In place of Theorem 2 communications have the direct bound, which
     sums 1 / b_k = eta^2 |G_k|^2 / sigma^2 by Lemma 2.
@@ -107,23 +83,12 @@ def bounds(
 def fit_constants(events: Sequence[dict]) -> Constants:
     """Fit the bounds' constants to a run.
 
-    - eta: from the config. For the augmented inner-product test it is nu, because in high dimension
-      this test reduces to a norm test with nu.
-    - sigma^2: the mean of the noise that the run's tests measured.
-    - Delta0: the first finite training loss minus the lowest loss. Training losses are averaged
-      over the trainers of a round. The lowest loss is the least of these means and of the losses of
-      all evaluations.
-    - L: the smallest value for which Lemma 2 holds after every round. It is the largest sum of the
-      measured |G|^2 over the first N steps, divided by 2 (1 + eta^2) Delta0. The value that was
-      measured in a round is used for all steps of the round. Negative values are included, because
-      without them the noise of the measurements would look like signal. Rounds without a
-      measurement are left out of the mean.
-
-    Args:
-      events: The lines of the run's ledger.
-
-    Returns:
-      The constants, all finite and above 0.
+    - eta is the config's, or nu for the augmented test, a norm test with nu in high dimension.
+    - sigma^2 is the mean noise that the run's tests measured.
+    - Delta0 is the first finite training loss (mean over trainers) minus the lowest of all losses.
+    - L is the smallest for which Lemma 2 holds after every round: the largest sum of |G|^2 over
+      the first N steps, divided by 2 (1 + eta^2) Delta0. Negative values count, or noise would look
+      like signal; rounds without a measurement do not.
 
     Raises:
       DataError: If the ledger does not determine a constant. The message says which one and why.
@@ -156,20 +121,14 @@ def fit_constants(events: Sequence[dict]) -> Constants:
 def measured(events: Sequence[dict]) -> dict[str, np.ndarray]:
     """The signal, the growth of the batch and the communications of a run, after every round.
 
-    Args:
-      events: The lines of the run's ledger.
-
     Returns:
-      Arrays with one value for each round, in order:
+      Means over the trainers of each round, NaN where nothing was measured:
 
       - `num_steps`: updates of a worker until the end of the round, which is the theory's N;
       - `steps`: updates of a worker in the round, and `workers`: workers of a trainer in the round;
-      - `signal`: the measured |G|^2, `batch`: the requested batch of a worker, and `total_batch`:
-        that of all workers of a trainer. These are means over all steps so far; batches are in
-        sequences;
+      - `signal` |G|^2, `batch` of a worker, `total_batch` of a trainer (sequences): means over all
+        steps so far;
       - `communications`: the paper's count C(N) for a trainer.
-
-      The values of a round are means over its trainers. They are NaN where nothing was measured.
     """
     size = curves.last(events, "start")["max_batch_size"]
 
@@ -201,6 +160,5 @@ def _by_round(events: Sequence[dict], of: Callable[[dict], float | None]) -> np.
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Mean of the values that are not None; NaN if there is none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else float("nan")
