@@ -1,9 +1,7 @@
 """Make the default config of a run, check a config, and report all faults.
 
-A config is a ConfigDict of knobs (settings), most of them in groups such as `inner`. The module
-`adloco_jax.settings` declares the knobs. A config file calls `default_config()`, which returns a
-locked ConfigDict, and changes some knobs. `validate` turns the ConfigDict into `Settings`, which
-all other modules read.
+A config file calls `default_config()`, a locked ConfigDict of the knobs that `adloco_jax.settings`
+declares, and changes some. `validate` turns it into `Settings`, which all other modules read.
 """
 
 import contextlib
@@ -35,10 +33,7 @@ _NEEDS = {
 
 
 def default_config() -> ConfigDict:
-    """Return a locked config in which every knob has its default value.
-
-    A config file starts from this config, and changes some of the knobs.
-    """
+    """Return a locked config in which every knob has its default value."""
     config = ConfigDict({group: {} for group in GROUPS})
     for key in KNOBS:
         group, _, name = key.rpartition(".")
@@ -61,21 +56,18 @@ def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None 
     """Check a whole config, and return its values.
 
     Args:
-      config: A ConfigDict with the groups and knobs of `default_config()`, locked or not, or nested
-        dicts with these groups and knobs.
+      config: The groups and knobs of `default_config()`, as a ConfigDict or nested dicts.
       workdir: The folder of the run. A run that it contains is resumed without its checkpoint
-        `model.init_from`, because sizes of the model that are unset are read from its record.
+        `model.init_from`, because unset sizes of the model are read from its record.
 
     Returns:
-      The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. Sizes of the
-      model that are unset are read from the checkpoint that `model.init_from` names. If there is no
-      such checkpoint, they have the defaults that the knobs declare.
+      The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. Unset sizes
+      of the model are those of the checkpoint `model.init_from`, or else the knobs' defaults.
 
     Raises:
-      ConfigError: If a knob is unknown, missing, of a wrong type or out of range, or if knobs
-        contradict one another. The message has one line for each fault. Also raised if sizes of the
-        model must be read from a checkpoint on the hub, and the hub has no such checkpoint.
-      ResourceError: If sizes of the model must be read from the hub, and the hub cannot be reached.
+      ConfigError: With a line for each knob that is unknown, missing, of a wrong type, out of range
+        or contradicts another; also if the hub has no such checkpoint.
+      ResourceError: If sizes of the model must be read from the hub, and it cannot be reached.
       DataError: If the checkpoint of `model.init_from` cannot be used.
     """
     if not isinstance(config, ConfigDict | Mapping):
@@ -163,9 +155,9 @@ def unknown_key_fault(key: str) -> str:
 
 
 def namesakes(key: str) -> list[str]:
-    """List the known keys with the same last part, or whose words begin with its letters.
+    """List the known keys with the same last part, or whose words begin with its letters (`lr`).
 
-    So `lr` stands for `learning_rate`. Keys of the same group are preferred.
+    Keys of the same group are preferred.
     """
     group, _, name = key.rpartition(".")
     found = []
@@ -177,7 +169,6 @@ def namesakes(key: str) -> list[str]:
 
 
 def _resolve_buckets(settings: Settings) -> tuple[int, ...]:
-    """List the allowed micro-batch sizes, ascending."""
     batching = settings.batching
     largest = batching.max_batch_size or batching.batch_cap
     powers = [2**n for n in range(largest.bit_length())]

@@ -1,7 +1,6 @@
 """The command line `adloco COMMAND`.
 
-Every command is a function in `adloco_jax.cli`. Its module is imported only when the command
-is called.
+Every command is a function in `adloco_jax.cli`, whose module is imported only when it is called.
 """
 
 import contextlib
@@ -82,14 +81,9 @@ def _is_closed_pipe(error: BaseException) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, and return the exit code.
+    """Run a command line; return 0, 130 after an interrupt, or the code of the `UserError` printed.
 
-    Args:
-      argv: Arguments without the program's name. None: the arguments of the process.
-
-    Returns:
-      0 after success, and 130 after an interrupt. After a `UserError`, whose message is printed to
-      stderr, the exit code of its class.
+    `argv` lacks the program's name. None: the arguments of the process.
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -116,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Run the command that the first word names, and return the exit code."""
     first, *words = argv or ["--help"]
     if first in ("-h", "--help", "help"):
         if words and words[0] in COMMANDS:

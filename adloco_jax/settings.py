@@ -1,12 +1,8 @@
 """The settings of a run: every knob, by group, with its type, limits, default, meaning and rules.
 
-A knob is a field of its group. The text below the field is its meaning, with unit and source. The
-annotation of a field or a group may have one of these words, which says whether the knob may change
-when a run is resumed: "harmless" (yes), "accepted" (with the flag --accept-config-change) or
-"refused". The word of a field has precedence over that of its group.
-
-A config file returns a ConfigDict of these knobs. `config.validate` turns it into `Settings`, from
-which the training loop and its engine read every setting. This module does not import JAX.
+A knob is a field, and the text below it its meaning. "harmless", "accepted" (with
+--accept-config-change) or "refused" in the annotation of a field, or else of its group, says
+whether it may change when a run is resumed. Does not import JAX.
 """
 
 import inspect
@@ -47,13 +43,7 @@ RECORDED = "recorded"
 
 
 class Entry(NamedTuple):
-    """Annotates a knob whose value is the name of an entry in a public table.
-
-    Attributes:
-      table: The name of the table.
-      names: The entries that come with the package, separated by spaces. A config file may add
-        others.
-    """
+    """Annotates a knob that names an entry of a public table; `names` are those of the package."""
 
     table: str
     names: str

@@ -1,5 +1,5 @@
 """The commands after `adloco`.
 
-Each command except `train` and `plan` is a function `command(options, line)`. It takes the parsed
-options and the command line as text, and returns the exit code; None means 0.
+Each command is a function `command(options, line)` of the parsed options and the command line as
+text; it returns the exit code, or None for 0.
 """

@@ -1,6 +1,6 @@
 """Small commands on configs, runs and models.
 
-A command imports the modules that it needs when it is called, so that other commands start quickly.
+A command imports what it needs when it is called, so that other commands start quickly.
 """
 
 import argparse
@@ -16,10 +16,7 @@ from adloco_jax.settings import Settings
 
 
 def configs(options: argparse.Namespace, command: str) -> None:
-    """List the configs of the package, each with the first line of its docstring.
-
-    With `--schema`, print a JSON schema of all keys instead: of `config` in a run's `config.json`.
-    """
+    """List the configs of the package; with `--schema`, print a JSON schema of a run's `config`."""
     if options.schema:
         print(json.dumps(Settings.model_json_schema(), indent=1))
         return
@@ -36,10 +33,7 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Write a report on runs, and print the path of the report; list the runs in a folder of runs.
-
-    With `--watch` the report is written again and again until the runs end.
-    """
+    """Write a report on runs, with `--watch` until they end; or list the runs of a folder."""
     from adloco_jax.study.report import describe_run, watch, write
 
     (folder, *others) = options.run
@@ -68,8 +62,8 @@ def join(options: argparse.Namespace, command: str) -> None:
 def export(options: argparse.Namespace, command: str) -> None:
     """Write the model in a checkpoint of a run to a folder that `transformers` can load.
 
-    With `--push` the folder is uploaded to the Hugging Face hub. The run's own export is uploaded
-    as it is, with what the user has changed in its card, unless an option asks for another one.
+    With `--push` the folder is uploaded to the hub. The run's own export, with what the user has
+    changed in its card, is uploaded unless an option asks for another one.
     """
     from adloco_jax import hf, hub
     from adloco_jax.engine.spec import here
@@ -106,12 +100,7 @@ def export(options: argparse.Namespace, command: str) -> None:
 
 
 def gradients(options: argparse.Namespace, command: str) -> None:
-    """Measure gradients at a checkpoint of a run; print their noise, signal and scatter.
-
-    The noise is the total variance of the gradients of single sequences, and the signal is the
-    squared length of their mean. The scatter is the distance of the gradients of random batches
-    from the mean.
-    """
+    """Measure gradients at a checkpoint of a run; print their noise, signal and scatter."""
     from adloco_jax.engine.spec import here
     from adloco_jax.study.gradients import analyse_run
     from adloco_jax.study.gradients_figure import describe

@@ -1,7 +1,4 @@
-"""The command `compare`: train variants of a run with several seeds, and compare their costs.
-
-A cost is for instance the number of tokens or communications until a run reaches a given loss.
-"""
+"""The command `compare`: train variants of a run with several seeds, and compare their costs."""
 
 import argparse
 import contextlib
@@ -79,23 +76,18 @@ def execute(
     command: str = "",
     results_file: Path | None = None,
 ) -> bool:
-    """Train the runs of a comparison that are not finished, one after another.
+    """Train the unfinished runs of a comparison, one by one; return whether all are finished.
 
-    Runs that another process is training are skipped, so several processes may share a comparison.
-    What a run prints goes to `output.txt` in its folder. A program that several runs need is
-    compiled once, because the compilation cache is enabled.
+    Several processes may share a comparison: runs that another one is training are skipped. What a
+    run prints goes to `output.txt` in its folder.
 
     Args:
       comparison: The comparison, with its variants and seeds.
       folder: The folder of all runs; unfinished runs in it are resumed.
-      on_end: Called for each finished run. The second argument is True if the run was trained now,
-        False if it had finished before.
+      on_end: Called for each finished run, with True if it was trained now.
       command: The command line, which is recorded in the ledgers of the runs.
-      results_file: A file to which a line is added for each finished run; the folder of the run is
-        then deleted. A run that already has a line is not trained again. None: all folders stay.
-
-    Returns:
-      Whether all runs are finished.
+      results_file: Gets a line for each finished run, whose folder is then deleted. A run with a
+        line is not trained. None: all folders stay.
 
     Raises:
       UserError: If a run raises it (`train`). Another call of `execute` resumes the comparison.
@@ -106,7 +98,6 @@ def execute(
         return results_file is not None and results.key(run) in results.read(results_file)
 
     def keep(run: Trial) -> None:
-        """Write the line of a finished run to the results file, then delete the run's folder."""
         if results_file is None:
             return
         with FileLock(Path(folder) / "results.lock"):

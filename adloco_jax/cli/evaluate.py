@@ -12,11 +12,9 @@ from adloco_jax.study.report import write
 
 
 def evaluate(options: argparse.Namespace, command: str) -> None:
-    """Run tasks of lm-evaluation-harness on a model; print the table, and keep it in the run.
+    """Run tasks of lm-evaluation-harness on a run's export or a folder in Hugging Face layout.
 
-    The model is the export of a run, or a folder in Hugging Face layout. The results of a run are
-    added to the file `benchmarks.json` in its folder and to the card of its export, and its report
-    is written again.
+    A run keeps the results in `benchmarks.json`, in its report, and in the card of its export.
 
     Raises:
       ConfigError: If the extra `eval` is not installed, there is no such task, or the model cannot

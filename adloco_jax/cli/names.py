@@ -33,8 +33,7 @@ def find_config(name: str) -> Path:
     """Find a config file by its path, or by the name of a config that comes with this package.
 
     Raises:
-      ConfigError: If there is no such file. The message lists the configs that come with this
-        package.
+      ConfigError: If there is no such file. The message lists the package's configs.
     """
     for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
         if os.path.isfile(path):
@@ -51,8 +50,7 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
     """Run the Python file of a config, call one of its functions, and return the result.
 
     Raises:
-      ConfigError: If the file raises an error, if it does not define the function, or if the result
-        is not of type `kind`.
+      ConfigError: If the file raises an error or lacks the function, or the result is no `kind`.
     """
     made = _run(path, function)
     if type(made) is not kind:
@@ -65,17 +63,12 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
 
 
 def add_entries(name: str | None) -> None:
-    """Run a config file only for the entries that it adds to tables, such as `ARCHITECTURES`.
-
-    The config that the file makes is ignored. `name` is the path of the file, or the name of a
-    config that comes with this package. If it is None, nothing is done.
-    """
+    """Run a config file, if named, only for the entries that it adds to public tables."""
     if name is not None:
         _run(find_config(name), "get_config", "get_comparison")
 
 
 def _run(path: Path, *functions: str) -> object:
-    """Run a Python file, and return the result of one of its functions."""
     # The parent of the config's folder is added to the import path, so that a config can import
     # other configs in this folder.
     root = str(path.resolve().parent.parent)

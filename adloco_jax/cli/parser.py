@@ -1,7 +1,6 @@
 """Parse the command line: options of all commands, and values of knobs (`--config.KEY=VALUE`).
 
-A command line is parsed before the command's module is imported, so that help does not wait for
-JAX.
+It is parsed before the command's module is imported, so that help does not wait for JAX.
 """
 
 import argparse
@@ -29,10 +28,9 @@ from adloco_jax.settings import GROUPS, INT32, KNOBS, SIZES, Settings, default_o
 
 
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the words after a command; return the options.
+    """Parse the words after a command; `--num-rows` and `--num_rows` are the same.
 
-    The name of an option may have hyphens or underscores: `--num-rows` or `--num_rows`. If every
-    knob is an option of the command, unknown words are returned as `unknown`.
+    If every knob is an option of the command, unknown words are returned as `unknown`.
 
     Raises:
       ConfigError: If a word is invalid. The message gives the command to write instead.
@@ -72,7 +70,6 @@ class Parser(argparse.ArgumentParser):
                 self.epilog = knobs_help()
 
     def _add(self, argument: str, text: str) -> None:
-        """Add an argument of `_GRAMMAR`."""
         name, _, value = argument.partition(" ")
         kind, equals, default = value.partition("=")
         if not name.startswith("-"):
@@ -98,9 +95,9 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Take the main argument from the word or the option that gives it, and check folders.
+        """Take the main argument from the word or the option that gives it.
 
-        The folders of runs must exist. The folder for the output must be empty or missing.
+        The folders of runs must exist; the folder for the output must be empty or missing.
         """
         if self.subject:
             given = [*vars(options)[self.subject], *(vars(options).pop("same", None) or ())]
@@ -116,11 +113,7 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"--out {out}: exists already and is not empty; name another folder")
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with an example of a correct command line.
-
-        What is known replaces words such as RUN in the example: the folder that the user named, or
-        the newest run.
-        """
+        """Raise a ConfigError with an example of a correct command line, for the run at hand."""
         named = [word for word in self.words if not word.startswith("-")]
         folders = [word.partition("=")[2] or word for word in self.words]
         found = {
@@ -335,8 +328,7 @@ COMMANDS = {command: text.split("\n\n")[1] for command, text in _GRAMMAR.items()
 def override(config: ConfigDict, key: str, text: str) -> None:
     """Convert the text of a value on the command line, and set a key of a config to the value.
 
-    Text that is not of the key's type is set as it is; `validate` then reports it. If the config
-    lacks the key, nothing is set; `validate` then reports the missing key.
+    Text of another type, and keys that the config lacks, are left to `validate`.
     """
     group, _, name = key.rpartition(".")
     holder = config.get(group) if group else config
@@ -405,7 +397,6 @@ _LIMITS = {
 
 
 def _in_words(schema: dict[str, Any]) -> str:
-    """Describe in words the values that a part of a JSON schema allows."""
     schema = schema.get("anyOf", [schema])[0]  # the other is null
     if names := schema.get("enum") or schema.get("examples"):
         return " or ".join(map(repr, names))

@@ -26,9 +26,7 @@ _REFUSED = frozenset(
 
 
 def guess_source(path: str, key: str = "path") -> str:
-    """Guess which value of `data.source` reads a path, from the endings of the file names.
-
-    Messages name the path by `key`. For the name of a data set on the hub the result is `hf`.
+    """Guess the `data.source` that reads a path by its files' endings; `hf` for a name on the hub.
 
     Raises:
       ConfigError: If the files are of several kinds, or of a kind that is not plain text.

@@ -40,14 +40,12 @@ def _named_run(options: argparse.Namespace) -> str | None:
 
 
 def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
-    """Load a config file, and set the keys that the command line gives; return path and config.
+    """Load a config file, or a named run's recorded config, and set the keys of the command line.
 
-    If the command line names a run, the config is the one recorded in the folder of the run. A
-    config file beside it only adds entries to tables.
+    A config file beside a run only adds entries to tables.
 
     Raises:
-      ConfigError: If the file, a word of the command line, or the resulting config has a fault. The
-        message lists all faults.
+      ConfigError: If the file, a word, or the resulting config has faults; the message lists all.
     """
     run = _named_run(options)
     faults = [_unknown(word, options) for word in (*options.words, *options.unknown)]
@@ -107,14 +105,9 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
 
 
 def take_sizes(config: ConfigDict, given: Container[str]) -> str:
-    """Set the model's sizes that a config file has set to those of the checkpoint; say which.
+    """Set the model's sizes, but for those `given`, to the checkpoint's; say which.
 
-    The sizes stay as they are if the checkpoint cannot be read, such as without a network. A run
-    reports this when it reads the weights.
-
-    Args:
-      config: The config, which is changed.
-      given: Names of the sizes that the command line has set, and that therefore stay.
+    They stay if the checkpoint cannot be read, which the run reports when it reads the weights.
     """
     from adloco_jax import hf
 
@@ -144,10 +137,7 @@ def _unknown(word: str, options: argparse.Namespace) -> str:
 
 
 def train(options: argparse.Namespace, command: str) -> None:
-    """Train a run, or resume it.
-
-    If the run is already finished, nothing is trained, and its table and report are made again.
-    """
+    """Train a run, or resume it; a finished one has only its table and report made again."""
     if options.plan:
         plan(options, command)
         return
