@@ -297,7 +297,6 @@ def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    """Read the file `config.json` in a folder, and make the model that the file describes."""
     path, faults = folder / "config.json", []
 
     def fault(key: str, have: object, need: object) -> None:
@@ -334,7 +333,6 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """Find all tensors that are stored in the files of a folder."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _open(_inside(folder, whole.name, whole))
@@ -445,7 +443,6 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Make a dict from pairs (name, tensor)."""
     found: dict[str, _Stored] = {}
     for name, where in pairs:
         if (other := found.setdefault(name, where)) is not where:
@@ -457,7 +454,6 @@ def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
 def _checked(
     folder: Path, *, needs_head: bool
 ) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...], dict]:
-    """Check the names, shapes and dtypes of the tensors that a checkpoint stores."""
     network, names, config = _described(folder)
     # The BERT that Google published calls the gains and biases of norms gamma and beta. Here these
     # names are replaced by those of all other checkpoints, weight and bias.

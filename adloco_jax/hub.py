@@ -230,7 +230,6 @@ def faults(where: str, repo: str) -> Iterator[_Patience]:
 
 
 def _fault(error: BaseException, where: str, repo: str) -> UserError:
-    """Turn an error of a library into a `UserError`."""
     from huggingface_hub import constants, errors, get_token
 
     chain = [error]

@@ -272,7 +272,6 @@ def _saying_how_to_resume(run: Run) -> Iterator[None]:
 
 
 def _execute(run: Run, attempt: Attempt) -> State:
-    """Run all remaining rounds of an attempt, and return the state after the last round."""
     settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
     if is_over(state.control, settings):
         attempt.evaluator.consensus(state)
@@ -310,7 +309,6 @@ def _execute(run: Run, attempt: Attempt) -> State:
 def _engine_of(
     rule: EngineSettings, folder: Path, *, by_fit: bool = False
 ) -> Callable[..., RunEngine]:
-    """Return the function that makes the engine of a run, after a check that it can run here."""
     if rule.kind == "local":
         return _local_engine
     TRANSPORTS[rule.kind].check_possible(rule.address, folder, by_fit=by_fit)

@@ -106,7 +106,6 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
-    """Decide how an array of this shape is divided into blocks of at most `SCALE_BLOCK` entries."""
     shape = shape or (1,)
     length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes

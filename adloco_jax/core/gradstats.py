@@ -152,7 +152,6 @@ def _of_means(
 def _with_products(
     stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
-    """Fill in those fields of the statistics that the inner-product tests read."""
     p_B, first_B, second_B = products_3B
     t, index_B = examples.count, jnp.arange(examples.size)
     last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)
@@ -188,7 +187,6 @@ def pool(stats: GradientStats) -> GradientStats:
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Make a loss function that takes only floating-point parameters and returns only the loss."""
     loss_of = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
     return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
 
@@ -203,7 +201,6 @@ class _Examples(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of examples in the batch, including padding."""
         return jax.tree.leaves(self.batch_B)[0].shape[0]
 
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
@@ -306,7 +303,6 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
 def _examples(
     batch: PyTree, chunk_size: int | None, num_examples: Array | int | None, inner_products: bool
 ) -> _Examples:
-    """Divide a batch into parts, and choose how many examples a pass takes."""
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(

@@ -247,8 +247,6 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
-    """Count the gradients that have been accumulated for the current update."""
-
     def count(num_grads, ends_update):
         num_grads += 1
         return jnp.where(ends_update, 0, num_grads), num_grads

@@ -441,7 +441,6 @@ def apply_differences(
 
 
 def _are_single(ensemble: Ensemble) -> np.ndarray:
-    """Return for each worker whether it is the only worker of its trainer: bool [R]."""
     return (np.bincount(ensemble.owners) == 1)[ensemble.owner_R]
 
 
@@ -455,7 +454,6 @@ def _are_finite(tree_X: PyTree) -> Array:
 def _send(
     tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """Quantise arrays, send them by calling `move`, and dequantise them."""
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
     if precision == "float32" or not single_X.any():
         return arrived_X

@@ -462,7 +462,6 @@ def check_owners(owners: np.ndarray, num_trainers: int) -> None:
 
 
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
-    """Return the positions of the workers of `trainers`, one trainer after another."""
     return np.concatenate([np.flatnonzero(ensemble.owner_R == m) for m in trainers])
 
 

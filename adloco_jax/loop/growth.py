@@ -138,7 +138,6 @@ def grown(
 
 
 def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
-    """Return the statistics of each tested trainer, by the trainer's position."""
     pooled = {}
     for trainers, owners, count_R, stats_R in stats:
         fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
@@ -174,7 +173,6 @@ def _tested(
     free_workers: int,
     settings: Settings,
 ) -> Decision:
-    """Decide a trainer's next size by the batch-size test and the limits of growth."""
     batching = settings.batching
     if stats is None:
         return Decision(now, "skipped")

@@ -38,7 +38,6 @@ def round_plans(
 
 
 def _round_steps(control: Control, position: int, settings: Settings) -> int:
-    """Return the number of updates in a trainer's next round."""
     inner, trainer = settings.inner, control.trainers[position]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
     wanted = ROUND_LENGTHS[settings.inner.round_length](
