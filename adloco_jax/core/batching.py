@@ -45,9 +45,6 @@ def norm_test(
     Returns:
       Requested sequences per worker, before rounding and limits; NaN without noise and signal.
 
-    Raises:
-      ValueError: If `mode` is unknown, or an `eta` that is not traced is not positive.
-
     Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10, which has no `num_workers`.
     """
     _require_positive(eta=eta)
@@ -68,11 +65,8 @@ def inner_product_test(
     `stats` must have inner products, of at least four examples per worker; with fewer the result is
     NaN. `vartheta`, > 0, is the allowed ratio of the standard deviation of <averaged gradient, G>
     to |G|^2. Mode `paper` takes the sample variance of <g_j, mean gradient>, which is biased low.
+    While tracing, missing inner products are not refused: they give NaN, or 0 in mode `paper`.
     Other arguments and the result are those of `norm_test`.
-
-    Raises:
-      ValueError: If `mode` is unknown, `vartheta` is not positive, or `stats` has no inner
-        products. While tracing, missing ones give NaN instead, or 0 in mode `paper`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
       only with the scaling errors of the reference code (docs/algorithm.md, section 2).
@@ -194,9 +188,6 @@ def next_batch_size(
     A request that is not finite changes nothing. One test multiplies `batch_size` at most by
     `max_growth`; `batch_cap` never reduces it. If not `monotone`, the batch may fall to 1.
 
-    Raises:
-      ValueError: If `batch_size` or `batch_cap` is not a positive whole number.
-
     Source: docs/algorithm.md, section 2. The reference code has no upper limit (section 7, defect
       7).
     """
@@ -218,18 +209,10 @@ def switch_mode(
 ) -> BatchPlan:
     """Choose the micro-batch and the number of accumulation steps for a requested batch.
 
-    Args:
-      requested_batch_size: Sequences per worker and update, >= 1.
-      max_batch_size: Sequences per worker in one micro-batch, >= 1.
-      multiplier: The paper's n: with `threshold`, batches up to n times `max_batch_size` are
-        clipped to it, which keeps updates frequent, and larger ones are accumulated.
-      mode: `threshold`; `accumulate`: every batch above `max_batch_size`; `clip`: none.
-
-    Returns:
-      The plan, whose product is at least the request, or `max_batch_size` if clipped.
-
-    Raises:
-      ValueError: If a number is not positive or not whole, or `mode` is unknown.
+    With `threshold`, a batch of up to `multiplier` (the paper's n) times `max_batch_size` is
+    clipped to `max_batch_size`, which keeps updates frequent, and a larger one is accumulated.
+    `accumulate` accumulates every batch above `max_batch_size`, `clip` none. The plan's product is
+    at least the request, unless it is clipped. Sizes are in sequences per worker.
 
     Source: AdLoCo section 4.4.
     """

@@ -65,9 +65,6 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
       With "int4", a `Packed` for each leaf; a block with an entry that is not finite unpacks to
       NaN. With "bfloat16", its bits as uint16 [X, ...]: a compiler might send bfloat16 as float32.
 
-    Raises:
-      ValueError: If `precision` is unknown.
-
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.4, which sends floats with 3 exponent
       bits. Here an entry is a whole number from -7 to 7, times the scale of its block.
     """

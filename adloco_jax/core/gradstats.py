@@ -72,10 +72,6 @@ def gradient_stats(
     Returns:
       The statistics; each field has shape [].
 
-    Raises:
-      ValueError: While tracing, if the estimator does not accept `loss_fn`, the loss is not one
-        number, parameters are complex, leaves disagree on B, or an argument is out of range.
-
     Source: docs/algorithm.md, section 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162),
       appendix A.
     """
@@ -98,22 +94,15 @@ def gradient_stats_of_means(
 ) -> GradientStats:
     """Compute gradient statistics from N mean gradients that a training loop has in any case.
 
-    These are the gradients of devices or micro-batches. Noise and signal are unbiased, but the
-    noise has the relative standard error sqrt(2 / ((N - 1) d)), d = (tr Sigma)^2 / tr Sigma^2;
-    `gradient_stats` has N * batch_size in place of N. So average over steps before a test: convert
-    each step's statistics with `in_units_of(1.0)`, then average sums and weights separately. N = 1
-    shows no noise: its weights are zero, and a test of it alone gives NaN.
+    These are the gradients of devices or micro-batches, each the mean of `batch_size` examples:
+    `mean` is their mean, `norms_N` are their L2 norms. The result, fields [], has no inner
+    products.
 
-    Args:
-      mean: The mean of the N gradients, a pytree of leaves [...].
-      norms_N: The L2 norm of each of the N gradients, for instance from `optax.global_norm`.
-      batch_size: Number of examples of which each of the N gradients is the mean.
-
-    Returns:
-      The statistics for `norm_test`, without inner products; each field has shape [].
-
-    Raises:
-      ValueError: If the shape of `norms_N` is not [N], or `batch_size` is below 1.
+    Noise and signal are unbiased, but the noise has the relative standard error
+    sqrt(2 / ((N - 1) d)), d = (tr Sigma)^2 / tr Sigma^2; `gradient_stats` has N * batch_size in
+    place of N. So average over steps before a test: convert each step's statistics with
+    `in_units_of(1.0)`, then average sums and weights separately. N = 1 shows no noise: its weights
+    are zero, and a test of it alone gives NaN.
 
     Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, extended from 2 to N gradients.
     """

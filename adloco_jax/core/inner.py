@@ -77,10 +77,6 @@ def inner_steps(
       The workers; the mean loss of every micro-batch, float32 [T, R]; whether the worker skipped
       the update that the micro-batch completes, bool [T, R]; with `has_aux`, leaves [T, R, ...].
 
-    Raises:
-      ValueError: While tracing, for arguments that `outer_step` would refuse, numbers below 1, or
-        `update_T` without `start_round(accumulate=True)`.
-
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
     num_workers = jax.tree.leaves(workers.params_R)[0].shape[0]

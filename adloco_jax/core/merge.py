@@ -82,9 +82,6 @@ def choose_merge(
       Positions, the representative first, the others in stack order; of equal requests the lower
       position is chosen first. Empty if nothing merges.
 
-    Raises:
-      ValueError: If `policy` is unknown or `width` below 2.
-
     Source: AdLoCo algorithm 2, lines 2-4.
     """
     if width < 2:
@@ -114,9 +111,6 @@ def merge(
     mean inner state of its workers; if it is masked out, the first member that is not gives this
     state. Workers with their own parameters start at the merged ones: call `outer_update` before,
     or their unsynchronised updates are lost.
-
-    Raises:
-      ValueError: If a position repeats or is out of range, or the number of weights is wrong.
 
     Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
       in the paper (docs/algorithm.md, section 4).
@@ -186,10 +180,6 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     a trainer takes the mean inner state of the workers already there (see `moved_states`), and the
     trainer's parameters if workers have their own.
 
-    Raises:
-      ValueError: If an entry is no trainer's position and not -1, the list is shorter than the
-        pool, or a trainer is left without a worker.
-
     Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers after each merge.
     """
     owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
@@ -256,9 +246,6 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     Every trainer gets the whole part of its share, but at least one worker; the rest go one by one
     to the largest remainder. If the minimum of one exceeds the pool, workers are taken back one by
     one from the trainer furthest above its share. Ties favour the lower position.
-
-    Raises:
-      ValueError: If there are fewer workers than trainers, or a requested batch is not positive.
 
     Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
       a worker (docs/algorithm.md, section 7, defect 16).

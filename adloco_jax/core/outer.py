@@ -171,11 +171,6 @@ def outer_step(
     Returns:
       The ensemble after the round, and its metrics.
 
-    Raises:
-      ValueError: While tracing, if a shape is wrong, `precision` is unknown, parameters are complex
-        or none is floating-point, `loss_fn` does not return one number or needs a key that is not
-        given, or a transformation is refused.
-
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
     num_updates = checked_batch_length(batch, ensemble.num_workers, num_accum_steps, name="batch")
@@ -298,9 +293,6 @@ def outer_update(
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
       NaN if a trainer has no finite pseudo-gradient.
-
-    Raises:
-      ValueError: While tracing, where `outer_step` would, or if an array of `extra_M` is not [M].
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
       sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, where every worker runs the

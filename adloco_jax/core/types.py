@@ -204,10 +204,6 @@ def init(
       owner_R: Position of each worker's trainer. None divides the workers evenly, in blocks.
       own_params: Whether workers keep their own parameters between rounds, as in Streaming DiLoCo.
 
-    Raises:
-      ValueError: If a trainer has no worker, `owner_R` names an unknown trainer, or `params` has a
-        leaf that is no array, a complex leaf, or no floating-point leaf.
-
     Source: AdLoCo algorithm 1, lines 1-3.
     """
     if owner_R is None:
@@ -272,10 +268,6 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
 
     If instead each group is taken from the result of `put`, for instance because `start` was
     donated, end with `ensemble.replace(round=first + 1)`, `first` being the count at the start.
-
-    Raises:
-      ValueError: If `sub` has other trainers or workers than `take` returned, or a position is out
-        of range or repeated.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
