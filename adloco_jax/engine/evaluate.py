@@ -1,8 +1,6 @@
-"""Measure held-out losses: of each trainer, of the consensus model, and of a planned merge.
+"""Held-out losses: of each trainer, of the consensus model, and of a planned merge.
 
-A held-out row is a row of tokens that no worker trains on. A run has several trainers (model
-instances that are trained side by side); the consensus model is the one model that stands for all
-of them.
+Losses are means over rows, in nats per token of text, or nats per labelled row.
 """
 
 import functools
@@ -26,21 +24,14 @@ from adloco_jax.errors import DataError
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out rows of a run in two disjoint parts: guard rows and reported rows.
-
-    Only decisions use the guard rows: which trainers merge, whether a planned merge is refused, and
-    which model is the consensus. The losses that a run reports are measured on the reported rows.
-    """
+    """Disjoint held-out rows: guard rows serve decisions only, reported rows the losses shown."""
 
     guard_EL: np.ndarray  # rows that only decisions use
     report_EL: np.ndarray  # rows on which the reported losses are measured
     batch_size: int  # rows per call of the evaluation program
 
     def describe(self, num_classes: int | None = None) -> str:
-        """Describe in one line how many rows serve reported losses, and how many serve decisions.
-
-        For labelled rows the line also gives the number of rows of each class in both parts.
-        """
+        """Describe in one line how many rows each part has, and of each class if labelled."""
         parts, counts = (self.report_EL, self.guard_EL), ["", ""]
         if num_classes is not None:
             of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
@@ -59,28 +50,10 @@ def split_heldout(
     num_classes: int | None = None,
     num_trainers: int = 1,
 ) -> HeldOut:
-    """Draw two disjoint parts of the held-out rows: guard rows and reported rows.
+    """Draw guard rows and reported rows, both in the order of `rows_EL`; labelled rows by class.
 
-    Only decisions use the guard rows: which trainers merge, whether a planned merge is refused, and
-    which model is the consensus. The losses that a run reports are measured on the reported rows.
-
-    The draw does not depend on the run's seed. Runs with different seeds report losses on the same
-    rows, so the spread of their losses comes only from training. If rows are labelled, each class
-    has about the same share in both parts as in all held-out rows.
-
-    Args:
-      rows_EL: Held-out rows of integers; a labelled row begins with its class.
-      num_sequences: Upper limit of the number of reported rows.
-      batch_size: Rows per call of the evaluation program.
-      num_classes: Number of classes of labelled rows; None for rows of text.
-      num_trainers: Number of trainers. If there are several, at least one guard row is needed to
-        choose among them.
-
-    Returns:
-      The two parts. The rows of a part have the same order as in `rows_EL`.
-
-    Raises:
-      DataError: If there is no held-out row, or if there is only one for several trainers.
+    The draw ignores the run's seed, so runs with different seeds report losses on the same rows.
+    Raises DataError without a row, or with only one for several trainers.
     """
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
     if num_classes is not None and len(order):
@@ -109,16 +82,9 @@ def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_siz
 def class_report(
     programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int, num_classes: int
 ) -> dict:
-    """Measure how well one model predicts the classes of labelled rows.
+    """Measure accuracy, and each class's precision, recall and F1 (None if undefined) and support.
 
-    The held-out loss of all rows is computed once for each class, as if every row had this class as
-    its label. The loss of a row is then the negative log-probability of the class. So the class
-    with the smallest loss is the class that the model predicts for the row.
-
-    Returns:
-      A dict with two entries. `accuracy` is the share of rows whose class is predicted correctly.
-      `classes` has one dict for each class: `precision`, `recall` and `f1`, each None if it is
-      undefined, and `support`, the number of rows of the class.
+    The predicted class is the label with which the row has the smallest loss.
     """
 
     def losses_under(label: int) -> np.ndarray:
@@ -139,7 +105,6 @@ def class_report(
 
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
-    """Compute the loss of each row under one model, in batches of `batch_size` rows."""
     key = loss_key(batch_size)
     params = reshard(params, programs[key].input_shardings[0][0])  # once, not again in each call
     losses = []
@@ -157,29 +122,17 @@ def loss_key(batch_size: int) -> ProgramKey:
 
 
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
-    """Take the parameters of one trainer, by its position, out of an ensemble.
-
-    An ensemble has the arrays of all trainers and workers. The parameters of all trainers are
-    stacked along the first axis, M. The result does not have this axis.
-    """
+    """Take the parameters of one trainer, without the axis M, out of an ensemble."""
     return _row(ensemble.params_M, position)
 
 
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
-    """Compute the parameters that a merge of trainers would give; the ensemble does not change.
-
-    `members` and `weights` are the arguments of `core.merge`: the positions of the trainers to
-    merge, and their weights in the mean.
-    """
+    """Compute the parameters that a merge would give; the ensemble does not change."""
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
 def guard_losses(ensemble: Ensemble, programs: Programs, heldout: HeldOut) -> list[float]:
-    """Compute the mean loss of each trainer on the guard rows, in the order of the trainers.
-
-    Guard rows are the held-out rows that only decisions use, such as the choice of trainers to
-    merge. Losses are in nats per token for rows of text, and in nats per row for labelled rows.
-    """
+    """Compute the mean loss of each trainer on the guard rows."""
     trainers = range(ensemble.num_trainers)
     return [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
 
@@ -191,13 +144,7 @@ def merged_loss(
     programs: Programs,
     heldout: HeldOut,
 ) -> float:
-    """Compute the mean loss that a merged trainer would have on the guard rows.
-
-    The ensemble does not change. Guard rows are the held-out rows that only decisions use, such as
-    the refusal of a merge. `members` and `weights` are the arguments of `core.merge`: the positions
-    of the trainers to merge, and their weights in the mean. The loss is in nats per token for rows
-    of text, and in nats per row for labelled rows.
-    """
+    """Compute the mean loss that a merged trainer would have on the guard rows."""
     params = merged_params(ensemble, tuple(members), tuple(weights))
     return _guard_loss(params, programs, heldout)
 
@@ -209,15 +156,10 @@ def _guard_loss(params: PyTree, programs: Programs, heldout: HeldOut) -> float:
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """Choose the consensus: the one model that stands for all trainers.
+    """Choose the model that stands for all trainers; the word says where it comes from.
 
-    Returns:
-      The parameters of the consensus, and a word that says where they come from. If there is one
-      trainer, its parameters are the consensus, and the word is `only`. If there are several, two
-      models are compared by their losses on the guard rows (the held-out rows that only decisions
-      use): the trainer with the lowest loss, and the mean of all trainers' parameters with the
-      weights `weights`. If the mean has the lower loss, the mean is the consensus, and the word is
-      `average`. Otherwise the trainer is the consensus, and the word is `best`.
+    `only`: the only trainer. Otherwise whichever has the lower guard loss: the `best` trainer, or
+    the `average` of all with these weights.
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"

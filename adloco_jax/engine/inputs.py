@@ -1,8 +1,6 @@
-"""Make the inputs of a round of training.
+"""Make the inputs of a round: each worker's next rows, on the devices that run the worker.
 
-Trainers (model instances that are trained side by side) are divided into groups, so that one
-compiled program can run each group. The next rows of tokens are read for every worker of these
-trainers, and sent to the devices that run the worker.
+Trainers are divided into groups, so that one compiled program can run each group.
 """
 
 import dataclasses
@@ -45,44 +43,28 @@ _COMPARED, _FEWEST_COMPARED = 32, 6
 
 
 class Rows(Protocol):
-    """The interface of the data that `fit` trains on: rows of tokens, for training and held out.
-
-    `data.ArrayRows` and `data.Corpus` implement it.
-    """
+    """The data that `fit` trains on, as `data.ArrayRows` and `data.Corpus` implement it."""
 
     @property
     def heldout_rows(self) -> np.ndarray:
-        """The held-out rows, integers [E, L + 1]: E rows of L tokens and the token after them.
-
-        They are taken from documents that no training row contains.
-        """
+        """Held-out rows, integers [E, L + 1], from documents that no training row contains."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content from which the rows are made.
-
-        A resumed run compares it with the recorded hash, to find out whether the data have changed.
-        """
+        """Hash of the content from which the rows are made; a resumed run must have the same."""
 
     @property
     def shards(self) -> Sequence[dict]:
-        """One JSON record for each file, or for each part of a data set, that was read.
-
-        If the data of a resumed run have changed, the error names the parts whose records differ.
-        """
+        """One JSON record for each part of the data, by which an error names what has changed."""
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Number of tokens per UTF-8 byte of the held-out text.
-
-        None if the data are known only as tokens, not as text.
-        """
+        """Tokens per UTF-8 byte of the held-out text; None if the data are known only as tokens."""
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Return `count` rows of one worker's data stream, from the position `start` on.
+        """Return rows of one data stream from position `start` on: int32 [count, L + 1].
 
-        The rows are int32 [count, L + 1]. The id of the worker's trainer (`trainer`) and the
-        permanent id of the worker (`stream`) together identify the data stream.
+        Trainer id and permanent worker id (`stream`) together identify the data stream.
         """
 
 
@@ -97,27 +79,17 @@ class Group(NamedTuple):
     in_pool: int | None = None  # number of all workers of the run if `Spec.by_position`; else None
 
     def key(self, kind: Kind, **more) -> ProgramKey:
-        """Make the key of one of this group's programs, with the position of each worker's trainer.
-
-        `more` are further fields of the key.
-        """
+        """Make the key of one of this group's programs, with further fields `more`."""
         return ProgramKey(kind, self.owners, devices=self.devices, **more)
 
     def steps_key(self) -> ProgramKey:
-        """Make the key of the group's program for inner steps (the workers' own updates).
-
-        Inner steps do not depend on the trainer to which a worker belongs. So the key contains only
-        the number of workers, not their trainers.
-        """
+        """Make the key of the group's inner steps, which depend on the workers only."""
         pool, size = (0,) * (self.in_pool or len(self.workers)), self.plan.micro_batch_size
         return ProgramKey("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
 
 
 class Test(NamedTuple):
-    """The rows on which gradient statistics are measured for the workers of a group of trainers.
-
-    The batch-size test decides from these statistics whether batches grow.
-    """
+    """The rows on which the gradient statistics of a group's workers are measured."""
 
     group: Group
     rows_RBL: Array
@@ -133,27 +105,18 @@ sizes of this round (`RoundPlan`) and the settings.
 
 
 class Call(NamedTuple):
-    """The arguments of one call of the program `steps`, which runs inner steps of some workers.
-
-    The workers' parameters and inner states are arguments of the program too, but this tuple does
-    not contain them. R is the number of workers that the call runs, and T is the number of
-    micro-batches that each of these workers trains on in the call.
-    """
+    """The arguments of one call of `steps` except the workers: T micro-batches of R workers."""
 
     tokens_TRBL: Array  # [T, R, B, L + 1]
     rate_TR: np.ndarray  # learning rates
     update_T: np.ndarray | None  # True where an update ends; None: gradients are not accumulated
-    # For a loss that takes `key`: for each worker, the id of its trainer, its data stream, and the
-    # position of the call's first sequence in this stream. None for other losses.
+    # For a loss that takes `key`: trainer id, data stream, position of the call's first sequence.
     stream_R3: np.ndarray | None
     turn: tuple[np.ndarray, ...]  # one int32 [], a worker's position (`_turns`), or empty
 
 
 class Batch(NamedTuple):
-    """The inputs of a round: the sizes of each trainer's round, and the workers' sequences.
-
-    The sequences have been sent to the devices that run the workers.
-    """
+    """The inputs of a round: the sizes of each trainer's round, and sequences on their devices."""
 
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
@@ -166,19 +129,10 @@ class Batch(NamedTuple):
 
 
 def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
-    """Divide trainers into groups with separate devices, by the trainers' number of workers.
+    """Group trainers with equally many workers; groups have devices in proportion to their workers.
 
-    Trainers with equally many workers form a group. The devices are divided among the groups in
-    proportion to their total numbers of workers.
-
-    In three cases all trainers form one group, which has all devices: if all trainers have equally
-    many workers, if there are too few devices for all groups, and if the run has several processes
-    (because every process must take part in every program).
-
-    Args:
-      control: The host's data about the run (`Control`).
-      trainers: Positions of the trainers to divide into groups.
-      spec: What all programs of the run share, including the devices.
+    All trainers share all devices if there are too few devices, or several processes (every process
+    must take part in every program).
     """
     chosen = sorted(trainers)
     if not chosen:
@@ -216,12 +170,7 @@ def _group(
 
 
 def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
-    """Divide the trainers of a round into groups, each of which one compiled program can run.
-
-    The function `classes` first divides the trainers into groups with separate devices. Each of
-    these groups is then divided by plan: trainers with the same plan form a group. A plan has the
-    sizes of a trainer's round.
-    """
+    """Divide each of `classes` by plan: trainers with the same plan form a group."""
     groups = []
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
@@ -263,16 +212,10 @@ def round_keys(
 
 
 def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
-    """List the keys of the programs that the next round calls, and perhaps of the round after it.
+    """List the keys of the programs that the next two rounds may call.
 
-    The programs of the later round are listed only if batches grow by measured gradients. How fast
-    they grow is not known yet, so two cases are listed: the fastest growth that the settings allow,
-    and no growth.
-
-    If trainers may merge between the two rounds, the merge is predicted as if all trainers had the
-    same loss on the guard rows (the held-out rows that only decisions use). With Streaming DiLoCo,
-    the program `flush` is listed if trainers may merge after the next round, or if the next round
-    is the last of the run.
+    If measured gradients grow the batch, the later round is listed for the fastest growth and for
+    none. Merges are predicted as in `foreseen`.
     """
     keys = round_keys(control, round_plans(control, settings), settings, spec)
     later = dataclasses.replace(control, round=control.round + 1)
@@ -288,13 +231,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
 
 
 def foreseen(control: Control, settings: Settings) -> Control:
-    """Predict the host's data (`Control`) at the start of the next round.
-
-    These data change before that round if trainers are due to merge now, or workers are due to
-    join. A policy chooses the trainers to merge, and may use their losses on the guard rows (the
-    held-out rows that only decisions use). These losses are not known yet, so the prediction
-    assumes that all trainers have the same loss.
-    """
+    """Predict the control at the start of the next round, as if all guard losses were equal."""
     if members := _members(control, settings):
         control = after_merge(control, members)
     for position, num_workers in joining_workers(control, settings):
@@ -303,22 +240,13 @@ def foreseen(control: Control, settings: Settings) -> Control:
 
 
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:
-    """Predict the positions of the trainers that will merge after this round; empty if none will.
-
-    The losses of the trainers on the guard rows (the held-out rows that only decisions use) are not
-    known yet. The prediction assumes that all trainers have the same loss.
-    """
     if not merge_due(control, settings):
         return ()
     return choose_members(control, [0.0] * len(control.trainers), settings)
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """Collect the values that determine the inputs of a round.
-
-    The inputs of a round are made ahead from a prediction of the host's data. They are used only if
-    these values are the same for the prediction and for the round that is run.
-    """
+    """Collect what determines a round's inputs; those made ahead are used only if it is equal."""
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 
@@ -326,17 +254,9 @@ def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
 def make_batch(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec, rows: Rows
 ) -> Batch:
-    """Make the inputs of a round: read every worker's next sequences, and send them to the devices.
+    """Read every worker's next sequences, and send them to the devices.
 
-    Args:
-      control: The host's data about the run (`Control`) before the round.
-      plans: The sizes of the round of each trainer; the key is the position of the trainer.
-      settings: The run's settings.
-      spec: What all programs of the run share.
-      rows: The rows to train on.
-
-    Raises:
-      DataError: If two workers start the first round of the run with the same rows.
+    Raises DataError if two workers start the first round of the run with the same rows.
     """
     groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
@@ -381,8 +301,7 @@ def calls_of(
 ) -> list[Call]:
     """Divide the rows of a group's round into calls of `steps`, and send them to the devices.
 
-    `rate_TR` has the learning rates. `reads_R3` has for each worker the id of its trainer, its data
-    stream, and the position of the round's first row in this stream.
+    `reads_R3` has the worker's trainer id, its stream, and the position of its first row there.
     """
     size, steps, key = group.plan.micro_batch_size, spec.num_micro_batches, group.steps_key()
     devices = placement(spec, key)
@@ -404,10 +323,7 @@ def calls_of(
 def padded_test(
     group: Group, beginnings: Mapping[int, np.ndarray], count_R: np.ndarray, spec: Spec
 ) -> Test:
-    """Send the first `count_R` rows of each worker, with padding, to the devices that measure them.
-
-    `beginnings` has these rows by the worker's position. There may be more.
-    """
+    """Send the first `count_R` rows of each worker, by position, padded, to the devices."""
     shape = (len(group.workers), spec.max_test_sequences, spec.row_length)
     test_RBL, count_R = np.zeros(shape, np.int32), count_R[list(group.workers)]
     for test_BL, worker, count in zip(test_RBL, group.workers, count_R, strict=True):
@@ -416,18 +332,7 @@ def padded_test(
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-    """Divide a group's workers into `count` turns, which run their inner steps one after another.
-
-    If there is one turn, it has all workers of the group. If there are several, a turn has one
-    worker of each device, or a single worker if all devices share each worker (`Group.in_pool`).
-
-    Returns:
-      A pair for each turn. The first element has the indices of the turn's workers in the group's
-      stack. The second element is the argument `turn` of the program `steps`. It is empty if there
-      is one turn. If there are several, it has one number: the position of the worker among all
-      workers of the run if `Group.in_pool` is set, else its position among the workers of its
-      device.
-    """
+    """Divide a group's workers into `count` turns, which run one after another."""
     workers = np.arange(len(group.workers))
     if count == 1:
         return [(workers, ())]
@@ -437,16 +342,12 @@ def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray,
 
 
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
-    """Raise DataError if two workers start with the same rows, and so compute the same updates.
-
-    `beginnings` has the first rows of each worker in the round, by the worker's position.
-    """
+    """Raise DataError if two workers start with the same rows, and so compute the same updates."""
     first_with = {}
     for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
         read = control.reads(worker)
         before = first_with.setdefault(rows_BL.tobytes(), read)
-        # A few rows may be equal by chance. Also, rows that only another process reads are all zero
-        # here, so they have one distinct row.
+        # A few rows may be equal by chance; rows that another process reads are all zero here.
         if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
             raise DataError(
                 f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"
@@ -464,12 +365,7 @@ def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int
 def _sequences(
     control: Control, group: Group, spec: Spec, rows: Rows, tested_here: Set[int]
 ) -> np.ndarray:
-    """Read the rows that a group's workers train on in a round: int32 [T, R, B, L + 1].
-
-    A worker's rows have the order of its data stream. A process reads the rows of a worker only if
-    its devices train the worker or measure the worker's gradient statistics. The rows of all other
-    workers are zero.
-    """
+    """Read the rows that a group's workers train on in a round: int32 [T, R, B, L + 1]."""
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)
     rows_TRBL = np.zeros(shape, np.int32)

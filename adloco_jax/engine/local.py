@@ -1,9 +1,7 @@
-"""The local engine: it runs the rounds of a training run on the devices that JAX sees.
+"""The local engine: it runs the rounds of all trainers on the devices that JAX sees.
 
-It implements the interface `loop.adloco.Engine`. Trainers whose rounds have equal sizes (batch and
-number of updates) run together in one compiled program. If there are several devices, and if
-trainers have unequal numbers of workers, then trainers with equally many workers form groups with
-separate devices. A synchronisation then moves exactly as many bytes as the ledger records.
+Trainers whose rounds have equal sizes run together in one compiled program. If trainers have
+unequal numbers of workers, groups of them have devices of their own (`inputs.classes`).
 """
 
 import copy
@@ -70,10 +68,7 @@ OnCall: TypeAlias = Callable[[float, Array], None] | None
 
 
 class LocalEngine:
-    """Runs the rounds of all trainers on the devices that JAX sees.
-
-    It implements the interface `loop.adloco.Engine`, which describes the methods.
-    """
+    """Runs the rounds of all trainers; `loop.adloco.Engine` describes the methods."""
 
     def __init__(
         self,
@@ -84,18 +79,7 @@ class LocalEngine:
         heldout: HeldOut,
         on_call: OnCall = None,
     ):
-        """Make an engine; no round is started yet.
-
-        Args:
-          settings: The run's settings.
-          spec: What all compiled programs of the run share.
-          programs: The run's programs, each of which is compiled before its first call.
-          rows: The rows to train on.
-          heldout: The held-out rows in two parts. Decisions on merges use the losses on one part,
-            the guard rows.
-          on_call: Called for each call of the program `steps` after it has ended, in order, with
-            the share of the run that is done and the losses of the call.
-        """
+        """Make an engine; `on_call` learns the share of the run and the losses of an ended call."""
         self.settings, self.spec, self.programs = settings, spec, programs
         self._on_call = on_call
         # Calls of `steps` that are not yet reported: the share of the run at their end, the losses.
@@ -104,8 +88,7 @@ class LocalEngine:
         self.rows, self.heldout = rows, heldout
         # The host's data before the current round; a caller needs them if the round fails.
         self.underway: Control
-        # Inputs that were made ahead for the next round, with the values that determine them; an
-        # exception if making them failed.
+        # Inputs made ahead, or the exception, with the values that determine them.
         self._ahead: tuple[tuple, Batch | Exception] | None = None
         # When the round began: the clock, and the seconds that calls had waited for compilation.
         self._start_s = self._stalled_s = 0.0
@@ -117,20 +100,13 @@ class LocalEngine:
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """Return the positions of all trainers, because all of them run each round together.
-
-        The method also starts to measure the seconds of the round.
-        """
+        """Return all positions: all trainers run each round together. Start the round's clock."""
         self.underway = state.control  # set before sequences are read, which may fail
         self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
         return list(range(len(state.control.trainers)))
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Batch:
-        """Return the inputs of a round: every worker's next sequences, sent to the devices.
-
-        If `look_ahead` has made the inputs of this round, they are returned. If it failed to make
-        them, its exception is raised here.
-        """
+        """Return a round's inputs, if possible those that `look_ahead` made; raise its errors."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == reads(state.control, plans):
             if isinstance(ahead[1], Exception):
@@ -139,10 +115,7 @@ class LocalEngine:
         return make_batch(state.control, plans, self.settings, self.spec, self.rows)
 
     def look_ahead(self, control: Control) -> None:
-        """Make the inputs of the next round, and start to compile programs in the background.
-
-        The programs are those that the next two rounds are expected to call.
-        """
+        """Make the next round's inputs; compile the next two rounds' programs in the background."""
         after_merge = foreseen(control, self.settings)
         self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
         plans = round_plans(control, self.settings)
@@ -166,10 +139,7 @@ class LocalEngine:
         return stats
 
     def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
-        """Dispatch the programs of a round to the devices; `finish` waits for their results.
-
-        Returns the state after the round, and the round under way.
-        """
+        """Dispatch the programs of a round to the devices; `finish` waits for their results."""
         control, spent = count_round(
             state.control,
             batch.plans,
@@ -190,11 +160,7 @@ class LocalEngine:
         return State(ensemble, control), UnderWay(lines, batch.groups, *dispatched)
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
-        """Wait for the results of a round, count skipped updates, and remove broken trainers.
-
-        Returns the new state, the round's metrics, and a dict for each removed trainer, which is
-        written to the ledger.
-        """
+        """Wait for a round, count skipped updates, remove broken trainers (a ledger line each)."""
         crash_point("round.decided")
         self._report(wait=True)
         jax.block_until_ready(underway.norms)
@@ -208,10 +174,7 @@ class LocalEngine:
         return state, metrics, changes
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble of the state, which has the arrays of all trainers and workers.
-
-        In this engine the state always has all of these arrays, so nothing must be fetched.
-        """
+        """Return the ensemble: here it is always complete."""
         return state.ensemble
 
     def close(self) -> None:
@@ -261,10 +224,7 @@ class LocalEngine:
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Compute the loss that a merged trainer would have on the guard rows.
-
-        Guard rows are held-out rows for decisions, such as the refusal of a merge.
-        """
+        """Compute the loss that a merged trainer would have on the guard rows."""
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -283,11 +243,7 @@ class LocalEngine:
         return replace(spawned, ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Synchronise those updates of the trainers' workers that have not been synchronised yet.
-
-        Only Streaming DiLoCo leaves such updates. Otherwise all parameters are synchronised at the
-        end of a round. Returns the new state, and at most one dict, which is written to the ledger.
-        """
+        """Synchronise what is left unsynchronised, which happens only in Streaming DiLoCo."""
         ensemble, control = state
         owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:
@@ -303,16 +259,12 @@ class LocalEngine:
         return State(ensemble, control), [line]
 
     def _take(self, ensemble: Ensemble, group: Group) -> Ensemble:
-        """Return the part of an ensemble that has only a group's trainers and their workers.
-
-        If the group has all workers, the whole ensemble is returned, and nothing is copied.
-        """
+        """Return the part of an ensemble that has only a group's trainers and their workers."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return ensemble
         return taken(ensemble, group.trainers)
 
     def _put(self, ensemble: Ensemble, group: Group, sub: Ensemble) -> Ensemble:
-        """Write `sub`, the trainers and workers of a group, back into the ensemble."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
         at = placement(self.spec, ProgramKey("outer", group.owners))  # a mesh of all devices
@@ -322,19 +274,10 @@ class LocalEngine:
 def count_skips(
     control: Control, outcomes: Sequence[Outcome], trainers: Sequence[int] | None = None
 ) -> tuple[Control, list[int]]:
-    """Count how many updates each worker has skipped in a row, and find broken trainers.
+    """Count each worker's skipped updates in a row; return the positions of broken trainers too.
 
-    A worker skips an update if the loss or the gradient is not finite. A trainer is broken if each
-    of its workers has skipped its last `SKIPS_BEFORE_QUARANTINE` updates.
-
-    Args:
-      control: The host's data about the run after the round. It must still have the trainers and
-        workers that ran the round.
-      outcomes: For each trainer, the losses and skipped updates of the round.
-      trainers: Positions of the trainers in `outcomes`, in the same order. None: all trainers.
-
-    Returns:
-      A copy of `control` with the new counts, and the positions of the broken trainers.
+    A trainer is broken if each of its workers skipped its last `SKIPS_BEFORE_QUARANTINE` updates.
+    `control` must still have the trainers and workers that ran the round.
     """
     control = copy.deepcopy(control)
     broken = []
@@ -355,11 +298,9 @@ def count_skips(
 
 
 def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dict]]:
-    """Remove broken trainers and their workers from the state of a run.
+    """Remove trainers from a state; return a ledger line for each of them too.
 
-    `broken` has the positions of the trainers. Returns the new state, and for each removed trainer
-    the fields of a line for the ledger. If no trainer is left, the returned ensemble must not be
-    used.
+    If no trainer is left, the returned ensemble must not be used.
     """
     ensemble, control = state
     changes = []
@@ -375,11 +316,7 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
 
 def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
-    """Remove trainers and their workers from the host's data about the run (`Control`).
-
-    `broken` has the positions of the trainers. Returns the new data, and the positions that the
-    remaining trainers had before the removal.
-    """
+    """Remove trainers from the control; return the old positions of those that remain too."""
     control = copy.deepcopy(control)
     survivors = [m for m in range(len(control.trainers)) if m not in broken]
     workers = [w for w, owner in enumerate(control.owners) if owner not in broken]
@@ -399,8 +336,7 @@ def _outcomes(underway: UnderWay) -> list[Outcome]:
     """Wait for the results of a round, and return the outcome of each trainer, by position."""
     outcomes, norm_of = {}, {}
     for stack, norms in zip(underway.stacks, underway.norms, strict=True):
-        # The norm of the vector that joins all fragments. With a single fragment, the float32 norm
-        # does not change, because the computation is in float64.
+        # The norm of all fragments joined; in float64, so that one fragment keeps its float32 norm.
         norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
         norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
     for group, measured in zip(underway.groups, underway.measured, strict=True):

@@ -1,18 +1,7 @@
 """The compiled programs of a run: what they compute, and the devices on which their arrays are.
 
-A program is a compiled `jax.jit` of public functions of `core`. It is found by its key
-(`engine/spec.py`), and compiled before its first call. A round calls three kinds of programs:
-`start` begins the round, `steps` runs inner steps of the workers, and `outer` synchronises the
-workers of each trainer. A call of `steps` runs a fixed number of micro-batches, so a longer round,
-or one that accumulates gradients, calls it several times. The number of accumulation steps is
-not part of the key.
-
-If workers run one after another, a call of `steps` advances one worker of each device. This worker
-finishes its round before the next worker begins, so a device needs only one sum of gradients.
-
-In Streaming DiLoCo, parameters are synchronised in fragments, one after another within a round. A
-round then calls the program `fragment` instead of `outer`. This program runs inner steps and
-synchronises one fragment.
+`start` begins a round, `steps` runs a fixed number of micro-batches, `outer` synchronises;
+Streaming DiLoCo calls `fragment` (inner steps, then one synchronisation) instead of `outer`.
 """
 
 import contextlib
@@ -46,25 +35,16 @@ from adloco_jax.loop.plans import AUTO_TEST_MIN
 # Most float32 values of per-example gradients that a worker holds at once: 256 MB.
 GRADIENTS_HELD = 2**26
 
-# XLA's CPU client queues at most 32 programs on a device. One more program blocks a thread that the
-# queued programs may need, so several devices can deadlock. A call of `Programs.call` runs up to
-# four programs, because its arguments may have to be resharded.
+# XLA's CPU client queues 32 programs on a device; one more blocks a thread that they may need, so
+# devices can deadlock. With resharding, `Programs.call` runs up to four programs.
 _MAX_IN_FLIGHT = 8
 
 
 class Programs:
-    """Compiles each program of a run when it is first needed, and keeps it for later calls.
-
-    Programs that will probably be needed can be compiled ahead in the background (`prefetch`).
-    """
+    """Compiles a run's programs when they are first needed, or ahead (`prefetch`)."""
 
     def __init__(self, spec: Spec, on_compile: OnCompile = lambda event: None):
-        """Start without compiled programs.
-
-        Args:
-          spec: What all programs of the run share.
-          on_compile: Called before and after each compilation, in the thread that compiles.
-        """
+        """Start without programs; `on_compile` is called around each compilation, in its thread."""
         self.spec = spec
         self.stall_s = 0.0  # seconds that callers have waited for compilation so far
         self.compiling = False  # whether a caller waits for a compilation now
@@ -77,12 +57,10 @@ class Programs:
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
 
     def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
-        """Dispatch the program that `key` identifies to its devices, and return its results.
+        """Dispatch the program of `key`, and return its results, which may still be computed.
 
-        The arguments are resharded first, if their shardings are not those that the program
-        expects. The method returns before the devices have computed the results. It waits only for
-        the compilation of the program, and for the results of the call that was `_MAX_IN_FLIGHT`
-        calls earlier.
+        Arguments are resharded if need be. The call waits for the compilation, and for the results
+        of the call `_MAX_IN_FLIGHT` calls earlier.
         """
         program = self[key]
         results = program(*reshard(arguments, program.input_shardings[0]))
@@ -95,11 +73,7 @@ class Programs:
         return results
 
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
-        """Return the compiled program that `key` identifies.
-
-        If the program is not compiled yet, it is compiled now. If it is being compiled in the
-        background, the method waits for it.
-        """
+        """Return the compiled program of `key`; compile it, or wait for it, if need be."""
         start_s = time.perf_counter()
         self._known.add(key)
         begun = self._programs.get(key)
@@ -118,10 +92,7 @@ class Programs:
         return program
 
     def prefetch(self, keys: Iterable[ProgramKey]) -> None:
-        """Queue programs for compilation in the background, in this order.
-
-        Programs that are compiled or queued already are left out.
-        """
+        """Queue programs, unless they are compiled or queued, for compilation in the background."""
         wanted = list(keys)
         self._known.update(wanted)
         for key in wanted:
@@ -146,11 +117,9 @@ class Programs:
 
 
 def use_compilation_cache() -> None:
-    """Let JAX save compiled programs in the user's cache folder, so that later runs can load them.
+    """Let JAX save compiled programs in the user's cache folder, if it has none yet.
 
-    If JAX already has a cache folder (`JAX_COMPILATION_CACHE_DIR`), this function changes nothing.
-    Compiled programs are code that runs execute, so other users must not be able to write to the
-    folder.
+    Runs execute what is there, so other users must not be able to write to the folder.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
@@ -179,10 +148,7 @@ def placement(spec: Spec, key: ProgramKey) -> Placement:
 
 
 def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
-    """Make the shapes, dtypes and shardings of an ensemble, without allocating its arrays.
-
-    `owners` has the position of each worker's trainer, and `at` the mesh and its shardings.
-    """
+    """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated."""
     make = functools.partial(
         init,
         num_trainers=max(owners) + 1,
@@ -197,31 +163,21 @@ def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensembl
 
 
 def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
-    """Make the shapes, dtypes and shardings of a program's workers in the middle of a round.
-
-    No array is allocated.
-    """
+    """Make the shapes, dtypes and shardings of a program's workers in the middle of a round."""
     ensemble = ensemble_spec(spec, key.owners, at)
     shapes = jax.eval_shape(functools.partial(_begin, spec, key, at), ensemble)
     return _with_shardings(shapes, at.by_worker(shapes))
 
 
 def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
-    """Number of turns in which a device's workers run one after another; 1 if all run at once.
-
-    In each turn a device runs one of its workers.
-    """
+    """Number of turns in which a device's workers run one after another; 1 if all run at once."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
     return len(key.owners) // num_groups if in_turn else 1
 
 
 def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
-    """Start a round (`core.start_round`): make the arrays with which the workers begin.
-
-    If gradients are accumulated, these arrays include the sums of gradients. Workers that run one
-    after another on a device share one sum.
-    """
+    """Start a round (`core.start_round`): make the arrays with which the workers begin."""
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
     step = num_turns(spec, key, at)
@@ -231,10 +187,7 @@ def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Wo
 
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
-    """Trace the program that `key` identifies, and lower it to XLA's input language.
-
-    The result is not compiled yet. Its compilation takes much longer than this function.
-    """
+    """Trace the program of `key`, and lower it to XLA's input language; it is not compiled yet."""
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:
         if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded
@@ -340,8 +293,7 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
-    # A pass over several sequences is padded to its full size. So a pass should not be larger than
-    # the smallest number of sequences on which a worker is tested.
+    # A pass is padded to its full size, so it is at most the fewest sequences of a test.
     least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
     chunk = max(min(least, spec.num_micro_batches * spec.outer.fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
@@ -355,9 +307,8 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
         inner_products=spec.inner_products,
     )
 
-    # A device measures its workers one after another. So it holds the gradients of one worker at a
-    # time, and stops at the number of sequences of each worker. To measure a few workers at once
-    # with vmap took a quarter more time.
+    # A device measures its workers in turn: it holds one worker's gradients, and stops at each
+    # one's number of sequences. A few workers at once with vmap took a quarter more time.
     @functools.partial(
         jax.shard_map,
         mesh=at.mesh,
@@ -404,14 +355,7 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 
 
 def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
-    """Pair tokens with random keys [T, R, B]: one for each sequence; None if the loss takes no key.
-
-    The key of a sequence depends on the trainer that trains on it, on the data stream from which it
-    is read, and on its position in this stream. It does not depend on the size of micro-batches.
-
-    `stream_R3` has for each worker the id of its trainer, its data stream, and the position of its
-    first sequence in the stream.
-    """
+    """Pair tokens with random keys [T, R, B], one a sequence; None if the loss takes no key."""
     if spec.key_seed is None or stream_R3 is None:
         return tokens_TRBL, None
     num_T, _, num_B = tokens_TRBL.shape[:3]
@@ -422,14 +366,7 @@ def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Arr
 
 
 def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
-    """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function.
-
-    The function is `advance(workers, (tokens_TRBL, key_TRB), rate_TR, update_T)`. `key_TRB` has a
-    random key for each sequence of tokens; it is None if the loss takes no key. `rate_TR` has the
-    learning rates. `update_T` is True where a micro-batch completes an update; if it is None, every
-    micro-batch completes an update. `at_once` is the number of workers that run at the same time;
-    None means all.
-    """
+    """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function."""
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
     def advance(workers, keyed, rate_TR, update_T):
@@ -452,10 +389,7 @@ def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
 
 
 def _on_each_device(advance: Callable, at: Placement) -> Callable:
-    """Make a function that runs `advance` on each device, only for the workers of this device.
-
-    If several devices share a worker, they run it together.
-    """
+    """Make a function that runs `advance` on each device, only for the workers of this device."""
     if at.mesh.shape["trainer"] * at.mesh.shape["worker"] == 1:
         return advance
     pool, pool_T = P(POOL), P(None, POOL)
@@ -478,10 +412,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """Make a function that runs inner steps of all workers.
-
-    The workers of a device run one after another if `spec.in_turn` is set, else all at once.
-    """
+    """Make a function that runs inner steps of all workers."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
     # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
@@ -497,10 +428,7 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
 
 
 def _turn(spec: Spec, at: Placement) -> Callable:
-    """Make a function that runs inner steps of a single worker on each device.
-
-    The last argument of the function is the position of this worker among the device's workers.
-    """
+    """Make a function that runs inner steps of a single worker on each device."""
     advance = _advance(spec, at, at_once=1)
 
     def turn(workers, keyed, rate_TR, update_T, position):
@@ -521,17 +449,7 @@ def _turn(spec: Spec, at: Placement) -> Callable:
 
 
 def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
-    """Make the shapes and shardings of the arguments of inner steps, apart from the workers.
-
-    There are four arguments:
-
-    - The tokens.
-    - The learning rates.
-    - Flags that are true where a micro-batch completes an update; None unless gradients are
-      accumulated.
-    - Each worker's trainer, data stream and first sequence, from which random keys are derived;
-      None unless the loss takes a key.
-    """
+    """Make the shapes and shardings of the arguments of inner steps, apart from the workers."""
     steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
@@ -551,10 +469,7 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a device's memory that a program needs while it runs, as the compiler reports them.
-
-    The bytes of the program's arguments and results are included.
-    """
+    """Bytes of a device's memory that a program needs, with its arguments and results."""
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -573,10 +488,8 @@ def _shardings(shapes: PyTree) -> PyTree:
 
 # -- Merges, growth, quarantine --------------------------------------------------------------
 
-# When trainers merge, or a worker joins or leaves, the inner optimizer states of all workers are
-# replaced by new arrays. These states fill most of a device's memory, so all old and all new arrays
-# may not fit on the device together. For this reason the arrays are replaced in several parts: the
-# old arrays of a part are deleted before the new arrays of the next part are made.
+# Merges, joins and departures replace all inner states, which fill most of a device's memory: old
+# and new arrays may not fit together, so they are replaced in parts.
 
 PART_BYTES = 2**30  # most bytes of inner states that one step replaces, unless an array is larger
 
@@ -602,10 +515,7 @@ def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Divide a list of arrays, in order, into parts of at most `PART_BYTES` bytes.
-
-    An array that is larger than this limit is a part of its own.
-    """
+    """Divide arrays, in order, into parts of at most `PART_BYTES` bytes, or of one larger array."""
     part: list[Any] = []
     for leaf in leaves:
         if part and num_bytes([*part, leaf]) > PART_BYTES:
@@ -617,13 +527,10 @@ def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
-    """Compute `change(ensemble, *arguments)` in several steps, so that less memory is needed.
+    """Compute `change(ensemble, *arguments)`, one of merged, spawned, taken, with less memory.
 
-    `change` is one of the functions `merged`, `spawned` and `taken`. The workers' inner optimizer
-    states are divided into parts (`parts_of`). For each part, `change` is called with an ensemble
-    that has only this part of the inner states, and then the old arrays of the part are deleted. At
-    last `change` is called with the ensemble without inner states. If there is at most one part,
-    `change` is called once with the whole ensemble, and no array is deleted.
+    Each part (`parts_of`) of the inner states is replaced, and its old arrays deleted, before the
+    next; the rest of the ensemble comes last. If there is at most one part, nothing is deleted.
     """
     leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
     parts = list(parts_of(leaves))

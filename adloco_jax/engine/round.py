@@ -33,10 +33,7 @@ class Outcome(NamedTuple):
         return float(np.mean(made)) if made.size else math.nan
 
     def losses(self, every: int | None) -> list[tuple[int, float]]:
-        """List the number of updates and their mean loss after each `every` updates of the round.
-
-        The last pair may be of fewer updates. If `every` is None, there are at most ten pairs.
-        """
+        """List update counts and mean losses, after each `every` updates; None: at most ten."""
         num_updates, made_SR = len(self.loss_SR), np.isfinite(self.loss_SR)
         starts = np.arange(0, num_updates, every or -(-num_updates // 10))
         sums, counts = (
@@ -61,18 +58,9 @@ def inner_round(
 ) -> tuple[Ensemble, Workers, list[list[tuple[Array, Array]]], list[Array]]:
     """Dispatch a round of workers whose arrays are one stack (AdLoCo algorithm 1, lines 6-15).
 
-    Parameters of fragments (Streaming DiLoCo) are synchronised within the round, others after it.
-
-    Args:
-      programs: The run's programs.
-      sub: The ensemble of these workers and their trainers.
-      stack: The workers and trainers of `sub`.
-      work: Groups of workers that run the same program, with all calls of the group's round.
-      on_call: Called with the losses [T, R] of each call that has been dispatched.
-
-    Returns:
-      The ensemble without the workers' arrays; the workers after the round; the losses and skipped
-      updates by group and call, [T, R]; and the norms of the fragments' outer gradients, [M].
+    `work` has the groups that run the same program, with all their calls. The result: the ensemble
+    without the workers' arrays, the workers, losses and skipped updates by group and call [T, R],
+    and the norms of the fragments' outer gradients, [M] (Streaming DiLoCo).
     """
     spec = programs.spec
     accumulates = any(group.steps_key().accumulates for group, _ in work)
@@ -111,10 +99,7 @@ def inner_round(
 def by_update(
     group: Group, measured: Sequence[tuple[Array, Array]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Wait for a group's calls; return each update's loss, and whether it was skipped, [S, R].
-
-    `measured` has the losses and skipped updates of each call. The loss of a skipped update is NaN.
-    """
+    """Wait for a group's calls; return each update's loss (NaN: skipped), and skips, [S, R]."""
     loss_TR, skipped_TR = (
         _by_worker(group, parts) for parts in zip(*jax.device_get(measured), strict=True)
     )
@@ -125,11 +110,6 @@ def by_update(
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the results of a group's calls of the program `steps` into one array [T, R].
-
-    If workers run one after another, the calls are divided into turns. A turn runs one worker of
-    each device for the whole round. All calls of the first turn come first, then those of the next.
-    """
     num_turns = len(group.workers) // parts[0].shape[1]
     calls = len(parts) // num_turns
     turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]

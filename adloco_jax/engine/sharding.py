@@ -1,20 +1,7 @@
 """The device mesh of a compiled program, each array's sharding on the mesh, and resharding.
 
-A compiled program runs on a mesh of devices: by default all devices of all processes. The mesh has
-five axes:
-
-- `trainer` divides the trainers. During a round, workers of different trainers do not communicate.
-- `worker` divides the workers of a trainer, or all workers if the trainers cannot be divided
-  equally over the devices.
-- `data` divides the batch of a worker.
-- `model` divides the parameters and the inner optimizer state of a worker. If the batch is
-  divisible, this axis divides the batch too.
-- `idle` divides nothing: devices along this axis do the same work, because no array can be divided
-  further.
-
-The parameters of a trainer are replicated over the trainer's workers, because every worker starts
-the batch-size test and the round from these parameters. The outer optimizer's state of a trainer is
-sharded over all devices of the trainer, because only synchronisations read this state.
+The mesh axes: `trainer` divides trainers, `worker` workers, `data` a worker's batch, `model` its
+parameters and state (and the batch, if divisible); along `idle`, devices repeat the same work.
 """
 
 import functools
@@ -45,10 +32,7 @@ class Placement:
     mesh: Mesh
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
-        """The sharding that divides each dimension of an array over the given mesh axes.
-
-        There is one argument for each dimension. A dimension with None is not divided.
-        """
+        """The sharding that divides each dimension of an array over the given mesh axes."""
         return NamedSharding(self.mesh, P(*axes))
 
     @property
@@ -79,39 +63,24 @@ class Placement:
         return jax.tree.map(lambda leaf: self._spread(leaf.shape, (), ("model",)), shapes)
 
     def by_worker(self, shapes_R: PyTree) -> PyTree:
-        """Shardings of leaves [R, ...]: a worker's entry is on the devices that run the worker.
-
-        Among these devices the entry is divided over the mesh axis `model`.
-        """
+        """Shardings of leaves [R, ...]: an entry is on its worker's devices, split over `model`."""
         return self._stacked(shapes_R, POOL, ("model",))
 
     def by_trainer(self, shapes_M: PyTree) -> PyTree:
-        """Shardings of leaves [M, ...] whose entry for a trainer is read by all its workers.
-
-        The entry of a trainer is replicated over the trainer's workers. For each worker it is
-        divided over the mesh axis `model`.
-        """
+        """Shardings of leaves [M, ...], replicated over a trainer's workers, split over `model`."""
         return self._stacked(shapes_M, "trainer", ("model",))
 
     def sharded(self, shapes_X: PyTree) -> PyTree:
-        """Shardings of leaves [M, ...] or [R, ...] that all devices of a trainer share.
-
-        An entry (of a trainer or worker) is divided over all mesh axes except `trainer`. If no
-        dimension of a leaf can be divided over all of them, it is divided over fewer.
-        """
+        """Shardings of leaves [M, ...] or [R, ...] over all axes but `trainer`, if possible."""
         return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
 
     def reduce_scatter(self, tree_R: PyTree) -> PyTree:
         """While tracing, reshard leaves [R, ...] for a reduce-scatter over the workers.
 
-        The leaves are resharded in two steps, because in one step XLA's partitioner would replicate
-        them. First, a leaf is divided over the devices that share a worker. Second, it receives the
-        sharding of `sharded`, which divides it over the workers too.
-
-        A floating-point leaf skips the second step if no dimension of it can be divided over the
-        workers. The mean of such a leaf over the workers is then computed by an all-reduce, which
-        moves as many bytes as a reduce-scatter and an all-gather together. To copy the leaf to
-        every device would move R / 2 times as many bytes.
+        There are two steps, first over the devices of a worker: XLA's partitioner would replicate
+        in one. A float leaf that cannot be divided over the workers is left to an all-reduce, which
+        moves as many bytes as both collectives; copies to every device would be R / 2 times as
+        many.
         """
         in_parts = self._stacked(tree_R, POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
@@ -126,10 +95,9 @@ class Placement:
         return jax.lax.with_sharding_constraint(parts_R, to)
 
     def all_gather(self, tree_M: PyTree) -> PyTree:
-        """While tracing, all-gather leaves [M, ...]: copy each trainer's entry to its workers.
+        """While tracing, copy each trainer's entry of leaves [M, ...] to its workers.
 
-        The leaves are first given the sharding of `sharded`, then that of `by_trainer`. With the
-        second sharding alone, XLA's partitioner would all-gather before it quantises the updates.
+        Leaves are `sharded` first: otherwise XLA would all-gather before it quantises the updates.
         """
         parts_M = jax.lax.with_sharding_constraint(tree_M, self.sharded(tree_M))
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
@@ -146,27 +114,15 @@ class Placement:
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Total bytes that a synchronisation of all trainers moves between devices.
 
-        With one device for each worker, this is the number of bytes that the ledger records
-        (docs/algorithm.md, accounting). If workers share a device, fewer bytes are moved. If a
-        device has workers of several trainers, every device receives the updates of all trainers.
-
-        If differences are sent with a precision below float32, more bytes are moved than this
-        function returns: a leaf that has no dimension that can be divided over the workers is then
-        replicated to each worker.
-
-        Args:
-          sync_bytes: Bytes that one worker sends.
-          num_trainers: Number of trainers.
-          num_workers: Number of workers of all trainers.
+        `sync_bytes` is what one worker sends, `num_workers` counts those of all trainers. Below
+        float32 it is a lower bound: a leaf that cannot be divided over the workers is then
+        replicated.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
 
     def describe(self) -> str:
-        """Describe as text how workers, batches and parameters are divided over devices.
-
-        The text also names the devices that only repeat the work of others.
-        """
+        """Describe how workers, batches and parameters are divided, and what only repeats work."""
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         if self.mesh.size == 1:
@@ -204,12 +160,7 @@ class Placement:
         return jax.tree.map(spread, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
-        """The sharding that divides one dimension of an array over the mesh axes `over`.
-
-        It is the largest dimension that is a multiple of the number of devices along these axes. If
-        there is none, the last axis of `over` is left out, and so on. The first dimensions, which
-        are trainers or workers, are divided over the mesh axes `lead`.
-        """
+        """The sharding that divides one dimension of an array over the mesh axes `over`."""
         if not shape:
             return self.replicated
         for count in range(len(over), 0, -1):
@@ -237,19 +188,10 @@ def arrange(
     devices: Sequence[jax.Device],
     model_shards: int = 1,
 ) -> Placement:
-    """Arrange devices as a mesh for the trainers and workers of a program.
+    """Arrange devices as a mesh for the workers of a program; `owners`: each worker's trainer.
 
-    Args:
-      owners: Position of each worker's trainer.
-      batch_size: Number of sequences in a worker's batch. Several devices may share the batch.
-      devices: The devices to use.
-      model_shards: Number of devices that share one worker's parameters, a divisor of the number of
-        devices.
-
-    Returns:
-      A mesh on which the workers are divided over as many devices as possible. If there are several
-      devices for each group of workers (besides those that share parameters), they share the
-      workers' batches, as far as `batch_size` is divisible. Devices beyond that are idle.
+    Workers are divided over as many devices as possible; devices that are left share the workers'
+    batches as far as `batch_size` is divisible, and beyond that are idle.
     """
     chosen = np.array(devices)
     free = len(chosen) // model_shards
@@ -267,16 +209,10 @@ def arrange(
 
 
 def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Move arrays to other shardings, in any number of processes.
+    """Move arrays to other shardings (None: unchanged), in any number of processes.
 
-    Args:
-      tree: A tree of JAX arrays, which are moved between devices, and of host arrays, which are
-        sent to devices. Every process must hold the parts of a host array that its devices receive.
-      shardings: A tree of shardings with the same structure. An array whose sharding is None is
-        returned unchanged.
-
-    Returns:
-      JAX arrays with these shardings; an array that already has its sharding is not copied.
+    Of a host array, every process must hold the parts that its devices receive. An array that has
+    its sharding already is not copied.
     """
     leaves, structure = jax.tree.flatten(tree)
     at = structure.flatten_up_to(shardings)
@@ -307,10 +243,7 @@ def _move(to: tuple[NamedSharding, ...]):
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Copy a tree of arrays to the host: every process receives all values of every array.
-
-    The arrays are copied one at a time.
-    """
+    """Copy all values of all arrays to the host in every process, one array at a time."""
 
     def get(leaf: jax.Array) -> np.ndarray:
         if leaf.is_fully_addressable or leaf.is_fully_replicated:

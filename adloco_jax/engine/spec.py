@@ -1,7 +1,4 @@
-"""What compilation needs: the data that all compiled programs of a run share, and a program's key.
-
-The key identifies one program of the run.
-"""
+"""What compilation needs: the data that all programs of a run share, and each program's key."""
 
 import os
 from collections.abc import Callable
@@ -56,10 +53,7 @@ class Compiling(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What is known about one compilation of a program.
-
-    It is written to the ledger, the log file of the run, as a line with the event `compile`.
-    """
+    """What is known about one compilation; a `compile` line of the ledger."""
 
     key: ProgramKey
     seconds: float
@@ -100,18 +94,12 @@ class Machine:
         return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
 
     def budget(self, memory_frac: float | None) -> int:
-        """Bytes of one device's memory that a run may use.
-
-        Args:
-          memory_frac: Share of the device's memory that may be used. None: 0.8 on a CPU, and 0.92
-            on other devices.
-        """
+        """Bytes of a device's memory for a run; `memory_frac` None: 0.8 on a CPU, else 0.92."""
         default = 0.8 if self.platform == "cpu" else 0.92
         return int((default if memory_frac is None else memory_frac) * self.device_bytes)
 
 
-# The share of a GPU's memory that the commands let JAX reserve. On a real GPU, XLA plans programs
-# for the reserved memory.
+# The share of a GPU's memory that the commands let JAX reserve; XLA plans programs for it.
 TAKEN = 0.95
 
 
@@ -122,8 +110,7 @@ def here() -> Machine:
     if limit is None:  # a CPU, whose emulated devices share the RAM
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
     elif local[0].platform == "gpu":
-        # The limit is the memory that JAX has reserved: the share TAKEN of the GPU's memory, unless
-        # the user lets JAX reserve another share.
+        # The limit is what JAX has reserved: the share TAKEN, unless the user chose another.
         limit = int(limit / TAKEN)
     return Machine(tuple(jax.devices()), limit)
 
@@ -156,13 +143,10 @@ class Spec:
 
     @property
     def by_position(self) -> bool:
-        """Whether a call of the program `steps` runs a single worker, which an argument selects.
+        """Whether a call of `steps` runs one worker, by its position: one program for all.
 
-        The argument is the worker's position among all workers of the run. Trainers with different
-        numbers of workers or updates can then use the same program. It is so if three conditions
-        hold: workers run one after another (`in_turn`), all devices share each worker, and workers
-        do not keep their own parameters between synchronisations (only Streaming DiLoCo keeps
-        them).
+        True if workers run in turn, each on all devices, and keep no parameters between
+        synchronisations.
         """
         is_one = len(self.machine.devices) == self.model_shards
         return self.in_turn and is_one and not self.outer.own_params
@@ -174,12 +158,7 @@ class Spec:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes that one worker sends when its trainer is synchronised.
-
-        The worker sends the difference between its trainer's parameters and its own. The update
-        that the worker receives has the same size. If parameters are synchronised in fragments,
-        these are the bytes of one fragment, with padding.
-        """
+        """Bytes that one worker sends, and receives, in a synchronisation (of one fragment)."""
 
         def take(params):
             stacked = jax.tree.map(lambda leaf: leaf[None], params)
@@ -190,11 +169,7 @@ class Spec:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the parameters and optimizer states that are sent in merges and joins.
-
-        An absorbed trainer sends parameters and an outer state in a merge. A worker that joins a
-        trainer receives parameters and an inner state.
-        """
+        """Bytes of the parameters and optimizer states that are sent in merges and joins."""
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
         return StateBytes(self.param_bytes, _sent_bytes(self.outer_tx, self.params), inner_bytes)
 
@@ -210,10 +185,7 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
-    """Bytes that must be sent to copy an optimizer's state to another trainer or worker.
-
-    Arrays of whole numbers (such as counts of updates) are not sent, because the host knows them.
-    """
+    """Bytes that must be sent to copy an optimizer's state to another trainer or worker."""
     state = jax.eval_shape(tx.init, trainable(params))
     return num_bytes(
         [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]

@@ -1,8 +1,4 @@
-"""Count the operations, bytes and kernels of a compiled program, and bound its seconds.
-
-Only the text of a program is read (`compiled.as_text()`), so the program may be compiled for a
-device that is not here.
-"""
+"""Count operations, bytes and kernels in a compiled program's text, and bound its seconds."""
 
 import functools
 import math
@@ -50,11 +46,10 @@ _Instruction: TypeAlias = re.Match[str]
 
 
 def count(text: str | None) -> Work:
-    """Count the work of a compiled program, given as the text of the compiler.
+    """Count the work in the compiler's text of a program.
 
-    The body of a loop counts as often as the loop runs, or once if the compiler does not know how
-    often. Of a conditional, only the branch with the most bytes counts. Where a kernel reads or
-    writes only a slice of an array, only the slice counts.
+    A loop counts as often as it runs (once if unknown), a conditional by its branch with the most
+    bytes, a slice by what is read or written.
     """
     assert text is not None, "the compiler gives no text"
     computations = {
