@@ -90,9 +90,8 @@ def has_head(network: nn.Module, modules: Container[str]) -> bool:
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, and the place of its values in this package's parameter tree.
 
-    Attributes: name: Name of the tensor in the checkpoint. path: Path of the leaf that has its
-    values. layer: Index on the leaf's first axis if it stacks layers, else `...`. transposed:
-    Whether the checkpoint has the transpose of the matrix in the leaf.
+    `path` is that of the leaf with its values, and `layer` the index on the leaf's first axis if it
+    stacks layers, else `...`. `transposed` says whether the checkpoint has the leaf's transpose.
     """
 
     name: str
@@ -186,15 +185,10 @@ def save(
 ) -> None:
     """Write a model in Hugging Face layout, as `transformers` loads it without any key amiss.
 
-    Args:
-      params: One model's parameters.
-      folder: Replaced, if it exists, when everything is written.
-      tokenizer: Written to the same folder. None: no tokenizer is written.
-      network: The model to which the parameters belong.
-      dtype: "float32", which is lossless, or "bfloat16".
-      config: The content of the `config.json` of the checkpoint from which the model comes. What it
-        says of the tokenizer, of generation and for other programs is kept.
-      shard_size: Size of the largest file of weights, such as "500MB"; more makes an index.
+    An existing `folder` is replaced when everything is written. `dtype` is "float32", which is
+    lossless, or "bfloat16". Of `config`, the `config.json` of the checkpoint from which the model
+    comes, what it says of the tokenizer, of generation and for other programs is kept. Weights of
+    more than `shard_size` are divided into several files with an index.
 
     Raises:
       ConfigError: If no architecture has a weight map for this model, or if no model of

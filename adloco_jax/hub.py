@@ -51,15 +51,9 @@ def download(
 ) -> Path:
     """Download files of a model's repository to the hub's cache; return their folder.
 
-    A lost connection is tried again for 60 s. Every file is compared with the hub's hash.
-
-    Args:
-      name: Name of the repository.
-      wanted: Patterns of files that are downloaded if they exist.
-      one_of: Patterns in order of preference; files of the first that any file matches are
-        downloaded.
-      where: The config's key and value that name the repository, for messages.
-      hint: What the error message advises if no file matches `one_of`.
+    Files that match `wanted` are downloaded, and those of the first pattern of `one_of` that any
+    file matches. A lost connection is tried again for 60 s. Every file is compared with the hub's
+    hash. Messages mention `where`, the config's key and value, and `hint` if nothing matches.
 
     Raises:
       Unreachable: If the hub does not answer.

@@ -22,18 +22,10 @@ def muon(
     """Make the inner optimizer Muon for matrices of hidden layers, with AdamW for the rest.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
-    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled.
-
-    Args:
-      beta1: Decay of the momentum of matrices, and of AdamW's first moment.
-      beta2: Decay of AdamW's second moment.
-      weight_decay: Weight decay, which a round multiplies by the learning rate.
-      decay: "matrices" if AdamW shall not decay leaves with the label "other", else "all".
-      label_params: Returns a tree of labels: "matrix" for a leaf [in, out], "stacked_matrix" for
-        [layers, in, out]. Leaves with any other label are updated by AdamW.
-
-    Returns:
-      A transformation whose `init` and `update` raise ValueError if no leaf is a matrix.
+    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled; with `decay="matrices"`,
+    AdamW does not decay leaves with the label "other". `label_params` returns a tree of labels:
+    "matrix" for a leaf [in, out], "stacked_matrix" for [layers, in, out]; AdamW updates all others.
+    `init` and `update` raise ValueError if no leaf is a matrix.
 
     Source: MuLoCo (arXiv 2505.23725), with the Newton-Schulz steps of optax. The factor of
       `optax.contrib.muon` is at least 1, while MuLoCo's may be smaller.

@@ -124,16 +124,8 @@ def adloco(
     """Train for the configured number of rounds or tokens: algorithms 1 to 3 of AdLoCo.
 
     While the devices run a round, the host prepares the next; it waits only for the gradient
-    statistics, which are computed before the updates.
-
-    Args:
-      state: The state to start or continue from, for instance one that an observer received.
-      settings: The run's settings.
-      engine: Runs the trainers and workers on devices.
-      observers: Called in order after each round.
-
-    Returns:
-      The state after the last round.
+    statistics, which are computed before the updates. Observers are called in order after each
+    round, and any state that they receive can be continued.
 
     Raises:
       Diverged: If no trainer is left after a round, for which observers are not called.

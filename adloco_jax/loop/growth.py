@@ -42,14 +42,8 @@ def with_batch_sizes(
 ) -> tuple[Control, list[Decision]]:
     """Decide the sizes that trainers request for their next rounds; wait for the statistics.
 
-    Args:
-      control: The host's data, with the round already counted.
-      stats: What the engine measured, without trainers that were not tested.
-      settings: The run's settings.
-      trainers: Positions of the trainers that have completed a round. None: all trainers.
-
-    Returns:
-      A changed copy of `control`, and one decision for each of `trainers`, in stack order.
+    The round is already counted in `control`. `trainers` have completed one (None: all); those that
+    were not tested are missing in `stats`. The result has one decision for each, in stack order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
