@@ -230,8 +230,7 @@ def _open_prepared(data: DataSettings, tokenizer: Tokenizer) -> Opened:
 def check_corpus(settings: Settings) -> list[str]:
     """Check the group `data`, and that its files have a first text.
 
-    Returns:
-      A line for each property of the data that only `load_corpus` can check.
+    Returns a line for each property that only `load_corpus` can check.
 
     Raises:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
@@ -265,11 +264,7 @@ def check_corpus(settings: Settings) -> list[str]:
 
 
 def is_on_hub(data: DataSettings) -> bool:
-    """Whether `data.path` is the name of a data set on the hub, and not the path of files.
-
-    Raises:
-      ConfigError: If a key is set that the other of the two needs.
-    """
+    """Whether `data.path` names a data set on the hub; ConfigError if other keys do not agree."""
     on_hub = bool(hub.NAME.fullmatch(data.path))
     if on_hub:
         path = local_path(data.path, key="data.path")
@@ -339,9 +334,9 @@ def make_job(
     Args:
       data: The config's group `data`.
       tokenizer: The configured tokenizer.
-      num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
+      num_classes: As in `load_corpus`.
       num_heldout_rows: Upper limit of rows from a held-out split on the hub. None: all.
-      commit: Commit of a data set on the hub. Empty: that of `data.revision` today.
+      commit: As in `load_corpus`.
 
     Raises:
       ConfigError: If a file is on both sides, or the hub has no such data set.

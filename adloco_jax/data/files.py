@@ -11,11 +11,7 @@ from adloco_jax.errors import ConfigError, DataError
 
 
 def cache_folder(name: str) -> Path:
-    """Return the path of a folder in the user's cache ("data", "programs"), which need not exist.
-
-    Raises:
-      OSError: If there is no home folder.
-    """
+    """Return the path of a folder ("data", "programs") in the user's cache; it need not exist."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:  # neither the variable HOME nor the list of users names a folder

@@ -74,11 +74,7 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def read_prepared(folder: Path) -> Manifest:
-    """Read the description of a folder of prepared rows.
-
-    Raises:
-      DataError: If the file is missing, damaged or of another format.
-    """
+    """Read the description in a folder of prepared rows; DataError if it is missing or damaged."""
     path = folder / MANIFEST
     content = read_json(path, DataError)
     if (version := content.get("format")) != FORMAT:

@@ -31,8 +31,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import file_sha256, sync
 from adloco_jax.settings import DataSettings
 
-# Held-out rows have two uses: most measure the losses that are reported, and some (guard rows)
-# measure the losses on which decisions about merges depend.
+# Most held-out rows measure reported losses; guard rows decide about merges.
 MIN_HELDOUT_ROWS = 2  # one for each use
 MAX_GUARD_ROWS = 32  # most guard rows of a run; they are at most half of the held-out rows
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
@@ -381,7 +380,7 @@ def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Mask
 
 
 def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
-    """Draw `limit` rows at random, in order, because files are often sorted by class."""
+    """Draw up to `limit` rows at random, in order, because files are often sorted by class."""
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]

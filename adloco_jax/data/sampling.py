@@ -64,7 +64,7 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 def stream_rows(
     order: RowOrder, *, trainer: int, stream: int, start: int, count: int
 ) -> np.ndarray:
-    """Return the numbers of `count` rows of a worker's stream, from the position `start` on.
+    """Return the numbers of `count` rows of a worker's stream, int64, from the position `start` on.
 
     Each trainer permutes all rows; the first `subset_size` are its subset. Stream w owns the
     positions of the subset that are congruent to w modulo `num_streams`, and visits them once an
@@ -75,10 +75,7 @@ def stream_rows(
       trainer: Permanent id of the trainer, not its position in the stack of trainers.
       stream: Number of the stream in [0, num_streams).
       start: Number of rows of the stream that were read before (the cursor).
-      count: Number of rows to return. If the epoch ends before, rows of the next epoch follow.
-
-    Returns:
-      int64[count], each in [0, num_rows).
+      count: Number of rows, beyond the end of an epoch if need be.
 
     Raises:
       ValueError: If `stream` is out of range or owns no row.
@@ -98,22 +95,16 @@ def stream_rows(
 
 
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
-    """Permute range(num_items) pseudo-randomly; return the images of the numbers in `index`.
+    """Permute range(num_items) pseudo-randomly; return the images of `index`, as int64.
 
     A Feistel network permutes the smallest range(2**n) that contains range(num_items); an image
     outside goes through it again (cycle walking, less than twice on average). Cost and memory are
     proportional to the length of `index`.
 
     Args:
-      index: Integers in [0, num_items), any length.
+      index: Integers in [0, num_items), any length; others raise ValueError.
       num_items: Size of the range, 1 to 2**62.
       key: uint64[1], or one key, and so one permutation, for each entry of `index`.
-
-    Returns:
-      int64, as long as `index`.
-
-    Raises:
-      ValueError: If an entry of `index` lies outside the range.
 
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; the round function is
     the finaliser of splitmix64 (Steele, Lea and Flood 2014). Good for shuffling; not a cipher.

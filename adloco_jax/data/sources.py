@@ -1,7 +1,8 @@
 """Sources of text: Python's standard library, text files, JSON lines, tables, and the hub.
 
 A source yields the texts of one file, or a `Record` for each row of a table; `documents_of` takes
-the text, and a classifier's class, from a record.
+the text, and a classifier's class, from a record. Damaged files and missing columns raise DataError
+while reading, with the file or the line.
 """
 
 import codecs
@@ -95,8 +96,8 @@ def documents_of(
     `where` is the "key=value" that names the source. Classes are in [0, num_classes).
 
     Raises:
-      DataError: While reading, naming the row, if it lacks a column, its text is not a string, its
-        class is out of range, or it is labelled but empty.
+      DataError: While reading, if a row's text is not a string, its class is out of range, or it is
+        labelled but empty.
     """
     number = 0
     try:
@@ -186,11 +187,9 @@ def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
 
 
 def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each line of a file of JSON lines, perhaps `.gz`; skip blank lines.
+    """Yield a record for each line of a `.json` or `.jsonl` file, perhaps `.gz`; skip blank lines.
 
-    Raises:
-      DataError: While reading, if the file has another ending, is empty, truncated or not valid
-        gzip, or if a line is not a JSON object or is longer than `MAX_LINE_BYTES`.
+    Lines are JSON objects of at most `MAX_LINE_BYTES`.
     """
     if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
         raise DataError(
@@ -213,11 +212,7 @@ def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
 
 def table_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each row of a table, with the reader for the ending of the file's name.
-
-    Raises:
-      DataError: While reading, if no reader exists for the ending, or the reader raises it.
-    """
+    """Yield a record for each row of a table, with the reader for the ending of the file's name."""
     suffix = Path(file.name.removesuffix(".gz")).suffix
     if (read := _BY_ENDING.get(suffix)) is None:
         raise DataError(
@@ -231,10 +226,6 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
     Cells are text, except that a whole number in the column of classes becomes an int.
-
-    Raises:
-      DataError: While reading, if the file is damaged, lacks a column, or has a line with too many
-        cells.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
@@ -254,11 +245,7 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
 
 def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each row of a parquet file; read only the columns that the config names.
-
-    Raises:
-      DataError: While reading, if the file is damaged or lacks one of these columns.
-    """
+    """Yield a record for each row of a parquet file; read only columns that the config names."""
     import pyarrow.parquet
 
     with _arrow_faults(file), pyarrow.parquet.ParquetFile(file) as rows:
@@ -267,11 +254,7 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
 
 def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each row of an Arrow file, as the library `datasets` saves them.
-
-    Raises:
-      DataError: While reading, if the file is damaged or lacks a column that the config names.
-    """
+    """Yield a record for each row of an Arrow file, as the library `datasets` saves them."""
     import pyarrow.ipc
 
     with _arrow_faults(file), pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as rows:

@@ -230,13 +230,11 @@ def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., n
     )
 
 
-# docs/LOG.md, 2026-11-22: on a CPU a program that calls each layer as a function is 1.03 to 1.08
-# times as fast as a scan. A scan copies the activations for the backward pass into stacks and back.
-# Inlined layers are 0.77 to 1.04 times as fast as a scan and need twice the memory, because XLA
-# interleaves the layers. 2026-11-26: XLA for GPUs fuses no instruction of a layer that is called as
-# a function. MicroLlama's update has 3119 kernels then, and 1109 if its layers are inlined; a scan
-# reads and writes 2.5 times as many bytes. If layers are rematerialised, a scan needs no less
-# memory.
+# docs/LOG.md, 2026-11-22: on a CPU calls are 1.03 to 1.08 times as fast as a scan, which copies
+# activations into stacks and back. Inlined layers are 0.77 to 1.04 times as fast as a scan and need
+# twice the memory, because XLA interleaves them. 2026-11-26: XLA for GPUs fuses nothing in a called
+# layer: MicroLlama's update has 3119 kernels, and 1109 if inlined; a scan moves 2.5 times the bytes
+# and, with rematerialised layers, needs no less memory.
 def run_layers(
     layers: nn.Module,
     layer: nn.Module,
