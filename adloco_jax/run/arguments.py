@@ -32,22 +32,10 @@ def check_inputs(
     *,
     accept_config_change: bool = False,
 ) -> list[str]:
-    """Make all checks of a run that need neither the text nor the weights of a model.
+    """Make the checks that need no text or weights; return a line for each that had to be left.
 
-    Args:
-      settings: The run's settings.
-      workdir: The run's folder, which need not exist. None: no folder is checked.
-      accept_config_change: Whether an existing run in that folder may resume with changed settings.
-
-    Returns:
-      One line for each check that could not be made here, because it needs the text, the weights or
-      the checkpoints. The run makes these checks when it starts.
-
-    Raises:
-      ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
-        if a tracker that the config names is not installed.
-      DataError: If a path leads nowhere, or the description of prepared data is damaged.
-      CheckpointError: If the folder contains a run whose `config.json` cannot be read.
+    Raises ConfigError for contradictory settings or a tracker that is not installed, DataError for
+    a path that leads nowhere, CheckpointError if a run's `config.json` in `workdir` cannot be read.
     """
     model, unchecked = settings.model, []
     check_installed(settings.log)
@@ -76,12 +64,7 @@ def check_arguments(
     inner_tx: optax.GradientTransformation | None,
     outer_tx: optax.GradientTransformation | None,
 ) -> None:
-    """Check the types, shapes and structures of the arguments of `fit`.
-
-    Raises:
-      ConfigError: If arguments are invalid. The message has one line for each fault, and a line
-        begins with the name of the argument.
-    """
+    """Check the arguments of `fit`; ConfigError has one line for each fault, with its argument."""
     faults = []
     if not isinstance(settings, Settings):
         faults.append(f"settings: {_kind(settings)}; give what config.validate(config) returns")
@@ -132,8 +115,7 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
     faults = _unsaved("init_fn: params", drawn)
-    # The name of a leaf consists of its keys in the tree. The export joins the keys by "/", and
-    # Orbax joins them by ".".
+    # A leaf is named by its keys, which the export joins by "/" and Orbax by ".".
     for separator in "/.":
         paths = (path for path, _ in jax.tree.leaves_with_path(drawn))
         names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
@@ -170,10 +152,6 @@ def _unsaved(name: str, tree: PyTree) -> list[str]:
 
 
 def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> list[str]:
-    """Return the faults of an optimizer, one line each.
-
-    A fault is that a round cannot call the optimizer, or that its state cannot be saved.
-    """
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1.0)"]
     try:

@@ -47,15 +47,9 @@ InitFn = Callable[[Array], PyTree]
 class Model(NamedTuple):
     """A model to train: what the settings describe, or what the caller of `fit` gives.
 
-    Attributes:
-      init_fn: Draws the parameters of one model.
-      loss_of: `loss_of(mode, kernel)` returns the loss. The mode says how workers run and whether
-        layers are rematerialised, and the kernel is that of attention.
-      row_length: Number of integers in the longest row that the model reads.
-      num_classes: Number of classes of labelled rows; None for text.
-      attention: Chooses the kernel of attention, by the number of devices that share a worker.
-      params: Parameters to start from; None: `init_fn` draws them.
-      can_remat: Whether the loss can recompute layers in the backward pass.
+    `loss_of(mode, kernel)` returns the loss; `attention` chooses the kernel by the number of
+    devices that share a worker; `row_length` counts the integers of the longest row; `params`:
+    where to start.
     """
 
     init_fn: InitFn
@@ -79,17 +73,10 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
 
 
 def load_data(settings: Settings, commit: str = "") -> Corpus:
-    """Load the rows of tokens for training and evaluation; the rows of a classifier have labels.
+    """Load the rows of tokens for training and evaluation; a classifier's rows have labels.
 
-    Args:
-      settings: The run's settings.
-      commit: The commit of a data set on the hub that is to be read. Empty: the commit to which the
-        setting `data.revision` (a branch, tag or commit) now leads.
-
-    Raises:
-      ConfigError: If settings contradict one another, or the model lacks ids of the tokenizer.
-      DataError: If files are missing or damaged, or contain too little text.
-      ResourceError: If the hub does not answer.
+    `commit` is that of the hub's data set; empty: where `data.revision` now leads. Raises
+    ConfigError, DataError, and ResourceError if the hub does not answer.
     """
     return load_corpus(settings, num_classes=class_count(settings), commit=commit)
 
@@ -101,24 +88,21 @@ def class_count(settings: Settings) -> int | None:
 
 
 def row_length(settings: Settings) -> int:
-    """Return the number of integers in the longest row that the configured model reads.
+    """Integers in the longest row that the model reads, with L = `data.sequence_length`.
 
-    With L = `data.sequence_length`, a row of text has L + 1 tokens. A labelled text has at most L
-    tokens, and two integers before them: the class and the number of tokens.
+    A text has L + 1 tokens; a labelled row at most L, after its class and its length.
     """
     fields = 1 if class_count(settings) is None else NUM_FIELDS
     return settings.data.sequence_length + fields
 
 
 def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Kernel:
-    """Choose the attention kernel of the configured model: "cudnn" if possible, else "xla".
+    """Choose the attention kernel: "cudnn" if possible, else "xla".
 
-    The conditions for "cudnn" are those of `jax.nn.dot_product_attention` on the GPU with the
-    strictest limits. Attention within documents needs "xla": the function turns their mask into a
-    bias for each head and pair of positions, and writes its gradient. A batch-size test that uses
-    inner products of gradients needs "xla". If `model_shards` devices share a worker's parameters,
-    a test that measures gradients also needs "xla": XLA cannot partition the call of the cuDNN
-    kernel in the program that measures them.
+    The conditions are those of `jax.nn.dot_product_attention` on the strictest GPU. "xla" also
+    serves attention within documents (cuDNN would get a bias for each head and pair of positions,
+    and write its gradient), tests by inner products, and gradient tests of sharded workers, where
+    XLA cannot partition the cuDNN call.
     """
     model, device = settings.model, machine.devices[0]
     head_size = (
@@ -154,17 +138,9 @@ def build_network(
 ) -> nn.Module:
     """Build the Flax module of the configured model.
 
-    A program for training calls its layers as functions on a CPU, and inlines them on other devices
-    (`models.kernels.run_layers`).
-
-    Args:
-      settings: The run's settings.
-      machine: The machine to compile for; it determines the form in which layers run. None: the
-        module is not compiled for training, but used for its shapes or for comparisons.
-      mode: Whether a device's workers run at once or one after another, and whether layers are
-        rematerialised (recomputed in the backward pass). None: workers run one after another, and
-        layers are rematerialised if the setting `model.remat` is true.
-      kernel: The kernel of attention. None: that of a model which is not sharded over devices.
+    Without `machine` it is for shapes or comparisons only. Without `mode`, workers run in turn, and
+    layers are rematerialised as `model.remat` says. Without `kernel`, it is that of an unsharded
+    model.
     """
     mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
     layer_form = "scan"
@@ -197,10 +173,7 @@ def build_model(
     mode: Mode | None = None,
     kernel: Kernel | None = None,
 ) -> tuple[InitFn, LossFn]:
-    """Return two functions: one initialises the configured model, the other computes its loss.
-
-    The arguments are those of `build_network`.
-    """
+    """Return the functions that initialise the model and compute its loss; see `build_network`."""
     network = build_network(settings, machine, mode, kernel)
 
     def init_fn(key):
@@ -211,16 +184,10 @@ def build_model(
 
 
 def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
-    """Load the weights of the checkpoint that `model.init_from` names, for the configured model.
+    """Load the weights of `model.init_from`; return lines about random and unused heads too.
 
-    Returns:
-      The parameters, and lines to show to the user. If the checkpoint lacks the head (the matrix to
-      the vocabulary or to the classes), a random head is used, and a line says so. If the
-      checkpoint has heads that the model lacks, they are left out, and a line names their tensors.
-
-    Raises:
-      ConfigError: If the checkpoint does not exist, or its sizes differ from the configured ones.
-      DataError: If the checkpoint cannot be used.
+    Raises ConfigError if there is no such checkpoint or its sizes differ, DataError if it is
+    damaged.
     """
     source = settings.model.init_from
     loaded = hf.load(source, head=False)
@@ -239,13 +206,7 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
 
 
 def require_same_network(settings: Settings, found: hf.Description) -> None:
-    """Check that the checkpoint of `model.init_from` has the configured architecture and sizes.
-
-    `found` is the description of the checkpoint.
-
-    Raises:
-      ConfigError: If the architecture or a size differs. The message names all sizes that differ.
-    """
+    """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
     model, network = settings.model, build_network(settings)
     names = hf.weight_map(network)
     if names is None or type(found.network) is not names.model:
@@ -279,18 +240,12 @@ def measures_inner_products(settings: Settings) -> bool:
 def inner_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """Make the workers' optimizer, with learning rate 1 and the configured clipping of gradients.
+    """Make the workers' optimizer (`tx` or `inner.tx`) with learning rate 1 and gradient clipping.
 
-    The learning rate may change with every update. So it is not a part of the optimizer; a round
-    multiplies each update by it.
-
-    Args:
-      settings: The run's settings.
-      tx: A transformation to use instead of the one that `inner.tx` names.
+    A round multiplies each update by the learning rate, which may change with every update.
     """
     inner = settings.inner
-    # The state of the optimizer has the same structure with and without clipping. So a resumed run
-    # may switch clipping on or off.
+    # The state has one structure with and without clipping, so a resumed run may switch it.
     norm = inner.clip_norm
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
@@ -305,10 +260,7 @@ def inner_transform(
 
 
 def aggregator(settings: Settings) -> Aggregator:
-    """Return the configured aggregator, with the labels of the model's parameters if it takes them.
-
-    An aggregator that takes none is the table's entry itself.
-    """
+    """Return the configured aggregator, with the labels of the parameters if it takes them."""
     rule = AGGREGATORS[settings.outer.aggregator]
     label_params = ARCHITECTURES[settings.model.arch].label_params
     if label_params is None or not takes(rule, "label_params"):
@@ -319,16 +271,7 @@ def aggregator(settings: Settings) -> Aggregator:
 def outer_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> tuple[optax.GradientTransformation, tuple[str, ...]]:
-    """Make the trainers' optimizer, with the configured learning rate.
-
-    Args:
-      settings: The run's settings.
-      tx: A transformation to use instead of the one that `outer.tx` names.
-
-    Returns:
-      The optimizer that is applied to the pseudo-gradient, and the names of the extra arguments
-      that it takes, among those in `engine.inputs.EXTRAS`.
-    """
+    """Make the trainers' optimizer (`tx` or `outer.tx`); return its extra arguments too."""
     outer = settings.outer
     chosen = tx or OUTER_OPTIMIZERS[outer.tx](momentum=settings.outer.momentum)
     extras = tuple(name for name in EXTRAS if takes(chosen.update, name))
@@ -336,12 +279,11 @@ def outer_transform(
 
 
 def examples_per_pass(settings: Settings, machine: Machine) -> int | None:
-    """Return the largest number of rows of one forward and backward pass.
+    """Rows of one forward and backward pass on a CPU; None elsewhere: the whole micro-batch.
 
-    The result is None on devices other than CPUs: one pass then takes the whole micro-batch. A CPU
-    is faster if the activations between two layers stay in its cache. With a micro-batch of 16
-    rows, each with 131,072 activations, passes of fewer rows took 0.8 of the time. If the whole
-    micro-batch fits in the cache, passes of fewer rows took up to 1.12 times the time.
+    Activations between two layers should stay in the cache: with 16 rows of 131,072 activations,
+    fewer rows took 0.8 of the time. If all fits in the cache, fewer rows took up to 1.12 times the
+    time.
     """
     if machine.platform != "cpu":
         return None
@@ -360,24 +302,12 @@ def program_spec(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
-    """Collect what all compiled programs of a run share: loss, optimizers, shapes (`Spec`).
+    """Collect what all programs of a run share; choose model shards and the attention kernel.
 
-    The number of devices that share one worker's parameters is computed here, unless it is
-    configured, and the kernel of attention is chosen.
-
-    Args:
-      settings: The run's settings.
-      model: The model to train; only the shapes of its parameters are computed.
-      machine: The devices to compile for.
-      mode: How devices run their workers, as in `build_network`.
-      inner_tx: The workers' optimizer, if it is not the one that `inner.tx` names.
-      outer_tx: The trainers' optimizer, if it is not the one that `outer.tx` names.
-
-    Raises:
-      ConfigError: If `ensemble.model_shards` does not divide the number of devices.
+    Raises ConfigError if `ensemble.model_shards` does not divide the number of devices.
     """
-    # The batch of one worker is enough work for all cores of a CPU. Four workers at once took 1.2
-    # times the time, and twice the memory, that they took one after another.
+    # One worker's batch keeps a CPU's cores busy: four workers at once took 1.2 times the time,
+    # and twice the memory, of four in turn.
     mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
     loss_fn, batching = model.loss_of(mode, "xla"), settings.batching
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
@@ -423,11 +353,7 @@ def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> S
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The data of a run that stay the same from its first round to its last, even if rounds fail.
-
-    If a round fails, for instance because memory is exhausted, the run begins another attempt. It
-    continues from the newest checkpoint, with the same data.
-    """
+    """What stays the same from a run's first round to its last, in all attempts to finish it."""
 
     settings: Settings
     model: Model
@@ -465,22 +391,8 @@ def assemble(
 ) -> Run:
     """Put a run together from checked settings, a model, what its programs share, and rows.
 
-    Args:
-      settings: The run's settings.
-      model: The model to train.
-      spec: What all programs of the run share.
-      corpus: The rows to train on, and the held-out rows.
-      workdir: The run's folder.
-      make_engine: Makes the engine: of the run, its programs, the held-out rows, and a callback for
-        each call that has ended.
-      unit: Unit of the loss. None: "nats/example" for a classifier, "nats/token" if the corpus
-        knows its tokens per byte of text, and otherwise no unit.
-      command: The command line, for the ledger.
-      by_fit: Whether the caller of `fit` gave model and data.
-      accept_data_change: Whether a resumed run may continue with other data.
-
-    Raises:
-      DataError: If there are too few held-out rows.
+    `unit` None: nats/example for a classifier, nats/token if the corpus knows its tokens per byte,
+    else none. Raises DataError if there are too few held-out rows.
     """
     allowed = modes(settings, spec.machine.platform)
     if not model.can_remat:
@@ -512,13 +424,9 @@ def assemble(
 
 
 def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
-    """Make a function that lets the configured model continue the first held-out text.
+    """Make a function that continues the first held-out text; it returns both texts, decoded.
 
-    The function takes the model's parameters, and returns the beginning of the text and the tokens
-    that follow, both decoded. There is none if `eval.sample_tokens` is 0 or `fit` has the model.
-
-    Raises:
-      ConfigError: If the model is not a decoder.
+    None if `eval.sample_tokens` is 0 or `fit` has the model. ConfigError if it is no decoder.
     """
     settings = run.settings
     count, length = settings.eval.sample_tokens, settings.data.sequence_length
@@ -545,10 +453,7 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
-    """Make the parameters and optimizer states of all trainers and workers at the start of a run.
-
-    They are made on the devices where they are needed.
-    """
+    """Make parameters and optimizer states at the start of a run, where they are needed."""
     settings, spec = run.settings.ensemble, run.spec
     key = jax.random.key(run.settings.seed)
 

@@ -50,10 +50,7 @@ class Failures:
 
 @dataclass
 class Attempt:
-    """An attempt to finish a run: the restored or initial state, and the run's observers.
-
-    Observers are called after each round with its results.
-    """
+    """An attempt to finish a run: its state, and the observers that are called after each round."""
 
     state: State  # the state before the next round
     ended: bool  # whether the ledger says that the run is finished
@@ -65,16 +62,10 @@ class Attempt:
 def begin(
     run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
 ) -> Attempt:
-    """Begin an attempt to finish a run: restore the newest checkpoint, or else start the run.
+    """Begin an attempt: restore the newest checkpoint, or else start the run.
 
-    Args:
-      run: The data that all attempts of the run share.
-      stack: Closes all files and programs that the attempt opens, when the attempt has ended.
-      stop: An event that is set when the process receives a signal to stop.
-      failures: The failures of earlier attempts.
-
-    Raises:
-      UserError: In the cases that `train` lists.
+    `stack` closes what the attempt opens; `stop` is set by a signal. Raises UserError as `train`
+    does.
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     sample = sampler(run)
@@ -148,24 +139,11 @@ def _open_ledger(
 def after_failure(
     run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
 ) -> Failures:
-    """Decide after a failed round whether to try again, and what the next attempt changes.
+    """Return the failures with this one; raise if the run should not be tried again.
 
-    If memory ran out, the next attempt has half the largest micro-batch. If anything else failed,
-    the next attempt changes nothing.
-
-    Args:
-      run: The data that all attempts of the run share.
-      attempt: The attempt that has failed.
-      error: The error that ended it.
-      before: The failures of earlier attempts.
-
-    Returns:
-      All failures so far, with the changes for the next attempt.
-
-    Raises:
-      ResourceError: If memory ran out at a micro-batch of one sequence, or if the run has several
-        processes. In the second case all processes must be started again.
-      Exception: The error itself, if memory did not run out and the same round has failed before.
+    After memory ran out, the micro-batch is halved: ResourceError if it was one sequence, or if
+    there are several processes, which must all start again. Another error is raised if it came
+    twice in the same round.
     """
     control = attempt.recorder.engine.underway
     index, size = control.round + 1, control.max_batch_size
@@ -214,11 +192,7 @@ def last_checkpoint(run: Run, attempt: Attempt) -> str:
 
 
 def require_equal_processes(run: Run) -> None:
-    """Check that all processes have the same config, data, weights and versions.
-
-    Raises:
-      ConfigError: In every process, if something differs. The message names what differs.
-    """
+    """Raise ConfigError in every process if config, data, weights or versions differ."""
     if jax.process_count() == 1:
         return
     weights = hashlib.sha256()

@@ -1,8 +1,4 @@
-"""What has changed since a run was recorded, and the command that resumes the run.
-
-When a run is resumed, some settings may have changed. Others may have changed only with
-`--accept-config-change`. All other settings must be the same.
-"""
+"""What has changed since a run was recorded, and the command that resumes the run."""
 
 import contextlib
 import shlex
@@ -28,25 +24,10 @@ def finished(
     *,
     accept_config_change: bool = False,
 ) -> list[str] | None:
-    """Check whether a folder contains a finished run, and whether its newest checkpoint is whole.
+    """Return the faults of a finished run's newest checkpoint; None if it is not finished.
 
-    A run is finished if its ledger says so, if the config asks for no more rounds or tokens, and if
-    the model was exported.
-
-    Args:
-      workdir: The run's folder; it need not exist.
-      config: The run's config, which is compared with the recorded config.
-      accept_config_change: Whether the config may differ from the recorded one in settings such as
-        the learning rate.
-
-    Returns:
-      None if the run is not finished. Otherwise a list of the faults of the run's newest
-      checkpoint. The list is empty if the checkpoint is not damaged.
-
-    Raises:
-      ConfigError: If the config or the folder cannot be used.
-      CheckpointError: If the recorded config of a run in the folder cannot be read.
-      DataError: If the run's ledger cannot be read.
+    Finished: the ledger says so, the config asks for no more, and the model was exported. Raises
+    ConfigError, CheckpointError or DataError if config, record or ledger cannot be used.
     """
     folder, settings = Path(workdir), validate(config, workdir)
     check_config(folder, settings, accept=accept_config_change)
@@ -67,20 +48,10 @@ def finished(
 
 
 def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
-    """Compare the settings of a run to be resumed with the settings recorded in its folder.
+    """Compare settings with those recorded in the run's folder, if there is a run.
 
-    The folder itself is checked first (`check_workdir`).
-
-    Args:
-      workdir: The run's folder. If it contains no run, nothing is compared.
-      settings: The settings of the run to be resumed.
-      accept: Whether changes that alter the following rounds, such as another learning rate, are
-        accepted.
-
-    Raises:
-      ConfigError: If settings have changed that may not change, or that may change only with
-        `accept`. The message lists the changes.
-      CheckpointError: If the recorded config cannot be read.
+    Raises ConfigError with the changes that are refused, or need `accept`; CheckpointError if the
+    record cannot be read.
     """
     check_workdir(workdir)
     path = workdir / "config.json"
@@ -104,11 +75,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 
 
 def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
-    """Describe the settings that differ from those recorded in the folder of a run.
-
-    The result has one list of lines for each kind of change: "harmless", "accepted" only if the
-    user says so, and "refused". The kind of a change is declared with the setting.
-    """
+    """Describe the settings that differ from the record, by kind: harmless, accepted, refused."""
     before, now = flat_settings(recorded_values(workdir / "config.json")), flat_settings(settings)
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
@@ -119,14 +86,7 @@ def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
 
 
 def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bool = False) -> str:
-    """Return the command that resumes a run, or say which call does.
-
-    Args:
-      workdir: The run's folder.
-      settings: The run's settings.
-      command: The command that started the run; empty if a Python program did.
-      by_fit: Whether the run was made by `fit`.
-    """
+    """Return the command that resumes a run, or say which call does."""
     now = flat_settings(settings)
     adds_entries = any(now[key] not in entry.names.split() for key, entry in ENTRIES.items())
     if by_fit or (adds_entries and not command):
@@ -145,10 +105,7 @@ def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bo
 
 
 def unfinished(command: str) -> Path | None:
-    """Return the folder of the newest run in `runs/` that a command began and nobody continues.
-
-    The result is None if there is no such run.
-    """
+    """Return the folder of the newest run in `runs/` that a command began and nobody continues."""
     found = {}
     for path in Path("runs").glob("*/ledger.jsonl"):
         # A ledger may be damaged, or of another user; the run may be under way.
@@ -161,10 +118,9 @@ def unfinished(command: str) -> Path | None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # The length of a run may change freely only if no earlier round depends on the length. A
-    # decaying schedule of the learning rate depends on the length, and a rule for the length of
-    # rounds may. Also, if rounds leave updates of workers unsynchronised, the last round of the run
-    # has synchronised them; in a longer run this round would have left them unsynchronised.
+    # The length may change freely only if no earlier round depends on it, as with a decaying
+    # learning rate, perhaps a rule for the length of rounds, and rounds that leave updates
+    # unsynchronised, which the last round has synchronised.
     inner = settings.inner
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
     lasting = lasting and not settings.outer.leaves_unsynchronised

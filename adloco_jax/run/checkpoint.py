@@ -1,14 +1,8 @@
 """Write and read checkpoints, which are complete, verified and never overwritten.
 
-A checkpoint is a folder whose name is the number of its round. It contains `arrays/` (written by
-Orbax), `host.json`, and `manifest.json` with the size and SHA-256 of every file. A checkpoint is
-written to the folder `.staging`, synced to disk, renamed, and read back. Older checkpoints are
-deleted only after that. Orbax itself would read a file with a flipped bit without an error, and
-would fail if the newest checkpoint is damaged. So this module compares each file with its hash. If
-the newest checkpoint is damaged, the next older one is read.
-
-If a run has several processes, each process writes its own shards of the arrays to a shared file
-system. Process 0 writes the other files.
+A checkpoint is staged, synced, renamed to its round's number, read back; then older ones go. Orbax
+would accept a flipped bit, so `manifest.json` has the SHA-256 of every file. Of several processes,
+each writes its own shards to a shared file system, and process 0 everything else.
 """
 
 import concurrent.futures
@@ -53,13 +47,9 @@ class Saver:
     def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[dict], None]):
         """Start the thread that writes; delete an incomplete checkpoint of an earlier process.
 
-        Args:
-          folder: The folder of the checkpoints; the first save creates it.
-          keep: Number of newest checkpoints to keep. The checkpoint with the lowest held-out loss
-            is kept in addition.
-          on_saved: Called on the writing thread after a checkpoint is verified, with the fields of
-            a line for the ledger: `round`, `bytes`, `blocked_s` (seconds for which the run waited)
-            and `save_s` (seconds from the call of `save` to the end).
+        The `keep` newest are kept, and the one of the lowest loss. `on_saved` gets a ledger line's
+        fields: `round`, `bytes`, `blocked_s` (the run waited), `save_s` (until the end), on that
+        thread.
         """
         self.folder, self._keep, self._on_saved = folder, keep, on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -69,22 +59,10 @@ class Saver:
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
-        """Start to write a checkpoint; it is completed while the run continues.
+        """Start to write a checkpoint once the last one is complete; arrays may then be donated.
 
-        The run may donate or delete the arrays as soon as this method returns. The method first
-        waits until the previous checkpoint is complete.
-
-        Args:
-          round_index: Number of completed rounds, which becomes the name of the folder.
-          arrays: A dataclass of pytrees of JAX arrays.
-          host: The part of the state that is not in arrays, such as counts and sizes, as plain
-            JSON.
-          loss: Held-out loss of the consensus model (the one that stands for all trainers) after
-            this round; None if the loss was not measured.
-
-        Raises:
-          ResourceError: If the previous save failed, or this save cannot begin.
-          CheckpointError: If somebody deleted a checkpoint while it was being written.
+        Raises ResourceError if that save failed or this one cannot begin, CheckpointError if
+        somebody deleted the checkpoint meanwhile.
         """
         start_s = time.perf_counter()
         self.wait()
@@ -109,35 +87,20 @@ class Saver:
         self._pending = self._thread.submit(finish)
 
     def wait(self, *, only_if_ended: bool = False) -> None:
-        """Wait until the last checkpoint is written and verified; raise the error if that failed.
-
-        Args:
-          only_if_ended: Whether to return at once if the checkpoint is still being written.
-
-        Raises:
-          ResourceError: If the save failed. The message names the checkpoint to resume from.
-          CheckpointError: If somebody deleted the checkpoint while it was being written.
-        """
+        """Wait until the last save is verified, unless `only_if_ended`; raise as `save` does."""
         pending = self._pending
         if pending is not None and (pending.done() or not only_if_ended):
             self._pending = None
             pending.result()
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written or has failed, then end the writing thread.
-
-        An error of the save is not raised.
-        """
+        """Wait until the last save has ended, raise nothing, end the thread."""
         self._thread.shutdown()
         self._orbax.close()
 
     @contextlib.contextmanager
     def _write_errors(self, round_index: int, *, has_begun: bool = True) -> Iterator[None]:
-        """Turn an error in the `with` block into one that names the checkpoint to resume from.
-
-        `has_begun` says whether the checkpoint's folder was created, so that a missing folder means
-        that somebody deleted it.
-        """
+        """Turn an error in the `with` block into one that names the checkpoint to resume from."""
         try:
             yield
         except _FAULTS as error:
@@ -159,11 +122,7 @@ class Saver:
             staging.mkdir(parents=True)
 
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
-        """Write the other files of a checkpoint whose arrays are written, and rename its folder.
-
-        Then verify the checkpoint, delete old ones, and return the size in bytes. Only process 0
-        does this; other processes do nothing and return 0.
-        """
+        """Write the other files of a checkpoint whose arrays are written, and rename its folder."""
         if not processes.is_first():
             return 0
         staging, target = self.folder / _STAGING, self.folder / str(round_index)
@@ -186,11 +145,7 @@ class Saver:
         return sum(file["size"] for file in files.values())
 
     def _delete_old(self) -> None:
-        """Delete old checkpoints: keep the newest ones, and the one with the lowest loss.
-
-        The argument `keep` of the class says how many of the newest ones are kept. A checkpoint
-        whose manifest is damaged is never deleted.
-        """
+        """Delete old checkpoints: keep the newest ones, and the one with the lowest loss."""
         losses = {}
         for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):
@@ -198,18 +153,14 @@ class Saver:
         known = [number for number, loss in losses.items() if loss is not None]
         kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
         for number in [number for number in losses if number not in kept]:
-            # The folder is renamed before it is deleted. If the process is killed in between, the
-            # remaining files do not look like a damaged checkpoint.
+            # Renamed first: what a kill leaves does not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
             crash_point("retention.renamed")
             shutil.rmtree(self.folder / _STAGING)
 
 
 def list_rounds(folder: Path) -> list[int]:
-    """Return the numbers of the rounds whose checkpoints are in a folder, the newest first.
-
-    Other files and folders are ignored.
-    """
+    """Return the rounds of the checkpoints in a folder, the newest first."""
     if not folder.is_dir():
         return []
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
@@ -223,14 +174,9 @@ def last(folder: Path) -> str:
 
 
 def verify(checkpoint: Path) -> dict:
-    """Compare the files of a checkpoint with the hashes in its manifest; return the manifest.
+    """Return the manifest of a checkpoint whose files have its hashes; else raise Damaged.
 
-    Args:
-      checkpoint: The checkpoint's folder.
-
-    Raises:
-      Damaged: If a file is missing, not a regular file, or has changed. The message names the file.
-      CheckpointError: If the checkpoint was written in another format.
+    Raises CheckpointError if it was written in another format.
     """
     manifest = read_manifest(checkpoint)
     expected, found = manifest["files"], _describe_files(checkpoint)
@@ -245,17 +191,7 @@ def verify(checkpoint: Path) -> dict:
 
 
 def read_manifest(checkpoint: Path) -> dict:
-    """Read the manifest of a checkpoint: its format, round, loss, and the hashes of its files.
-
-    The files are not compared with these hashes; `verify` does that.
-
-    Args:
-      checkpoint: The checkpoint's folder.
-
-    Raises:
-      Damaged: If the manifest is missing or has changed.
-      CheckpointError: If the checkpoint was written in another format.
-    """
+    """Read a checkpoint's manifest, and compare only its own hash; raises as `verify` does."""
     path = checkpoint / _MANIFEST
     if checkpoint.is_symlink():
         raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
@@ -278,20 +214,10 @@ def read_manifest(checkpoint: Path) -> dict:
 
 
 def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-    """Read the newest checkpoint that is not damaged; rename the damaged newer ones.
+    """Read the newest undamaged checkpoint; rename damaged newer ones, and return a line for each.
 
-    Args:
-      folder: The folder of the checkpoints.
-      read: Called with the path of a checkpoint whose hashes are right; returns its content. If it
-        raises `Damaged`, the next older checkpoint is tried.
-
-    Returns:
-      The result of `read`, and one line for each damaged checkpoint that was skipped. None if there
-      is no checkpoint.
-
-    Raises:
-      CheckpointError: If all checkpoints are damaged (then none is renamed), or if one was written
-        in another format.
+    If `read` raises Damaged, the next older one is tried. Raises CheckpointError if all are damaged
+    (then none is renamed), or one has another format.
     """
     damage = []
     # Process 0 lists the checkpoints and compares the hashes; then all processes read the same one.
@@ -324,41 +250,22 @@ def read_host(checkpoint: Path) -> dict:
 
 
 def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
-    """Read the arrays of a verified checkpoint, and place them on devices as a template says.
+    """Read a verified checkpoint's arrays as the template's shapes, dtypes, shardings say.
 
-    Args:
-      checkpoint: The checkpoint's folder.
-      template: A dataclass like the saved one, in which each array is replaced by a
-        `jax.ShapeDtypeStruct` with its shape, dtype and sharding.
-
-    Raises:
-      Damaged: If the arrays do not have the template's structure, shapes and types.
+    Raises Damaged if they do not have its structure, shapes and dtypes.
     """
     return dataclasses.replace(template, **_read_fields(checkpoint, _fields(template)))
 
 
 def read_params(checkpoint: Path, template: PyTree) -> PyTree:
-    """Read only the trainers' parameters from a verified checkpoint.
-
-    Args:
-      checkpoint: The checkpoint's folder.
-      template: The tree of parameters, in which each array is replaced by a `jax.ShapeDtypeStruct`
-        with its shape, dtype and sharding. The first axis of each shape is that of the trainers.
-
-    Raises:
-      Damaged: If the arrays do not have the template's structure, shapes and types.
-    """
+    """Read only the trainers' parameters, [M, ...]; raises as `read_arrays`."""
     return _read_fields(checkpoint, {"params_M": template})["params_M"]
 
 
 def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Read arrays of a checkpoint: all fields of the saved dataclass, or only `params_M`.
-
-    The key in `expected` and in the result is the name of a field. `expected` has the shapes.
-    """
+    """Read arrays of a checkpoint: all fields of the saved dataclass, or only `params_M`."""
     arrays, partial = checkpoint.absolute() / _ARRAYS, [*expected] == ["params_M"]
-    # Each process reads by itself. If Orbax read in all processes together, and one of them failed,
-    # the others would wait inside Orbax for it.
+    # Each process reads by itself: in a joint read, the others would wait for one that failed.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     kind = ocp.PyTreeCheckpointHandler if partial else ocp.StandardCheckpointHandler
@@ -383,11 +290,7 @@ def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyT
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
-    """Return the dtype and shape of every leaf of a tree, in words such as `float32[3, 4]`.
-
-    The key is the path of the leaf. It consists of the keys or field names on the way to the leaf,
-    and does not depend on the classes of the tree's nodes.
-    """
+    """Return dtype and shape of every leaf, such as `float32[3, 4]`, by its path of keys."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
@@ -396,20 +299,13 @@ def shapes(tree: PyTree) -> dict[str, str]:
 
 
 def _fields(state: PyTree) -> dict[str, PyTree]:
-    """Return the fields of a dataclass that contain arrays; leave out fields that are None.
-
-    In the result the key is the name of the field.
-    """
     fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
     named = {name: getattr(state, name) for name in fields}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _describe_files(folder: Path) -> dict[str, dict]:
-    """Return the size and SHA-256 of every file in a folder at any depth, except the manifest.
-
-    The key is the path relative to the folder.
-    """
+    """Return the size and SHA-256 of every file in a folder at any depth, except the manifest."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -434,8 +330,5 @@ def _encode(content: dict) -> bytes:
 
 
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:
-    """Run `act`, a part of a save or a restore, in every process (`processes.run_on_all`).
-
-    If it fails in one process, `Damaged` is raised in the other processes.
-    """
+    """Run `act`, a part of a save or a restore, in every process (`processes.run_on_all`)."""
     return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

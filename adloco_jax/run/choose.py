@@ -1,10 +1,7 @@
 """What fits in the memory of a device: how it runs its workers, and the largest micro-batch.
 
-A device runs its workers at once or one after another. In both cases the backward pass can
-recompute the layers, which saves memory and takes time. These four ways to run are called modes;
-docs/guides/devices.md has a table of them. A micro-batch is the part of a worker's batch that a
-device holds in memory at once; its size is counted in sequences. What a mode and a micro-batch need
-is known by compiling their programs.
+A mode says whether workers run at once or in turn, and whether the backward pass recomputes layers
+(docs/guides/devices.md). What it needs is known by compiling its programs.
 """
 
 import dataclasses
@@ -54,8 +51,7 @@ class Mode(NamedTuple):
 MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, True))
 
 
-# The fields of the ensemble that are arguments of each kind of program. The arrays of all other
-# fields stay on the device, unused, while the program runs.
+# The ensemble's fields that each kind of program takes; the others stay on the device, unused.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
     "start": ("params_M",),
     "steps": ("inner_state_R", "params_R"),
@@ -80,12 +76,10 @@ class Peak(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """The result of trying one mode (a way to run workers): the largest micro-batch that fits.
+    """The largest micro-batch of a mode that fits, or None and the fault.
 
-    If not even the smallest micro-batch fits in memory, `max_batch_size` is None, and `fault` is an
-    error message with the bytes that the smallest micro-batch needs. `peaks` has the memory that
-    each program needs with the largest micro-batch that fits, or with the smallest if none fits. It
-    is empty if nothing was compiled. `programs` has what was compiled; None if nothing fits.
+    `peaks` has the memory of each program with it, or with the smallest; `programs` what was
+    compiled.
     """
 
     mode: Mode
@@ -112,10 +106,7 @@ class Choice(NamedTuple):
 
 
 def modes(settings: Settings, platform: str) -> list[Mode]:
-    """List the modes (ways to run workers) that a run's settings allow, in order of preference.
-
-    On a CPU a device always runs its workers one after another.
-    """
+    """List the modes that a run's settings allow, the preferred first; on a CPU always in turn."""
     remat = settings.model.remat
     return [
         mode
@@ -133,30 +124,11 @@ def choose(
     allowed: Sequence[Mode] | None = None,
     on_compile: OnCompile = lambda event: None,
 ) -> Choice:
-    """Choose the mode of a run (how devices run their workers), and the largest micro-batch.
+    """Choose the mode of a run and the largest micro-batch, by compiling its programs.
 
-    A `Mode` says whether a device's workers run at once or one after another, and whether layers
-    are recomputed in the backward pass. The modes are tried in their order. For each mode the
-    programs of the run are compiled, to find the largest micro-batch with which they all fit in
-    memory. The candidates are the sizes in `batching.buckets` from the initial batch on, or only
-    the given `size`.
-
-    The first mode is chosen in which the largest candidate fits, or in which a device processes at
-    least `STEP_TOKENS` tokens at a time. So many tokens keep a device busy. If there is no such
-    mode, the mode with the most tokens at a time is chosen. On a CPU the first mode that fits is
-    chosen; if `size` is given, this is the first mode, and nothing is compiled.
-
-    Args:
-      settings: The run's settings.
-      spec: The data that all programs of the run share; the mode in it is replaced.
-      loss_of: Returns the model's loss function for a mode and a kernel of attention.
-      size: The micro-batch that is configured, or that an earlier process of the run has chosen.
-        None: the largest that fits is chosen.
-      allowed: The modes to choose from, in order of preference. None: all that `modes` returns.
-      on_compile: Called before and after each compilation.
-
-    Raises:
-      NothingFits: If the run does not fit in memory in any of the modes.
+    The first mode that fits the largest candidate, or `STEP_TOKENS` tokens at a time (which keep a
+    device busy); else the one with the most tokens; on a CPU the first that fits. `size` is a
+    micro-batch that is already known; on a CPU nothing is then compiled. Raises NothingFits.
     """
     batching, platform = settings.batching, spec.machine.platform
     allowed = modes(settings, platform) if allowed is None else allowed
@@ -191,21 +163,14 @@ def choose(
 
 
 def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
-    """Return how many tokens a device processes at a time with micro-batches of one sequence.
-
-    If workers run one after another, these are the tokens of one sequence. If they run at once,
-    they are the tokens of one sequence for each worker of the device.
-    """
+    """Tokens that a device processes at a time with micro-batches of one sequence."""
     mesh = placement(spec, ProgramKey("steps", owners)).mesh.shape
     at_once = len(owners) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * (1 if spec.in_turn else at_once)
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """Find the largest micro-batch whose programs fit in memory if workers run in the given mode.
-
-    `find_max_batch` compiles at most three of `sizes`, and returns the largest of these that fits.
-    """
+    """Find the largest micro-batch whose programs fit in memory in a mode."""
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
@@ -238,30 +203,12 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
 def find_max_batch(
     peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int, busy: int
 ) -> int | None:
-    """Find a large micro-batch whose programs fit a device, by compiling at most three sizes.
+    """Find the largest micro-batch in `sizes` that fits, by compiling at most three; or None.
 
-    The first compiled size is the smallest of `sizes`. The second is the smallest size that keeps
-    the device busy. The third is the largest size whose memory should fit. This is predicted from
-    the memory of the first two sizes.
-
-    For the prediction, a straight line is drawn through the memory of the two compiled sizes.
-    Memory is convex in the size, because the peak of a program is the largest of the peaks of its
-    phases. If the second size does not fit, the third lies between the first and the second, where
-    the line is an upper bound of the memory. If the second size fits, the third is larger, and
-    memory may grow faster than the line. The steepest possible growth is that all memory except the
-    state grows in proportion to the size. If the line is less than half as steep as this growth,
-    this growth is assumed instead of the line.
-
-    Args:
-      peak: Returns the bytes that a device needs for a size; it compiles the programs.
-      sizes: The micro-batches to choose from, in sequences, ascending; the first is the initial
-        batch.
-      budget: Bytes of a device that may be used.
-      resting: Bytes of the state (parameters and optimizer states), which every size needs.
-      busy: Number of sequences that keep the device busy.
-
-    Returns:
-      The largest compiled size that fits; None if the smallest does not fit.
+    The smallest, then the smallest with `busy` sequences, then the largest that should fit on the
+    line through both. Memory is convex in the size, so the line is an upper bound between them.
+    Beyond them, if it is less than half as steep as if all memory but `resting` grew in proportion
+    to the size, that growth is assumed.
     """
     first = sizes[0]
     peaks = {first: peak(first)}
@@ -285,14 +232,7 @@ def find_max_batch(
 
 
 def require_memory(spec: Spec, settings: Settings) -> None:
-    """Refuse a run that cannot fit in the memory of a device, before anything is loaded.
-
-    Only the states of all trainers and workers, and one gradient, are counted.
-
-    Raises:
-      ResourceError: If the run does not fit. The message gives the bytes, and names a config that
-        fits.
-    """
+    """Raise ResourceError, naming a config that fits, if states and one gradient do not fit."""
     machine = spec.machine
     owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
     needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
@@ -309,12 +249,7 @@ def require_memory(spec: Spec, settings: Settings) -> None:
 def program_peaks(
     settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
 ) -> dict[str, Peak]:
-    """Compile the programs of a run for a micro-batch; return the memory that each one needs.
-
-    This is the memory of one device. In the result the key is the name of the program. The result
-    also has the entries of `moves`: the memory that merges and joins need, which does not depend on
-    the micro-batch.
-    """
+    """Compile a run's programs for a micro-batch; return each one's memory, and that of `moves`."""
     spec, control = programs.spec, start(settings, size, whole_pool=True)
     owners, keys = tuple(control.owners), reachable_keys(settings, spec, control, [size])
     peaks = {str(key): peak(programs, key, owners) for key in keys}
@@ -324,11 +259,7 @@ def program_peaks(
 
 
 def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
-    """Return the memory that the first merge of trainers, and the last join of a worker, need.
-
-    This memory of a device does not depend on the micro-batch. The result has no entry for a merge
-    if trainers never merge, and none for a join if all workers start at once.
-    """
+    """Return the memory that the first merge of trainers, and the last join of a worker, need."""
     control, peaks = start(settings, 1, whole_pool=True), {}
     owners, num_trainers = tuple(control.owners), len(control.trainers)
     shape = f"M={num_trainers} R={len(owners)}"
@@ -342,11 +273,7 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
 
 
 def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, Peak]:
-    """Return the memory of the programs of a round in which only the last trainer accumulates.
-
-    Trainers with different sizes run in separate groups. While the largest group runs, the states
-    of all trainers stay on the device, and their bytes are counted too.
-    """
+    """Return the memory of the programs of a round in which only the last trainer accumulates."""
     spec, size = programs.spec, control.max_batch_size
     plans = dict.fromkeys(
         range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
@@ -369,14 +296,7 @@ def reachable_keys(
 ) -> list[ProgramKey]:
     """List the keys of all programs that a run can need while its trainers have equal sizes.
 
-    A key (`ProgramKey`) has the kind of a program, and the sizes for which it is compiled. The last
-    key is that of the program that evaluates models.
-
-    Args:
-      settings: The run's settings.
-      spec: What all programs of the run share.
-      control: Which workers belong to each trainer, and the largest micro-batch.
-      sizes: The micro-batches in sequences. None: those of `batching.buckets` up to the largest.
+    The last is that of evaluation. `sizes` None: `batching.buckets` up to the largest.
     """
     largest, trainers = control.max_batch_size, range(len(control.trainers))
     keys = []
@@ -391,11 +311,7 @@ def reachable_keys(
 def first_keys(
     control: Control, settings: Settings, spec: Spec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
-    """List the keys of the programs of a round in which all trainers have the same micro-batch.
-
-    `size` is the micro-batch in sequences. With `accumulates`, the list has also the keys of a
-    round in which all trainers accumulate the gradients of two micro-batches for each update.
-    """
+    """List the keys of a round of equal micro-batches; if `accumulates`, also of two an update."""
     keys = []
     for count in (1, 2) if accumulates else (1,):
         plan = RoundPlan(size, count, settings.inner.steps_per_round)
@@ -412,14 +328,7 @@ def accumulates(settings: Settings, size: int) -> bool:
 
 
 def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
-    """Compute the bytes of a device's memory that are in use while a program runs.
-
-    Args:
-      programs: The programs of the run.
-      key: Identifies the program. If the program is not compiled yet, it is compiled.
-      owners: Position of each worker's trainer. The arrays of all these trainers and workers are on
-        the devices, even if only some of them are arguments of the program.
-    """
+    """Bytes of a device's memory in use while a program runs, with all trainers' arrays on it."""
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
     )
@@ -435,17 +344,10 @@ def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
 
 
 def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
-    """Find the fewest devices over which a worker's parameters must be sharded to fit in memory.
+    """Find the fewest devices, a divisor of all, over which a worker must be sharded to fit.
 
-    Args:
-      spec: What all programs share; its field `model_shards` is ignored.
-      owners: Position of each worker's trainer at the start; after merges less memory is needed.
-      memory_frac: Share of a device's memory that may be used, see `Machine.budget`.
-
-    Returns:
-      A divisor of the number of devices: the smallest with which the ensemble, the workers'
-      parameters and the sums of their gradients fit in each device's memory. Activations are not
-      counted. If no divisor is large enough, the number of all devices.
+    Counted are the ensemble, the workers' parameters and gradient sums, not activations; all
+    devices if nothing fits.
     """
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
@@ -456,21 +358,13 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
 
 
 def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
-    """Compute a lower bound of the bytes that a run needs on a device, without compiling programs.
-
-    The bound counts the trainers' parameters, all optimizer states, the workers' parameters and one
-    gradient. With `accumulates` it also counts the workers' sums of gradients. It does not count
-    activations.
-    """
+    """A lower bound of a run's bytes on a device, without activations and without compiling."""
     held = _round_bytes(spec, owners, accumulates=accumulates)
     return held + spec.param_bytes // spec.model_shards
 
 
 def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> int:
-    """Bytes of the ensemble and of the workers' parameters on one device, in the middle of a round.
-
-    With `accumulates`, the bytes of the workers' sums of gradients are added.
-    """
+    """Bytes of ensemble and workers' parameters on one device in the middle of a round."""
     key = ProgramKey("steps", owners, accumulates=accumulates)
     at = placement(spec, key)
     workers = workers_spec(spec, key, at).replace(inner_state_R=None)
@@ -480,10 +374,7 @@ def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> i
 
 
 def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
-    """Bytes that the ensemble (all trainers and workers) takes on one device between two programs.
-
-    `own_params` says whether the workers' own parameters are counted too.
-    """
+    """Bytes of the ensemble on one device between programs, perhaps with workers' parameters."""
     key = ProgramKey("steps", owners)
     at = placement(spec, key)
     ensemble = ensemble_spec(spec, owners, at)
@@ -494,24 +385,16 @@ def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = Tru
 def merge_bytes(
     spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
 ) -> Peak:
-    """Compute a device's peak memory while trainers merge and workers move to other trainers.
+    """Compute a device's peak memory while trainers merge and workers move to others.
 
-    Args:
-      spec: What all programs of the run share.
-      owners: Position of each worker's trainer before the merge.
-      members: Positions of the trainers that merge. The first is the representative, the trainer
-        that absorbs the others.
-      after: Position of each worker's trainer after the merge.
+    `members` begins with the representative; `after` has each worker's trainer after the merge.
     """
     weights_n = np.ones(len(members), np.float32)
     return _replaced_bytes(spec, owners, merged, weights_n, members, after)
 
 
 def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
-    """Compute a device's peak memory while a new worker joins a trainer.
-
-    `owners` has the position of each worker's trainer. The last entry is that of the new worker.
-    """
+    """Compute a device's peak memory while the last worker of `owners` joins its trainer."""
     count = owners.count(owners[-1])
     return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
 
@@ -533,7 +416,6 @@ def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments
 
 
 def _bytes_here(shapes: PyTree) -> int:
-    """Bytes that arrays with these shapes and shardings take on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)

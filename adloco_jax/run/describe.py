@@ -19,12 +19,7 @@ from adloco_jax.settings import Settings
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
-    """Describe a run in at most four lines, which are printed when the run starts.
-
-    The lines describe the model, the trainers, the batches and, for Streaming DiLoCo, the fragments
-    of the parameters. `max_batch` is the largest micro-batch in sequences; None if it is not known
-    yet.
-    """
+    """Describe model, trainers, batches and fragments in at most four lines."""
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
     owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
@@ -55,10 +50,7 @@ _THRESHOLDS = ("eta", "vartheta", "nu")
 
 
 def _growth(settings: Settings) -> str:
-    """Describe what determines the batch size of a run, for the header of the run.
-
-    This is a batch-size test with its thresholds and the largest batch, or a schedule.
-    """
+    """Describe what determines the batch size of a run, for the header of the run."""
     batching = settings.batching
     if not measures_gradients(settings):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
@@ -80,10 +72,7 @@ def _growth(settings: Settings) -> str:
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """Describe on one line how fragments of the parameters are synchronised.
-
-    The list is empty if a run does not use Streaming DiLoCo, which synchronises in fragments.
-    """
+    """Describe on one line how fragments of the parameters are synchronised."""
     outer = settings.outer
     if not outer.own_params:
         return []
@@ -145,7 +134,7 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
 def bucket_cost(spec: Spec) -> tuple[int, int, int]:
     """Return what a round of one worker costs a learner: bytes received, bytes sent, requests.
 
-    Not counted are looks at the driver's board, and the learner's own signs of life.
+    Not counted: looks at the driver's board, and the learner's own signs of life.
     """
     down, up = spec.param_bytes, spec.sync_bytes
     parts = -(-up // PIECE_BYTES)
@@ -165,10 +154,7 @@ def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the bytes that a merge of trainers sends, and that a joining worker receives.
-
-    The list is empty if trainers never merge and workers never join.
-    """
+    """Describe the bytes that a merge of trainers sends, and that a joining worker receives."""
     ensemble, lines = settings.ensemble, []
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:
@@ -188,10 +174,7 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def round_bytes(settings: Settings, spec: Spec) -> int:
-    """Return the bytes that devices send to one another in a round in which all workers run.
-
-    Only the bytes of synchronisations are counted. Workers that share a device send less.
-    """
+    """Bytes of synchronisations in a round of all workers; those that share a device send less."""
     control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
     moved, sent = 0, spec.sync_bytes * spec.outer.fragments
     for group in classes(control, range(len(control.trainers)), spec):

@@ -1,7 +1,4 @@
-"""Write the consensus model of a run to a folder, and read a model from the folder of a run.
-
-The consensus model is the one model that stands for all trainers: the best one, or their average.
-"""
+"""Write the consensus model of a run to a folder, and read a model from the folder of a run."""
 
 import contextlib
 import json
@@ -39,23 +36,10 @@ from adloco_jax.settings import Settings
 def write_consensus(
     params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None
 ) -> None:
-    """Write the consensus model of a run to a folder, and print the path and the layout.
+    """Replace a folder by the consensus model; print path and layout.
 
-    The folder is in Hugging Face layout, and `transformers` can load it, under two conditions: the
-    parameters have the shapes of the configured model, and its architecture defines the Hugging
-    Face names of the parameters. Otherwise the folder contains one file, `params.safetensors`. Each
-    leaf of the parameter tree is stored in its own dtype. The name of a leaf is its path in the
-    tree, with `/` between the keys, such as `decoder/0/kernel`.
-
-    Args:
-      params: One model's parameters, on the host.
-      folder: The folder to write; an existing folder is replaced.
-      settings: The run's settings.
-      tokenizer: The tokenizer to write to a folder in Hugging Face layout. None: no tokenizer is
-        written.
-
-    Raises:
-      OSError: If the folder cannot be written.
+    Hugging Face layout if the architecture has names for it and the shapes are the configured ones;
+    otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`.
     """
     network = build_network(settings)
     if hf.weight_map(network) is not None and _shapes(params) == _shapes(param_shapes(network)):
@@ -77,16 +61,9 @@ def _shapes(params: PyTree) -> PyTree:
 
 
 class Trained(NamedTuple):
-    """A model that was read from a checkpoint of a run.
+    """A model from a checkpoint after `round` rounds.
 
-    Attributes:
-      settings: The run's settings.
-      params: The model's parameters.
-      tokenizer: The tokenizer of the run.
-      round: Number of rounds that were completed when the checkpoint was written.
-      source: Which model this is. `trainer 3` is the model of the trainer with the id 3. A
-        consensus model is `only` (the run has one trainer), `best` (the trainer with the lowest
-        held-out loss) or `average` (the weighted average of all trainers).
+    `source` is `trainer 3` (its id), `only`, `best` or `average` (`evaluate.consensus`).
     """
 
     settings: Settings
@@ -99,24 +76,11 @@ class Trained(NamedTuple):
 def read_trained(
     workdir: str | Path, machine: Machine, *, round: int | None = None, trainer: int | None = None
 ) -> Trained:
-    """Read a model from a checkpoint in a run's folder; nothing in the folder is changed.
+    """Read the model of a trainer id, or the consensus, from a checkpoint (None: the newest).
 
-    Args:
-      workdir: The run's folder.
-      machine: The devices to use; the model is put on the first one.
-      round: The number of the checkpoint's round; None: the newest checkpoint.
-      trainer: The id of a trainer whose model is read. None: the consensus model is read. If the
-        run still has several trainers, this needs the run's data: the loss on held-out text decides
-        between the best trainer and the average.
-
-    Returns:
-      The model.
-
-    Raises:
-      ConfigError: If there is no such checkpoint or trainer; the message lists those that exist.
-        Also if the run was made by `fit`, and its model or data are needed.
-      CheckpointError: If the folder does not contain a run, or the checkpoint is damaged.
-      DataError: If the data are needed and cannot be used.
+    It is on the machine's first device. The consensus of several trainers needs the run's data.
+    Raises ConfigError if there is no such checkpoint or trainer, or `fit` made the run and its
+    model or data are needed; CheckpointError, DataError.
     """
     workdir = Path(workdir)
     settings = recorded_settings(workdir)

@@ -1,7 +1,4 @@
-"""The folder of a run: whether it can be used, its lock, and the settings that it records.
-
-The file `config.json` in the run's folder records the value of every setting.
-"""
+"""The folder of a run: whether it can be used, its lock, and the settings in `config.json`."""
 
 import contextlib
 import errno
@@ -33,11 +30,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def require_utf8(option: str, path: Path) -> None:
-    """Check that a path is UTF-8, because some libraries that write to it accept only UTF-8.
-
-    Raises:
-      ConfigError: If the path is not UTF-8. The message names the option that gave the path.
-    """
+    """Raise ConfigError if a path is not UTF-8, since some libraries that write to it need that."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -45,11 +38,7 @@ def require_utf8(option: str, path: Path) -> None:
 
 
 def check_workdir(workdir: str | Path) -> None:
-    """Check that a run can be stored in a folder; the folder need not exist.
-
-    Raises:
-      ConfigError: If a run cannot be stored there. The message says why, and what to do.
-    """
+    """Raise ConfigError, with what to do, if a run cannot be stored in a folder."""
     folder = Path(workdir)
     require_utf8("--workdir", folder)
     try:
@@ -71,15 +60,10 @@ def check_workdir(workdir: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(workdir: Path) -> Iterator[None]:
-    """Create the folder of a run, and lock it as long as the `with` block runs.
+    """Create and lock the folder of a run while the `with` block runs; process 0 locks for all.
 
-    If a process is killed, the operating system releases its lock. If a run has several processes,
-    process 0 locks the folder for all of them. All processes must see the same folder.
-
-    Raises:
-      ConfigError: If another run uses the folder, if the folder cannot be written, or if it is not
-        the same folder for all processes.
-      ResourceError: If the disk is full.
+    Raises ConfigError if another run uses it, it cannot be written or is not shared by all
+    processes, ResourceError if the disk is full.
     """
     lock = FileLock(workdir / ".lock", timeout=0)
 
@@ -98,12 +82,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
 
 
 def require_usable(workdir: Path) -> None:
-    """Check that a run can write to a folder, before its data are loaded; leave nothing there.
-
-    Raises:
-      ConfigError: If another run uses the folder, or it cannot be written.
-      ResourceError: If the disk is full.
-    """
+    """Check that a run can write to a folder; leave nothing there. Raises as `exclusive`."""
     if not processes.is_first():
         return
     with _lock_errors(workdir):
@@ -128,19 +107,10 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
 
 
 def completed(settings: Settings, workdir: Path | None = None) -> Settings:
-    """Add to the settings what is read from the files that they name.
+    """Add to the settings what the files that they name say; raise UserError if one cannot be read.
 
-    This is the description and the tokenizer of the checkpoint `model.init_from` and, if
-    `data.attention` needs it, the tokenizer's end-of-text token. The description is the
-    checkpoint's `config.json`. A run records it with the tokenizer's name, and needs the
-    checkpoint's weights only once.
-
-    Args:
-      settings: The run's settings.
-      workdir: The run's folder. If it contains a run, the description is that of the record.
-
-    Raises:
-      UserError: If the checkpoint or the tokenizer cannot be read.
+    It is the description of `model.init_from` (its `config.json`, or what the run in `workdir`
+    recorded) and the end-of-text token that `data.attention` needs.
     """
     settings = _with_checkpoint(settings, workdir)
     if settings.data.attention == "row":
@@ -166,15 +136,10 @@ def _with_checkpoint(settings: Settings, workdir: Path | None) -> Settings:
 
 
 def recorded_settings(workdir: Path) -> Settings:
-    """Read the settings that are recorded in a run's folder.
+    """Read the settings recorded in a run's folder; what a later version added has its default.
 
-    Settings that the record lacks, because a later version added them, have their defaults. If the
-    run reads a data set on the hub, `data.revision` is the commit that the run began with.
-
-    Raises:
-      CheckpointError: If there is no record, or the record cannot be read.
-      ConfigError: If the run uses an entry that the user added to a table of the library, for
-        instance an optimizer, and that is not defined now.
+    `data.revision` is the commit that the run began with. Raises CheckpointError without a readable
+    record, ConfigError if an entry that the user added to a table is not defined now.
     """
     path = workdir / "config.json"
     config = _recorded(path).model_dump()
@@ -187,13 +152,7 @@ def recorded_settings(workdir: Path) -> Settings:
 
 
 def recorded_config(workdir: Path) -> ConfigDict:
-    """Read the config with which `train` resumes the run in a folder.
-
-    Raises:
-      CheckpointError: If there is no record, or the record cannot be read.
-      ConfigError: If the run was made by `fit`, or uses an entry of a table that is not defined
-        now.
-    """
+    """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
     refuse_fit(workdir)
     recorded = _recorded(workdir / "config.json")
     config, values = default_config(), {key: attrgetter(key)(recorded) for key in KNOBS}
@@ -203,12 +162,7 @@ def recorded_config(workdir: Path) -> ConfigDict:
 
 
 def refuse_fit(workdir: Path) -> None:
-    """Refuse a run that `fit` made, for a command that would need the model's code.
-
-    Raises:
-      ConfigError: If the run was made by `fit`.
-      CheckpointError: If the record of the run's config cannot be read.
-    """
+    """Raise ConfigError if `fit` made the run, whose model's code a command would need."""
     path = workdir / "config.json"
     if path.is_file() and _record(path).get("made_by") == "fit":
         raise ConfigError(
@@ -232,13 +186,7 @@ def _recorded(path: Path) -> Settings:
 
 
 def recorded_commit(workdir: Path) -> str:
-    """Return the commit of the hub's data set that a run reads, as recorded in the run's folder.
-
-    The result is empty if the run does not read a data set on the hub.
-
-    Raises:
-      CheckpointError: If the record cannot be read.
-    """
+    """Return the recorded commit of the hub's data set; empty if the run reads none."""
     path = workdir / "config.json"
     commit = _record(path).get("data_commit", "") if path.is_file() else ""
     if commit and not COMMIT.fullmatch(str(commit)):
@@ -256,13 +204,7 @@ def _record(path: Path) -> dict:
 
 
 def write_config(workdir: Path, settings: Settings, **more: object) -> None:
-    """Record all settings of a run, and the fields in `more`, in `config.json` in its folder.
-
-    An older record is replaced atomically.
-
-    Raises:
-      ResourceError: If the file cannot be written.
-    """
+    """Record all settings of a run, and the fields in `more`, atomically in `config.json`."""
     path = workdir / "config.json"
     record = {"format": checkpoint.FORMAT, "config": settings.model_dump(), **more}
     with write_errors(path):
@@ -271,19 +213,12 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:
-    """Return all settings of a run in one dict, with keys such as `inner.tx`.
-
-    Tuples become lists, as in JSON.
-    """
+    """Return all settings in one dict by dotted key, such as `inner.tx`; tuples become lists."""
     return dict(flatten_dict(settings.model_dump(mode="json"), sep="."))
 
 
 def recorded_values(path: Path) -> Settings:
-    """Read the recorded config of a run, the file `config.json` in its folder.
-
-    Raises:
-      CheckpointError: If the record cannot be read, or was written by another version.
-    """
+    """Read a `config.json`; CheckpointError if it is unreadable or of another version."""
     record = _record(path)
     if record.get("format") != checkpoint.FORMAT:
         raise CheckpointError(f"{path}: a run of another version of adloco_jax; use that version")
@@ -293,10 +228,7 @@ def recorded_values(path: Path) -> Settings:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that may change the results of a run.
-
-    The key is the name of the package.
-    """
+    """Return the versions of Python and the packages that may change the results of a run."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
     installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
     return {"adloco_jax": __version__, "python": platform.python_version(), **installed}

@@ -1,8 +1,7 @@
-"""The ledger: the log of a run in the file `ledger.jsonl`.
+"""The ledger: the log of a run in the file `ledger.jsonl`, one JSON object a line for each event.
 
-Each event of the run is a JSON object on a line of its own. Tables, figures and comparisons of runs
-are made from this file only. A killed process can leave an incomplete last line. The function
-`read` ignores this line, and the class `Ledger` removes it when it opens the file.
+All tables, figures and comparisons of runs are made from it. A killed process can leave an
+incomplete last line, which `read` ignores and `Ledger` removes.
 """
 
 import contextlib
@@ -96,22 +95,16 @@ EVENTS: dict[str, dict[str, Any]] = {
 
 
 class Ledger(contextlib.AbstractContextManager):
-    """Appends lines to the ledger file of a run.
-
-    Lines are not buffered in the process, so a line stays in the file if the process is killed.
-    """
+    """Appends lines to a run's ledger file, unbuffered, so that a killed process loses none."""
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         on_write: Callable[[dict], None] = lambda line: None,
     ):
-        """Open the ledger file at `path` for appending; create it if it does not exist.
+        """Open or create the file at `path`, in an existing folder, for appending.
 
-        Args:
-          path: The ledger's file, by convention `<workdir>/ledger.jsonl`. The folder must exist.
-          on_write: Called after each line is written, with the line as a dict, on the thread that
-            called `write`.
+        `on_write` is called with each line, as a dict, on the thread that called `write`.
         """
         self._path = Path(path)
         self._on_write = on_write
@@ -126,14 +119,10 @@ class Ledger(contextlib.AbstractContextManager):
         self._lock = threading.Lock()  # another thread compiles programs, and writes lines on them
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one line to the ledger file: `event` first, then the fields in the given order.
+        """Append one line: `event`, then the fields in order.
 
-        Scalars and arrays of NumPy and JAX become plain numbers and lists. Numbers that are not
-        finite become null. The call waits for JAX arrays that are still being computed.
-
-        Args:
-          event: The kind of event, such as "round" or "merge".
-          **fields: Strings, numbers, booleans, None, and lists, tuples and dicts of these.
+        NumPy and JAX values become plain, waiting for those still computed; non-finite numbers
+        become null.
 
         Raises:
           TypeError: If a value cannot be converted to JSON; nothing is written.
@@ -163,17 +152,10 @@ class Ledger(contextlib.AbstractContextManager):
 
 
 def read(path: str | os.PathLike[str]) -> list[dict]:
-    """Read the lines of a ledger file, to which another process may still be writing.
-
-    Args:
-      path: The ledger's file.
-
-    Returns:
-      One dict per line, in order. An incomplete last line is left out.
+    """Read a ledger, one dict per line, even while it is being written.
 
     Raises:
-      DataError: If the file cannot be read, if a line is not an event (except an incomplete last
-        line), or if a field differs from its type in `EVENTS`.
+      DataError: If the file cannot be read, or a line or field is not as `EVENTS` says.
     """
     try:
         content = Path(path).read_bytes()
@@ -198,15 +180,11 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 
 
 def _fault(event: dict, rounds: int) -> str:
-    """Describe what is wrong with a line of a ledger; the text is empty if nothing is wrong.
-
-    `rounds` is the highest number of a round in the earlier lines.
-    """
+    """Describe what is wrong with a line of a ledger; empty if nothing is."""
     name = event["event"]
     if fault := files.fault(event, EVENTS.get(name, {}), name):
         return fault
-    # Trainers may run at their own pace. So a line on round 3 of one trainer may follow a line on
-    # round 5 of another trainer.
+    # Trainers may run at their own pace: round 3 of one may follow round 5 of another.
     first, last = (1, rounds + 1) if name == "round" else (0, rounds)
     if name in _DETERMINISTIC_EVENTS and not first <= event["round"] <= last:
         return f"{name}.round: have {event['round']} after round {rounds}"
@@ -221,17 +199,9 @@ def open_ledger(
     stack: contextlib.ExitStack,
     note: Callable[[str], None],
 ) -> Ledger:
-    """Open the ledger of a run, and the trackers to which its lines are sent.
+    """Open the ledger of a run and its trackers; first `cut` it if `control` was restored.
 
-    If the run is resumed from a checkpoint, the lines on later rounds are first removed from the
-    file.
-
-    Args:
-      workdir: The run's folder.
-      log: The config's group that names the trackers.
-      control: The host's data about the run in the restored checkpoint; None if the run starts.
-      stack: Receives the ledger and the trackers. It closes them when it is closed.
-      note: Called with a line to show if a tracker is dropped after an error.
+    `stack` closes both; `note` is told if a tracker is dropped after an error.
     """
     path = workdir / "ledger.jsonl"
     cut(path, control)
@@ -248,24 +218,16 @@ def open_ledger(
 
 
 def finish(events: Iterable[dict]) -> dict | None:
-    """Return the `end` line of a finished run, from the lines of the run's ledger.
-
-    The result is None if the run is not finished, or if it was started again after its end.
-    """
+    """Return the `end` line of a finished run; None if it is unfinished or was started again."""
     marks = [event for event in events if event["event"] in ("start", "end")]
     return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
 
 
 def cut(path: str | os.PathLike[str], control: Control | None) -> None:
-    """Remove from a ledger file the lines on rounds after a checkpoint, before the run resumes.
+    """Remove lines on rounds after a checkpoint (None: on all), before the run resumes.
 
-    These rounds will be run again, and their lines will be written again. Lines on starts,
-    learners, compilations, checkpoints and ends stay in the file, because they are not written
-    again. The file is replaced atomically.
-
-    Args:
-      path: The ledger's file.
-      control: The host's data about the run in the checkpoint; None for a run without a checkpoint.
+    The file is replaced atomically. Lines on starts, learners, compilations, checkpoints and ends
+    stay: they are not written again.
 
     Raises:
       CheckpointError: If lines on rounds before the checkpoint are missing.
@@ -281,8 +243,7 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
         if event.get("kind") == "quarantine":
             return trainer in rounds
         if event["event"] in ("round", "fault") and trainer is not None:
-            # With learners, a trainer may be ahead of the others. One that the checkpoint lacks had
-            # left the run before it.
+            # With learners, a trainer may be ahead; one that the checkpoint lacks had left.
             last = rounds.get(trainer, event["round"])
         return event["round"] > last
 
@@ -307,16 +268,9 @@ def _content(path: Path) -> bytes:
 
 
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:
-    """Return the lines of a ledger that are the same in two runs with the same config and seed.
+    """Return the lines that two runs with the same config and seed share, to compare with `==`.
 
-    So the results for two such runs can be compared with `==`.
-
-    Args:
-      events: Ledger lines, from `read`.
-
-    Returns:
-      The round, sync, eval, merge, refusal and spawn lines in order, without the fields
-      ending in `_s` (seconds).
+    They are the round, sync, eval, merge, refusal and spawn lines without fields in seconds (`_s`).
     """
     return [
         {name: value for name, value in event.items() if not name.endswith("_s")}

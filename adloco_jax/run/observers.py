@@ -1,8 +1,4 @@
-"""Observers of a run: objects that are called after every round, to record, evaluate and save.
-
-`attempts.begin` makes the observers, and says in which order they are called. An observer
-receives the state of the run after the round, and must not change this state.
-"""
+"""Observers of a run: called after every round to record, evaluate and save; state is read only."""
 
 import datetime
 import resource
@@ -44,41 +40,31 @@ class RunEngine(Engine, Protocol):
         """End what the engine has started, such as learners."""
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble of a state with the inner states of all workers.
-
-        If workers run in learners (other processes), the learners hold the inner states. The call
-        then waits until the learners have sent them.
-        """
+        """Return the ensemble with all inner states, once learners have sent what they hold."""
 
 
 @dataclass
 class Recorder:
-    """Writes the results of a round to the ledger file and to the terminal.
-
-    Other observers use the ledger and the terminal of this object.
-    """
+    """Writes the results of a round to the ledger and the terminal, also for other observers."""
 
     settings: Settings
     engine: "RunEngine"
     ledger: Ledger
     progress: Progress
-    # What this process's clock would have shown at the start of the run, if the process had also
-    # run the rounds of earlier processes.
+    # This process's clock at the start of the run, had it run the earlier processes' rounds.
     start_s: float
     loss: float  # held-out loss of the last consensus model, as reported
     evaluated_round: int = -1  # the round after which `loss` was measured and recorded
     tokens: int = 0  # tokens of the rounds that this process has run
     seconds: float = 0.0  # seconds of these rounds, without compilation
-    # By trainer, the ledger's fields and the loss of its newest round. Trainers with clocks of
-    # their own end their rounds at different boundaries.
+    # Ledger fields and loss of each trainer's newest round; with learners their rounds end apart.
     _newest: dict[int, tuple[dict, float]] = field(default_factory=dict)
     _unshown: np.ndarray = field(default_factory=lambda: np.zeros(2))  # tokens, seconds
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Write to the ledger a line for each trainer that ran in the round, and for each change.
+        """Write a ledger line for each trainer that ran, and for each change, such as a merge.
 
-        A change is for instance a merge at the end of the round. Changes, growth and skipped
-        updates are also written to the terminal.
+        The terminal shows changes, growth and skipped updates.
         """
         metrics = boundary.metrics
         self.tokens += sum(line["tokens"] for line in metrics.lines)
@@ -119,10 +105,7 @@ class Recorder:
         self.progress.round(control.round, done, text)
 
     def record(self) -> dict:
-        """Return what a checkpoint stores of this object, as a dict of plain JSON.
-
-        It has the last loss and the seconds of the run. The ledger's lines are on disk then.
-        """
+        """Return what a checkpoint stores: the last loss and the run's seconds; sync the ledger."""
         if processes.is_first():
             self.ledger.sync()
         return {
@@ -140,10 +123,7 @@ class Recorder:
         self.ledger.write("memory", round=control.round, **peaks)
 
     def write_end(self, control: Control, reason: str) -> None:
-        """Write the `end` line to the ledger, because the run or this process ends.
-
-        The reason is "finished", "preempted" (stopped by a signal) or "diverged".
-        """
+        """Write the `end` line: the reason is "finished", "preempted" or "diverged"."""
         self.write_memory(control)
         fields: dict[str, Any] = {"rounds": control.round, **_totals(control)}
         if self.seconds:
@@ -152,11 +132,7 @@ class Recorder:
 
 
 def _decided(decision: Decision, settings: Settings) -> dict:
-    """Return the fields of a trainer's ledger line that describe the decision on its next round.
-
-    A rule such as `qsr` sets the length of a round only when the round starts. With such a rule,
-    the field for the length of the next round is None.
-    """
+    """Return the fields of a trainer's ledger line that describe the decision on its next round."""
     fields, inner = decision._asdict(), settings.inner
     size, is_known = fields.pop("size"), inner.round_length == "fixed"
     return fields | {
@@ -173,10 +149,7 @@ def _totals(control: Control) -> dict[str, int]:
 
 @dataclass
 class Evaluator:
-    """Measures and records the held-out loss of each trainer and of the consensus model.
-
-    The consensus model is the one that stands for all trainers: the best one, or their average.
-    """
+    """Measures and records the held-out loss of each trainer and of the consensus model."""
 
     recorder: Recorder
     num_classes: int | None  # number of classes of labelled rows; None for text
@@ -186,10 +159,7 @@ class Evaluator:
     params: PyTree | None = None  # parameters of the last consensus model
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Evaluate all models if an evaluation is due; then write the round to the terminal.
-
-        An evaluation is due after every `eval.every_rounds` rounds, and after the last round.
-        """
+        """Evaluate if due by `eval.every_rounds`, and at the end; then show the round."""
         if not boundary.advanced:
             return
         recorder, control = self.recorder, state.control
@@ -203,11 +173,7 @@ class Evaluator:
         recorder.show(state, boundary)
 
     def consensus(self, state: State, *, record: bool = False) -> None:
-        """Choose the consensus model (the best trainer or the average), and measure its loss.
-
-        This object keeps the parameters of the model, and the recorder keeps the held-out loss.
-        With `record`, the loss is also written to the ledger.
-        """
+        """Choose the consensus and measure its loss; `record` it in the ledger."""
         engine = self.recorder.engine
         self.params, source = evaluate.consensus(
             state.ensemble, engine.programs, engine.heldout, state.control.demands
@@ -224,10 +190,7 @@ class Evaluator:
         self.recorder.loss = loss
 
     def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
-        """Return the arguments with which functions of `engine.evaluate` measure a model.
-
-        They include the held-out rows on which reported losses are measured.
-        """
+        """Return the arguments with which functions of `engine.evaluate` measure a model."""
         engine = self.recorder.engine
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
@@ -255,17 +218,12 @@ class Checkpoints:
     _last_save_s: float = field(default_factory=time.perf_counter)
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Save the state if a checkpoint is due; after a signal, save it and end the run.
+        """Save if due by `checkpoint.every_rounds` or `every_s`, at the end, and after a signal.
 
-        A checkpoint is due after every `checkpoint.every_rounds` rounds, when `checkpoint.every_s`
-        seconds have passed since the last one, and after the last round.
-
-        Raises:
-          Preempted: After a signal, once everything is saved.
-          ResourceError: If a save has failed.
+        Raises Preempted after a signal, once everything is saved, and ResourceError if a save
+        failed.
         """
-        # If trainers run at their own pace, a checkpoint is named after the round of the slowest
-        # trainer. So there can be a new one only when the slowest trainer has completed a round.
+        # A checkpoint is named after the slowest trainer's round, which has not ended.
         if not boundary.advanced:
             return
         settings, index = self.recorder.settings, state.control.round
@@ -287,11 +245,6 @@ class Checkpoints:
             )
 
     def _is_time(self) -> bool:
-        """Whether `checkpoint.every_s` seconds have passed since the last checkpoint was begun.
-
-        Only process 0 looks at its clock; the result in other processes is False. If an earlier
-        save has failed, its error is raised here.
-        """
         self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
@@ -322,11 +275,7 @@ def on_compile(ledger: Ledger, progress: Progress, event: Compiling | Compiled) 
 def write_start(
     run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
 ) -> None:
-    """Write the `start` line to the ledger, which says what the run consists of.
-
-    Then write a `fault` line for each checkpoint that was found damaged, and for each failure of an
-    earlier attempt to run the rounds.
-    """
+    """Write the `start` line, and a `fault` line for each damaged checkpoint and failure."""
     settings, spec = run.settings, run.spec
     ledger.write(
         "start",
@@ -353,13 +302,7 @@ def write_start(
 
 
 def measured_peaks(devices: Sequence[jax.Device]) -> dict[str, int | list[int | None]]:
-    """Read the peak memory use of this process so far, in bytes.
-
-    Returns:
-      A dict with two entries. `host_peak_bytes` is the peak of the host's memory.
-      `device_peak_bytes` is a list with the peak of each device in `devices`; a peak is None if the
-      backend of the device does not count memory, as on a CPU.
-    """
+    """Peak memory of the host and of each device so far, in bytes; None where it is not counted."""
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,

@@ -1,7 +1,6 @@
 """The memory of a run before it starts: `adloco plan CONFIG --memory`, and `--device h100x8`.
 
-Every program of the run is compiled, for the devices that are here or for those that a name
-describes. No program is run, so the plan gives no times.
+Every program is compiled, for devices here or those that a name describes; none is run.
 """
 
 import contextlib
@@ -49,20 +48,8 @@ def plan(
 ) -> str:
     """Describe the memory, communication and tokens of a run, without training or reading text.
 
-    Args:
-      config: A config that `train` accepts.
-      workdir: The run's folder, which need not exist. None: no folder is checked.
-      accept_config_change: Whether an existing run in that folder may resume with changed settings.
-      memory: Whether to compile the programs of the first rounds. The text then gives the
-        micro-batch of the run (the configured one, or the largest that fits in memory), and the
-        bytes that each program needs on a device.
-
-    Returns:
-      Text with lines on parameters, optimizer states, bytes per round and tokens. The last lines
-      name what only the run itself can check.
-
-    Raises:
-      UserError: If a check fails; `check_inputs` lists the cases.
+    With `memory`, the first rounds' programs are compiled for the micro-batch and each program's
+    bytes. The last lines name what only the run can check. Raises UserError as `check_inputs` does.
     """
     folder = None if workdir is None else Path(workdir)
     settings = processes.run_on_all(lambda: completed(validate(config, folder), folder))
@@ -90,10 +77,7 @@ def configured_choice(
 
 
 def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
-    """Compile the programs of the first rounds; describe the memory that they need on a device.
-
-    The compiler reports the bytes; no program is run.
-    """
+    """Compile the programs of the first rounds; describe the memory that they need on a device."""
     batching, spec = settings.batching, choice.programs.spec
     programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
@@ -115,19 +99,10 @@ def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
 
 
 def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
-    """Compile a run's programs for devices that a name describes; report the memory they need.
+    """Compile a run's programs for named devices; report in Markdown lines and as JSON.
 
-    Args:
-      config: A config that `train` accepts. The data and weights that it names are not read.
-      device: The kind and number of devices, such as `h100x8`; see `described`.
-
-    Returns:
-      The report as lines of Markdown, and the same figures as a dict for JSON. If the field `fits`
-      of the dict is False, the run does not fit in the memory of the devices.
-
-    Raises:
-      ConfigError: If the config is invalid, if no devices have this name, or if the compiler for
-        them is not installed.
+    In the JSON, `fits` is False if the run does not fit. Data and weights are not read. ConfigError
+    if the config is invalid, or the devices or their compiler are not there.
     """
     settings, machine, start_s = validate(config), described(device), time.perf_counter()
     with contextlib.suppress(UserError):  # without the hub, the sizes describe the model
@@ -156,10 +131,7 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
 
 
 def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
-    """Describe the chosen micro-batch, and how devices run their workers.
-
-    Returns the description as lines of Markdown, and the same facts as a dict for JSON.
-    """
+    """Describe the chosen micro-batch, and how devices run their workers."""
     spec, size = choice.programs.spec, choice.max_batch_size
     mode = Mode(spec.in_turn, spec.remat)
     reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
@@ -174,12 +146,7 @@ def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
 
 
 def _pools(settings: Settings, max_batch: int) -> list[Control]:
-    """Predict the stages of a run: which trainers it has, and how many workers belong to each.
-
-    First the trainers grow: at each stage the trainer with the fewest workers doubles the number of
-    its workers, until all workers of the run have started. Then, if trainers may merge, some of
-    them merge at each stage, until one trainer is left.
-    """
+    """Predict the stages of a run: which trainers it has, and how many workers belong to each."""
     whole = start(settings, max_batch, whole_pool=True)
     pools = [start(settings, max_batch)]
     while len(pools[-1].owners) < len(whole.owners):
@@ -197,10 +164,7 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
 def _smallest_change(
     settings: Settings, device: str, machine: Machine, on_compile: OnCompile
 ) -> str:
-    """Find the first of several changes with which the run fits in memory; describe it in words.
-
-    A smaller number of workers is tried last, because it changes what the run computes.
-    """
+    """Find the first of several changes with which the run fits in memory; describe it in words."""
     for name, changed, devices in _changes(settings, device, machine):
         with contextlib.suppress(NothingFits):
             largest = configured_choice(changed, devices, on_compile).max_batch_size
@@ -211,10 +175,7 @@ def _smallest_change(
 def _changes(
     settings: Settings, device: str, machine: Machine
 ) -> Iterator[tuple[str, Settings, Machine]]:
-    """Yield the changes to try: each as a name to print, the settings, and the devices.
-
-    If a name contains `{}`, the caller puts the micro-batch there that fits after the change.
-    """
+    """Yield the changes to try: each as a name to print, the settings, and the devices."""
     ensemble, count = settings.ensemble, len(machine.devices)
 
     def changed(group: str, **values: object) -> Settings:
@@ -238,11 +199,7 @@ def _changes(
 
 
 def _record(settings: Settings, tried: Tried, device: str) -> dict:
-    """Return what was found for a mode; if the run fits, also a bound of the inner steps' speed.
-
-    The bound follows from the compiled program: from the work of a device for one update of each of
-    its workers that run at the same time. The tokens per second are those of all devices.
-    """
+    """Return what was found for a mode; if the run fits, also a bound of the inner steps' speed."""
     peaks = {name: peak._asdict() for name, peak in tried.peaks.items()}
     record = {"mode": str(tried.mode), "max_batch_size": tried.max_batch_size, "programs": peaks}
     if tried.programs is None or tried.max_batch_size is None:
@@ -258,11 +215,7 @@ def _record(settings: Settings, tried: Tried, device: str) -> dict:
 
 
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
-    """Make a table of the memory that each program needs, in the chosen mode (way to run workers).
-
-    If no mode fits, the table shows the mode that was tried last. The lines after the table say
-    what was found for each mode. The bytes of the largest program are also stored in `record`.
-    """
+    """Make a table of the memory that each program needs in the chosen mode."""
     named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
     rows = [
         f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"
@@ -296,10 +249,7 @@ def _speed(found: dict) -> str:
 
 @contextlib.contextmanager
 def _progress(device: str) -> Iterator[OnCompile]:
-    """Show how many programs have been compiled, if the output is a terminal.
-
-    The context manager yields the function to call before and after each compilation.
-    """
+    """Show how many programs have been compiled, if the output is a terminal."""
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(event: Compiling | Compiled) -> None:
@@ -312,8 +262,7 @@ def _progress(device: str) -> Iterator[OnCompile]:
 
 # For a described GPU, XLA plans programs for this share of the memory that the description states.
 _PLANNED = 0.8
-# The description of a GPU that XLA needs to compile for it. The figures are those of openxla/xla,
-# xla/backends/gpu/target_config/specs.
+# What XLA needs to compile for a GPU: openxla/xla, xla/backends/gpu/target_config/specs.
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
@@ -338,10 +287,9 @@ _BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 1326
 _HOST = {n: f"1x1x{n}" for n in range(1, 9)}
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
-# For each kind of device: the bytes of memory that programs may use, its rates, the possible
-# numbers of chips, and the figures of a GPU's description. The operations are those of dense
-# bfloat16 products by the data sheets. XLA's model of a GPU also takes 1 us to start a kernel. No
-# time is known to start a part of a TPU's program.
+# By kind: usable bytes, rates, numbers of chips, figures of a GPU's description. Operations are
+# dense bfloat16 products by the data sheets; 1 us to start a kernel is XLA's model, and
+# for a TPU no such time is known.
 _KINDS: dict[str, tuple[int, Rates, dict[int, str], dict]] = {
     kind: (memory, Rates(peak, rate, 1e-6), _HOST, figures | {"name": name, "bandwidth": rate})
     for kind, memory, peak, rate, name, figures in (
@@ -359,10 +307,7 @@ _KINDS: dict[str, tuple[int, Rates, dict[int, str], dict]] = {
 
 
 def kinds() -> list[str]:
-    """List the kinds of devices that can be described: one line for each kind.
-
-    A line has the name of the kind, the memory of a device, and the possible numbers of chips.
-    """
+    """Describe each kind of device in a line: name, memory, possible numbers of chips."""
     return [
         f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, chips))}"
         for kind, (memory, _, chips, _) in _KINDS.items()
@@ -370,10 +315,7 @@ def kinds() -> list[str]:
 
 
 def more_chips(name: str) -> list[str]:
-    """Return the names for more chips of the same kind, in ascending order.
-
-    For `h100x6` the result is `["h100x7", "h100x8"]`.
-    """
+    """Return the names for more chips of the same kind: for `h100x6`, `["h100x7", "h100x8"]`."""
     kind, count = _parts(name)
     return [f"{kind}x{n}" for n in _KINDS[kind][2] if n > count]
 
@@ -390,15 +332,10 @@ def rates(name: str) -> Rates:
 
 
 def described(name: str) -> Machine:
-    """Make devices that a name describes, so that programs can be compiled for them.
+    """Make devices that a name describes, such as `h100x8` (eight chips) or `h100`, to compile for.
 
-    The name `h100x8` means eight chips of the kind `h100`; the name `h100` means one chip. The
-    devices do not exist on this machine, so the compiled programs cannot be run.
-
-    The environment variable JAX_PLATFORMS must have been `cpu` when JAX was imported.
-
-    Raises:
-      ConfigError: If there is no such kind or number of chips, or the compiler is not installed.
+    JAX_PLATFORMS must have been `cpu` when JAX was imported. Raises ConfigError if there is no such
+    kind or number of chips, or the compiler is not installed.
     """
     from jax.experimental import topologies
 

@@ -1,9 +1,8 @@
 """The processes of one run: connect them, exchange values between them, stop them by signals.
 
-Every process runs the same program, and must make the same decisions; only process 0 prints and
-writes. But the time on a clock, a signal or a full disk is known to one process only. So the
-processes tell one another such facts before a decision depends on them. These values go through
-JAX's coordinator, a server in process 0, and not through the devices, which may be busy.
+All run the same program and must decide alike; a clock, a signal or a full disk is known to one
+only, and is exchanged through JAX's coordinator, as devices may be busy. Only process 0 prints and
+writes.
 """
 
 import contextlib
@@ -37,10 +36,7 @@ _num_sent: Counter[str] = Counter()  # for each name of an exchange, how many va
 
 
 def machine_id() -> str:
-    """Return an id of this machine since its last boot.
-
-    A process can be ended by a signal only on the machine with the same id.
-    """
+    """Return an id of this machine since its last boot; processes of the same can be signalled."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
     return os.uname().nodename
@@ -53,21 +49,11 @@ def connect(
     process_id: int | None = None,
     timeout_s: int = 300,
 ) -> None:
-    """Connect this process with the other processes of a run.
+    """Connect this process with the others; JAX must not have been used before.
 
-    JAX must not have been used before in this process.
-
-    Args:
-      coordinator: HOST:PORT of process 0. None: JAX reads this argument and the next two from the
-        launcher (Slurm, Open MPI, Kubernetes).
-      num_processes: Number of processes.
-      process_id: Index of this process, from 0.
-      timeout_s: Seconds to wait for the other processes.
-
-    Raises:
-      ConfigError: If the first three arguments contradict one another, or JAX detects no launcher.
-      ResourceError: If the processes cannot connect. After `timeout_s` seconds nothing is raised;
-        this process prints a message and exits with the exit code of `ResourceError`.
+    Without `coordinator` (HOST:PORT of process 0), JAX asks the launcher: Slurm, Open MPI,
+    Kubernetes. Raises ConfigError if arguments are contradictory or missing, ResourceError if
+    connecting fails; after `timeout_s` seconds the process exits with ResourceError's code.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
@@ -82,8 +68,7 @@ def connect(
     failure = f"{whose}not all processes connected{f' at {coordinator}' if coordinator else ''}"
 
     def give_up():
-        # The wait in JAX cannot be interrupted, and JAX's own time limit would abort this process
-        # with a stack trace.
+        # JAX's wait cannot be interrupted, and its own limit aborts with a stack trace.
         print(f"{failure} within {timeout_s} s", file=sys.stderr, flush=True)
         os._exit(ResourceError.exit_code)
 
@@ -106,12 +91,7 @@ def connect(
 
 
 def _check_port(coordinator: str) -> None:
-    """Check that the port of the coordinator is free, because JAX would abort the process if not.
-
-    Raises:
-      ResourceError: If another program uses the port.
-      ConfigError: If the text is not HOST:PORT.
-    """
+    """Check that the coordinator's port is free, because JAX would abort the process if not."""
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,10 +116,7 @@ def only_first_prints() -> Iterator[None]:
 
 
 def _send(name: str, value: object) -> int:
-    """Send the value of this process to all processes, as its part of an exchange with a name.
-
-    Returns the number of the exchange among those with this name, which `_receive` needs.
-    """
+    """Send the value of this process to all processes, as its part of an exchange with a name."""
     _num_sent[name] += 1
     number = _num_sent[name]
     _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
@@ -147,47 +124,31 @@ def _send(name: str, value: object) -> int:
 
 
 def _receive(name: str, number: int) -> list:
-    """Wait until all processes have sent their values for an exchange; return the values in order.
-
-    The exchange is identified by its name and number.
-    """
+    """Wait until all processes have sent their values; return the values in order."""
     client = _client()
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
-    # All processes have sent a value for this exchange, so they have received those of the previous
-    # exchange, which can be deleted.
+    # All have sent for this exchange, so they have received the previous one's, which can go.
     if number > 1:
         client.key_value_delete(f"{name} ({number - 1})/{jax.process_index()}")
     return values
 
 
 def gather(value: T, name: str = "gather") -> list[T]:
-    """Collect one value from each process; return all values, in the order of the processes.
+    """Collect plain JSON from each process, in their order; all must call this.
 
-    All processes must call this function. Each of them receives all values.
-
-    Args:
-      value: The value of this process, plain JSON data.
-      name: Name of the exchange. Two threads of a process must use different names.
+    Two threads of a process must use different names.
     """
     return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
 
 
 def broadcast(value: T) -> T:
-    """Return the value of process 0 in all processes.
-
-    All processes must call this function. The values of other processes are ignored. The value is
-    plain JSON data.
-    """
+    """Return process 0's value, plain JSON, in all processes; all must call this."""
     return gather(value)[0]
 
 
 def barrier(name: str) -> None:
-    """Wait until all processes have called this function.
-
-    Args:
-      name: Name of the barrier. Two threads of a process must use different names.
-    """
+    """Wait until all have called this; threads of a process need different names."""
     gather(None, name)
 
 
@@ -198,24 +159,11 @@ def run_on_all(
     faults: type[Exception] | tuple[type[Exception], ...] = UserError,
     elsewhere: type[Exception] | None = None,
 ) -> T:
-    """Run a function in every process; if it fails in one of them, raise an error in all of them.
+    """Run a function in every process; if it fails in one of them, raise an error in all.
 
-    All processes must call `run_on_all`. Without it, the other processes would wait for the process
-    in which the function failed.
-
-    Args:
-      act: The function. It must not exchange anything with other processes.
-      name: Name of the exchange. Two threads of a process must use different names.
-      faults: Classes of errors about which other processes are told.
-      elsewhere: Class of the error that is raised in a process where the function did not fail.
-        None: the class of the error in the process where the function failed.
-
-    Returns:
-      The result of `act` in this process.
-
-    Raises:
-      Exception: If `act` failed in any process. A process in which `act` failed raises its own
-        error. The other processes raise an error with the message of the first process that failed.
+    Otherwise the others would wait forever. `act` must not exchange anything itself. A process
+    where it succeeded raises `elsewhere`, or the class of the error, with the message of the first
+    that failed.
     """
     try:
         outcome, fault = act(), None
@@ -233,11 +181,10 @@ def run_on_all(
 
 
 def end_others(message: str) -> None:
-    """End all other processes of the run, because this process has failed.
+    """End all other processes with exit code 5, because this process has failed.
 
-    The other processes watch for this call in `ending_together`. They print the message and exit
-    with code 5. They may be waiting for this process in a collective, which cannot be interrupted.
-    Without this call, JAX would abort them when process 0 ends.
+    They may be in a collective that cannot be interrupted; JAX would abort them when process 0
+    ends.
     """
     failure = json.dumps([jax.process_index(), message])
     _client().key_value_set("failure", failure, allow_overwrite=True)
@@ -245,10 +192,7 @@ def end_others(message: str) -> None:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """End this process with exit code 5 if another process calls `end_others`.
-
-    A thread watches for such a call as long as the `with` block runs.
-    """
+    """End this process with exit code 5 if another calls `end_others` in the `with` block."""
     done = threading.Event()
 
     def watch(client) -> None:
@@ -271,11 +215,10 @@ def ending_together() -> Iterator[None]:
 
 
 def all_end() -> bool:
-    """Wait up to 10 s for the other processes to call this function; return whether all have.
+    """Wait up to 10 s for the others to end too; if they do not, skip the shutdown of JAX.
 
-    A process calls this function when it ends. If the result is False, the caller must skip the
-    shutdown of JAX. At exit JAX waits five minutes for the other processes, which may be waiting
-    for this one. Then JAX aborts all processes, and their exit codes are lost.
+    At exit JAX waits five minutes for processes that may wait for this one, then aborts all of
+    them.
     """
     if jax._src.distributed.global_state.client is None:
         return True
@@ -296,17 +239,7 @@ def _client():
 
 
 def require_equal(what: dict[str, str], advice: str) -> None:
-    """Check that all processes have the same values.
-
-    Args:
-      what: The values to compare, as strings; the key is the name of the value. All processes must
-        give the same names.
-      advice: Last line of the error message.
-
-    Raises:
-      ConfigError: In every process, if any values differ. The message names the values that differ,
-        and the processes.
-    """
+    """Raise ConfigError, ending with `advice`, in every process if named values differ."""
     first, *others = gather(dict(what))
     lines = []
     for number, values in enumerate(others, start=1):
@@ -317,16 +250,13 @@ def require_equal(what: dict[str, str], advice: str) -> None:
 
 
 def require_shared(folder: Path) -> None:
-    """Check that all processes see the folder to which process 0 writes.
+    """Raise ConfigError in every process if one of them sees another folder than process 0.
 
-    Raises:
-      ConfigError: In every process, if one process sees a different folder under this name.
-      ResourceError: In every process, if process 0 cannot write to the folder.
+    Raises ResourceError if process 0 cannot write to it.
     """
     if jax.process_count() == 1:
         return
-    # The file has a new name each time. A file system may remember for a while that there is no
-    # file of some name, even if process 0 has made it since then.
+    # A new name each time: a file system may remember for a while that a file was not there.
     mark = folder / f".seen-{broadcast(os.urandom(8).hex())}"
 
     def make() -> None:
@@ -358,13 +288,9 @@ def is_asked_to_stop() -> bool:
 def stop_requests() -> Iterator[threading.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
 
-    The signals are caught as long as the `with` block runs. Python runs a signal handler only
-    between two bytecodes of the main thread, which may be compiling for minutes. But the
-    interpreter writes the number of each signal to a pipe at once. Here a thread reads that pipe,
-    and sets the event.
-
-    If the caller is not on the main thread, Python cannot set handlers. The event is then never
-    set, and signals keep their usual effect.
+    Python's handlers wait for the main thread, which may be compiling for minutes, so a thread
+    reads the pipe of signals. Outside the main thread no handler can be set, and signals act as
+    usual.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

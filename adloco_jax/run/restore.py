@@ -37,11 +37,7 @@ class Restored(NamedTuple):
 
 
 def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
-    """Read the state of a run from a checkpoint whose files have the recorded hashes.
-
-    Raises:
-      Damaged: If the content does not fit the settings of this run.
-    """
+    """Read a run's state from a verified checkpoint; raise Damaged if settings do not fit."""
     host = checkpoint.read_host(path)
     if fault := files.fault(host, _HOST, "host"):
         raise Damaged(f"{path}: {fault}")
@@ -52,16 +48,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
 
 
 def read_control(path: Path, data: Any, settings: Settings) -> Control:
-    """Make the host's data about a run (`Control`) from JSON, and check that they fit the settings.
-
-    Args:
-      path: The checkpoint's folder.
-      data: The field `control` of the checkpoint's `host.json`. Unknown fields are ignored.
-      settings: The run's settings.
-
-    Raises:
-      Damaged: If the data do not fit the settings of this run, or are of another round.
-    """
+    """Make `Control` from the `control` of `host.json`; raise Damaged if settings do not fit."""
     if fault := files.fault(data, Control, "host.control"):
         raise Damaged(f"{path}: {fault}")
     control, ensemble = control_from_json(data), settings.ensemble
@@ -74,10 +61,7 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
 
 
 def control_from_json(data: dict) -> Control:
-    """Make the host's data about a run (`Control`) from a dict with its fields.
-
-    The dict is of the form that `dataclasses.asdict` gives. Unknown fields are ignored.
-    """
+    """Make `Control` from what `dataclasses.asdict` gave; unknown fields are ignored."""
     fields = {each.name: data[each.name] for each in dataclasses.fields(Control)}
     names = [each.name for each in dataclasses.fields(Trainer)]
     trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
@@ -90,19 +74,10 @@ def begin_control(
     max_batch: int | None,
     on_compile: OnCompile,
 ) -> tuple[Control, Programs]:
-    """Choose the largest micro-batch, and how devices run workers, before the first round.
+    """Choose micro-batch and mode before the first round, alike in all processes.
 
-    All processes of a run make the same choice.
-
-    Args:
-      run: The data of the run.
-      restored: The checkpoint to resume from; None: the run starts.
-      max_batch: The micro-batch to use after an earlier attempt ran out of memory. None: there was
-        no such attempt.
-      on_compile: Called before and after each compilation.
-
-    Returns:
-      The host's data about the run, with the chosen micro-batch, and the compiled programs.
+    `max_batch` is that after an earlier attempt ran out of memory. Returns the compiled programs
+    too.
     """
     settings = run.settings
     size, control = settings.batching.max_batch_size, restored.state.control if restored else None
@@ -116,8 +91,7 @@ def begin_control(
 
     choice = chosen(run.modes)
     mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
-    # All processes use the most frugal of the modes that they have chosen: the last one, because
-    # modes are in order of preference.
+    # All processes use the most frugal mode that one has chosen, the last in preference.
     last = max(processes.gather(run.modes.index(mode)))
     if run.modes[last] != mode:
         choice.programs.close()
@@ -129,23 +103,15 @@ def begin_control(
 
 
 def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
-    """Restore the state of the newest checkpoint that is not damaged.
+    """Restore the newest undamaged checkpoint: its content, lines on damaged ones, the `end` line.
 
-    Returns:
-      Three values. The first is the content of the checkpoint; None if there is no checkpoint. The
-      second is a list of lines, one for each newer checkpoint that is damaged. The third is the
-      `end` line of the ledger; None if the run is not finished.
-
-    Raises:
-      CheckpointError: If all checkpoints are damaged, or were deleted.
-      DataError: If the data have changed since the run began.
+    Raises CheckpointError if all are damaged or were deleted, DataError if the data have changed.
     """
     folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
     found = checkpoint.newest(folder, lambda at: read_state(at, run.settings, run.spec))
     restored, damage = found or (None, [])
     events = read(path) if path.exists() else []
-    # All processes wait here for one another, because process 0 later changes the ledger that the
-    # others read.
+    # All wait for one another: process 0 later changes the ledger that the others read.
     processes.gather(None)
     if restored is None and any(event["event"] == "checkpoint" for event in events):
         raise CheckpointError(
@@ -164,10 +130,7 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
 
 
 def host_record(run: Run, recorded: dict, state: State) -> dict:
-    """Return the part of a checkpoint that is not in arrays, as a dict for the file `host.json`.
-
-    `recorded` is the result of `Recorder.record`: loss and seconds.
-    """
+    """Return what `host.json` stores; `recorded` is from `Recorder.record`."""
     return {
         "control": dataclasses.asdict(state.control),
         "max_batch_size_given": run.settings.batching.max_batch_size,

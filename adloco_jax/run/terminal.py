@@ -42,10 +42,7 @@ _WHY = {
 
 
 class Progress:
-    """Writes the lines of a run to the terminal, and shows a progress bar below them.
-
-    The bar is shown only if the output is a terminal, or a notebook that has ipywidgets.
-    """
+    """Writes the lines of a run, above a progress bar if on a terminal or ipywidgets."""
 
     def __init__(
         self,
@@ -55,16 +52,10 @@ class Progress:
         share_done: float = 0.0,
         file: TextIO | None = None,
     ):
-        """Start the clock, and draw the bar if the output can show one.
+        """Start the clock, and draw the bar; a line follows `every` rounds, and the last.
 
-        Args:
-          num_rounds: Number of rounds of the whole run. None: the run ends when it has read a
-            number of tokens.
-          every: A line is written after each round whose number is a multiple of `every`, and after
-            the last round.
-          share_done: Fraction of the whole run that earlier processes have completed, if the run is
-            resumed; else 0.
-          file: The file to write to; None: standard output.
+        Without `num_rounds` the run ends by tokens. `share_done` is what earlier processes
+        completed.
         """
         self._file = sys.stdout if file is None else file
         self._num_rounds = num_rounds
@@ -87,11 +78,7 @@ class Progress:
         return self._bar is not None
 
     def call(self, share_done: float, losses: Array | np.ndarray) -> None:
-        """Move the bar within a round, after a call of a program whose updates had these losses.
-
-        `share_done` is the fraction of the whole run that is completed. A call that ends less than
-        a tenth of a second after another one is not shown.
-        """
+        """Move the bar within a round, at most ten times a second, to a share of the whole run."""
         now_s = time.perf_counter()
         if now_s < self._next_call_s:
             return
@@ -123,16 +110,7 @@ class Progress:
             print(line, file=self._file, flush=True)
 
     def round(self, index: int, share_done: float, text: str) -> None:
-        """Move the progress bar after a round, and write a line about the round if one is due.
-
-        The argument `every` of the class says after which rounds a line is due.
-
-        Args:
-          index: The number of the round; the first round has the number 1.
-          share_done: Fraction of the whole run that is completed. It may exceed 1, because the last
-            round may read more tokens than the run needs.
-          text: The description of the round, from `describe_round`.
-        """
+        """Move the bar after a round (from 1), and write `text` about it if a line is due."""
         share = min(share_done, 1.0)
         left = f"{tqdm.format_interval(self._seconds_left(share))} left"
         self._draw(share, left=left)
@@ -149,11 +127,7 @@ class Progress:
             self._bar.close()
 
     def _seconds_left(self, share: float) -> float:
-        """Estimate how many seconds the rest of the run takes, from the pace of the last rounds.
-
-        The pace is an average in which each earlier round has half the weight of the next one. So
-        the first rounds, which are slow because programs are compiled, soon count little.
-        """
+        """Estimate how many seconds the rest of the run takes, from the pace of the last rounds."""
         now_s = time.perf_counter()
         pace = (now_s - self._last_s) / max(share - self._last_share, 1e-9)
         before = pace if self._seconds_per_run is None else self._seconds_per_run
@@ -172,13 +146,7 @@ def describe_round(
 ) -> str:
     """Describe a finished round on one line: loss, batch sizes, trainers, workers and speed.
 
-    Args:
-      lines: One dict for each trainer: the fields of the trainer's line in the ledger.
-      losses: Mean training loss of each trainer. The text has the mean of those that are finite.
-      heldout: Newest held-out loss of the consensus model (the best trainer, or the average of all
-        trainers); NaN if no loss has been measured yet.
-      pool: Number of workers that the run has when all workers have started.
-      tokens_per_s: Speed of all trainers together since the last such line.
+    `lines` are the trainers' ledger lines, `pool` the workers once all have started.
     """
     loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
     names = ("micro_batch_size", "num_accum_steps", "workers")
@@ -196,18 +164,7 @@ def describe_round(
 
 
 def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[str]:
-    """Describe how the next round of a trainer grows and why, and how many updates were skipped.
-
-    Args:
-      line: The fields of the trainer's line in the ledger, including the fields that `decision`
-        determines.
-      decision: The decision on the sizes of the trainer's next round.
-      settings: The run's settings.
-
-    Returns:
-      At most two lines. The first describes the growth, if a size grows or growth is held back. The
-      other counts the skipped updates, if there are any.
-    """
+    """Describe in up to two lines why a trainer grows or not, and its skipped updates."""
     batching, requested = settings.batching, f"the test asks for {decision.test_value or 0.0:.1f}"
     limit = "batching.max_growth"
     if "batch" not in batching.growth:
@@ -234,11 +191,7 @@ def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[
 
 
 def describe_change(change: dict) -> str:
-    """Describe a change at the end of a round, such as a merge, on one line.
-
-    The argument has the fields of the change's line in the ledger. The result is empty if changes
-    of this kind are not shown on the terminal.
-    """
+    """Describe a change, such as a merge, on one line; empty if it is not shown."""
     reason = change.get("action", change.get("reason", ""))
     words = {"why": change.get("why", _WHY.get(reason, ""))}
     words["listed"] = ", ".join(map(str, change.get("members", ())))

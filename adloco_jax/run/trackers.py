@@ -1,8 +1,7 @@
-"""Send the lines of a run's ledger to TensorBoard, Weights & Biases and trackio (off by default).
+"""Send the ledger's lines to TensorBoard, Weights & Biases and trackio (off by default).
 
-A tracker is third-party code that uses disks and networks. It is called between two rounds, and the
-run waits until it returns. If a tracker raises an error, it is no longer called, and a `fault` line
-in the ledger records this.
+They are third-party, use disks and networks, and are called between rounds. One that raises an
+error is dropped, with a `fault` line.
 """
 
 import contextlib
@@ -31,20 +30,16 @@ _AS_TEXT = ("merge", "refusal", "spawn", "fault")
 
 
 def scalars(event: dict) -> dict[str, float]:
-    """Map the names of the numbers in one line of the run's ledger file to their values.
+    """Map the names of the numbers in a ledger line that trackers show to their finite values.
 
-    The result has only the numbers that trackers show. Numbers that were not finite are null in the
-    ledger, and are left out. The name of a number on a line about a trainer is
-    `<field>/trainer_<id>`, such as `train_loss/trainer_0`. On a line about the consensus model
-    (which stands for all trainers) it is `<field>/consensus`, and on other lines
-    `<field>/<kind of event>`. The peak memory of a device is `device_peak_bytes/<device number>`.
+    Names are `<field>/trainer_<id>`, `<field>/consensus`, `<field>/<kind of event>`, and
+    `device_peak_bytes/<device number>`.
     """
     kind, trainer = event["event"], event.get("trainer")
     is_consensus = trainer == "consensus"
     who = kind if trainer is None else "consensus" if is_consensus else f"trainer_{trainer}"
     fields = _SCALARS.get(kind, "").split()
-    # Totals count the whole run, and are equal on the lines of all trainers. So they are sent only
-    # with the line of the consensus model.
+    # Totals are the run's, equal on all trainers' lines, so they go with the consensus only.
     fields = [name for name in fields if is_consensus or not name.endswith("_total")]
     named = {f"{name}/{who}": event.get(name) for name in fields}
     if event.get("step_s"):
@@ -63,15 +58,9 @@ def losses_by_update(event: dict) -> list[tuple[int, dict[str, float]]]:
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Open a tracker that writes TensorBoard files to `tensorboard/` in the run's folder.
+    """Open a tracker that writes TensorBoard files in the run's folder; yield its send.
 
-    The whole history is sent again, and TensorBoard hides what older files in this folder hold. The
-    context manager yields a function that sends a line of the ledger.
-
-    Args:
-      workdir: The run's folder.
-      history: The lines of the ledger so far. The last one is the `start` line that this process
-        has written.
+    The whole history is sent again; it hides older files. `history` ends with this `start` line.
     """
     from tensorboardX import SummaryWriter
 
@@ -92,19 +81,10 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
 @contextlib.contextmanager
 def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Open a tracker that sends a run to Weights & Biases (W&B).
+    """Open a tracker that sends a run to W&B, or with WANDB_MODE=offline writes to the folder.
 
-    With `WANDB_MODE=offline` the tracker writes to `wandb/` in the run's folder instead. The
-    context manager yields a function that sends a line of the ledger.
-
-    The id of the W&B run is a hash of the first `start` line in the ledger. So if a run is resumed,
-    the same W&B run continues. What is sent is numbered by W&B's steps. Steps that W&B already has
-    are not sent again, because W&B cannot overwrite them.
-
-    Args:
-      workdir: The run's folder.
-      history: The lines of the ledger so far. The last one is the `start` line that this process
-        has written.
+    The id hashes the first `start` line, so a resumed run continues. W&B cannot overwrite, so its
+    steps are numbered, and those that it has are not sent again.
     """
     import wandb
 
@@ -137,16 +117,9 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
 @contextlib.contextmanager
 def trackio(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Open a tracker that writes a run to trackio's own folder, or to the Space that it is told.
+    """Open a tracker that writes to trackio's folder or Space; `workdir` is not used.
 
-    The context manager yields a function that sends a line of the ledger. The name of the run ends
-    with the beginning of the id that W&B gets. If a run is resumed, trackio's run is deleted, and
-    the whole history is sent again.
-
-    Args:
-      workdir: The run's folder, which is not used.
-      history: The lines of the ledger so far. The last one is the `start` line that this process
-        has written.
+    A resumed run, named with the id that W&B gets, is deleted and sent again as a whole.
     """
     import trackio
 
@@ -170,7 +143,7 @@ def trackio(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
 
 def _name(history: Sequence[dict]) -> tuple[str, str]:
-    """The name of the run's folder, and an id of the run: a hash of its first `start` line."""
+    """The name of the run's folder, and an id: a hash of its first `start` line."""
     first = next(event for event in history if event["event"] == "start")
     return first["run"], hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]
 
@@ -188,11 +161,7 @@ _TRACKERS = {
 
 
 def check_installed(log: LogSettings) -> None:
-    """Check that the trackers that the config names are installed.
-
-    Raises:
-      ConfigError: If a tracker is not installed. The message has the command that installs it.
-    """
+    """Raise ConfigError, with the command that installs it, if a tracker is not installed."""
     missing = [
         f"log.{name} = True: the package {package} is not installed;"
         f" pip install {package}, or leave it off"
@@ -213,14 +182,9 @@ class Trackers:
         history: Sequence[dict],
         on_fault: Callable[[str, int, str], None],
     ):
-        """Store the arguments; trackers are opened later, when the `start` line is sent.
+        """Store the arguments; the `start` line opens the trackers.
 
-        Args:
-          log: The config's group that names the trackers.
-          workdir: The run's folder.
-          history: The earlier lines of the ledger, if the run is resumed. They are sent to each
-            tracker again.
-          on_fault: Called when a tracker is dropped, with its name, the round and the cause.
+        `history` is a resumed run's, sent again; `on_fault` gets name, round and cause of a drop.
         """
         self._names = [name for name in _TRACKERS if getattr(log, name)]
         self._workdir, self._history, self._on_fault = workdir, history, on_fault
