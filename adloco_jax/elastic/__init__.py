@@ -1,5 +1,4 @@
-"""The elastic engine: workers run in processes that may be lost and replaced.
+"""The elastic engine: workers run in learners, processes that may be lost and replaced.
 
-These processes are called learners. One process, the driver, runs the training loop and holds the
-parameters of the trainers. It asks the learners to run the rounds of workers.
+The driver runs the training loop, holds the trainers' parameters, and asks for rounds.
 """

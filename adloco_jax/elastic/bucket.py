@@ -1,8 +1,7 @@
-"""The transport of a run whose learners share only a bucket with the driver.
+"""The driver's side of a run whose learners share only a bucket with it (`elastic.site`: theirs).
 
-The driver and each learner have one object each that its owner overwrites again and again, a
-*board*. It says what its owner has done, and its count is a sign of life: the reader measures with
-a clock of its own how long the count has not changed. All other objects are written once:
+A board is the one object that its owner overwrites; its count is a sign of life, timed by the
+reader's clock. All others are written once:
 
     run.json                                     settings, version and data of the run
     driver/EPOCH.json                            board of the EPOCH-th driver of the run
@@ -10,8 +9,6 @@ a clock of its own how long the count has not changed. All other objects are wri
     params/EPOCH/INDEX.safetensors               parameters of a trainer, for one round
     orders/EPOCH/NUMBER-LIFE/ORDER.safetensors   call of a learner's method
     answers/EPOCH/NUMBER-LIFE/ORDER.safetensors  result of the call
-
-This module is the driver's side; `elastic.site` is that of a learner.
 """
 
 import concurrent.futures
@@ -57,10 +54,10 @@ def names(epoch: int, handle: tuple[int, int], order: int) -> tuple[str, str]:
 
 
 def order_form(spec: Spec, message: dict[str, Any]) -> Any:
-    """Return the expected form of an order: shapes and dtypes of its arrays, types of its values.
+    """Return the shapes, dtypes and types of an order.
 
-    `message["parts"]` has the number of micro-batches of each worker, and whether an inner state is
-    sent with them.
+    `message["parts"]` has each worker's number of micro-batches, and whether an inner state is
+    sent.
     """
     float32 = jax.numpy.dtype("float32")
     state = jax.eval_shape(spec.inner_tx.init, spec.params)
@@ -92,11 +89,9 @@ def limit(form: Any) -> int:
 def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
     """Check that a run in a folder can use learners through the bucket at an address.
 
-    Raises:
-      ConfigError: If obstore is not installed, if the driver would be several processes, if the
-        caller of `fit` has given the model and the rows, which no bucket carries, or if the bucket
-        cannot be read or holds another run.
-      ResourceError: If the bucket cannot be reached.
+    Raises ConfigError if obstore is missing, the driver would be several processes, `fit` was given
+    model and rows, or the bucket cannot be read or holds another run; ResourceError if it cannot be
+    reached.
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -118,15 +113,8 @@ def connected(
 ) -> Iterator["BucketTransport"]:
     """Become the driver of the run in a bucket, and print the command with which learners join.
 
-    Args:
-      address: The bucket, with a prefix for the run.
-      num_learners: Number of places for learners.
-      given: The description of the run.
-      is_over: Whether the run is over. If so at the end, its learners end too; otherwise they wait
-        for the run to be continued.
-
-    Raises:
-      ConfigError: If the bucket cannot be used, holds another run, or has a driver that is alive.
+    Learners end with the driver if the run `is_over` then, or wait for it to be continued. Raises
+    ConfigError if the bucket cannot be used, holds another run, or has a driver that is alive.
     """
     bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
     _describe(bucket, given)
@@ -144,10 +132,7 @@ def connected(
 
 
 def _describe(bucket: Store, given: Given) -> None:
-    """Write `run.json`, unless it is there; check that it is this run's.
-
-    A run has an id, a file in its folder. So a copy of the folder may continue the run.
-    """
+    """Write `run.json`, unless it is there; check that it is this run's."""
     path = Path(given.log).parent / "id"
     if _is_described(bucket, path):
         return
@@ -161,11 +146,7 @@ def _describe(bucket: Store, given: Given) -> None:
 
 
 def _is_described(bucket: Store, path: Path) -> bool:
-    """Whether `run.json` is there, and has the id of the run that a file names.
-
-    Raises:
-      ConfigError: If it has another id, or is none.
-    """
+    """Whether `run.json` is there, and has the id of the run that a file names."""
     if (data := bucket.get("run.json")) is None:
         return False
     with contextlib.suppress(Refused, OSError):
@@ -175,11 +156,7 @@ def _is_described(bucket: Store, path: Path) -> bool:
 
 
 def _next_epoch(bucket: Store, heartbeat_s: float) -> int:
-    """Return the number of the next driver, once the last one gives no sign of life.
-
-    Raises:
-      ConfigError: If it gives one.
-    """
+    """Return the number of the next driver, once the last one gives no sign of life."""
     epoch, before = 0, None
     while (data := bucket.get(f"driver/{epoch + 1}.json")) is not None:
         epoch, before = epoch + 1, data
@@ -229,7 +206,6 @@ class BucketTransport:
     is_remote = True
 
     def __init__(self, bucket: Store, epoch: int, given: Given):
-        """Store the bucket, the number of this driver, and the description of the run."""
         self._store, self._epoch, self._spec = bucket, epoch, given.spec
         self._places: dict[int, _Place] = {}
         self._params: dict[int, list[Reference]] = {}  # in the bucket, by the trainer's id
@@ -246,12 +222,7 @@ class BucketTransport:
         self._down = concurrent.futures.ThreadPoolExecutor(8)
 
     def board(self, *, is_over: bool, has_ended: bool = False) -> bytes:
-        """Return the driver's board: for each place its life, number of orders, and if it is free.
-
-        Args:
-          is_over: Whether learners may end, because the run is over.
-          has_ended: Whether the driver has ended.
-        """
+        """Return the driver's board: each place's life and number of orders, and if it is free."""
         places = {n: [p.life, p.sent, p.board is None] for n, p in self._places.items()}
         return store.to_json(
             {"id": self._id, "count": next(self._count), "places": places}
@@ -274,9 +245,9 @@ class BucketTransport:
             self._store.put(f"driver/{self._epoch}.json", self.board(is_over=False))
 
     def put(self, params: Any, trainer: int) -> Reference:
-        """Begin to write the parameters of a trainer, which several orders may name.
+        """Begin to write a trainer's parameters, and delete those of two rounds ago.
 
-        Those of the round before stay, for learners that are late. Earlier ones are deleted.
+        Those of the last round stay, for learners that are late.
         """
         reference = Reference(f"params/{self._epoch}/{next(self._num_params)}.safetensors")
         there = self._params.setdefault(trainer, [])
@@ -340,10 +311,9 @@ class BucketTransport:
         return call
 
     def poll(self, calls: Sequence[OrderCall], timeout_s: float) -> dict[OrderCall, Reply]:
-        """Wait until at least one of some calls to learners has ended, or the time is over.
+        """Wait until a call has ended or the time is over.
 
-        Raises:
-          ResourceError: If another driver has taken over.
+        Raises ResourceError if another driver has taken over.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -406,7 +376,6 @@ class BucketTransport:
         return None
 
     def _read(self, call: OrderCall, form: Any) -> Reply:
-        """Read the answer to an order, and delete both."""
         order, name = names(self._epoch, call.handle, call.number)
 
         def form_of(message: dict[str, Any]) -> Any:

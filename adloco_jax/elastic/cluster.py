@@ -1,8 +1,7 @@
-"""The connection between the driver, the process with the training loop, and its learners.
+"""The connection between the driver and its learners, actors of a Ray cluster; only this uses Ray.
 
-Learners are actors (processes) of a Ray cluster, which run the rounds of workers. This module is
-the only one that imports Ray. The processes of the cluster send each other pickled data, with which
-a sender could run any code. So processes without the cluster's token are refused.
+Its processes exchange pickled data, with which a sender could run any code, so those without the
+cluster's token are refused.
 """
 
 import contextlib
@@ -32,8 +31,7 @@ from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.processes import machine_id
 
-# A program that waits until the driver has ended, for whatever reason, and then ends all processes
-# of the cluster. It notices the end of the driver because the pipe that it reads from is closed.
+# A program that ends the cluster's processes once the driver has ended, which closes its pipe.
 _REAPER = """
 import os, shutil, signal, sys, time
 folder, spared = sys.argv[1], (os.getpid(), os.getppid())
@@ -68,8 +66,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
-# Short descriptions of a learner's end. The key is a part of Ray's message about the end, which has
-# several lines.
+# A learner's end in short, by a part of Ray's message about it, which has several lines.
 _DEATHS = {
     "worker process has died": "its process has ended",
     "its node has died": "its node ended",
@@ -102,11 +99,7 @@ def _end_with(parent: int) -> None:
 
 
 def check_possible(address: str = "", folder: Path = Path(), *, by_fit: bool = False) -> None:
-    """Check that a run can use learners: Ray must be installed, and the driver a single process.
-
-    Raises:
-      ConfigError: If one of these conditions does not hold. The message says what to do.
-    """
+    """Raise ConfigError, with what to do, unless Ray is installed and the driver is one process."""
     if jax.process_count() > 1:
         raise ConfigError(
             "engine.kind = ray: its driver is one process; leave out --distributed and"
@@ -127,21 +120,11 @@ def connected(
     given: Given | None = None,
     is_over: Callable[[], bool] = lambda: True,
 ) -> Iterator["RayTransport"]:
-    """Connect to the Ray cluster at an address, or start a cluster on this machine.
+    """Connect to the Ray cluster at an address (HOST:PORT), or start one on this machine.
 
-    A started cluster accepts only processes with its token. It has no dashboard, sends no usage
-    reports, and keeps its files in a temporary folder. When the driver ends or is killed, all
-    processes of this cluster are ended.
-
-    Args:
-      address: HOST:PORT of a running cluster. If empty, a cluster is started.
-      num_learners: Number of learners that can run at the same time in a started cluster.
-      given: What each learner is sent at its start.
-      is_over: Not used, because learners end with the driver.
-
-    Raises:
-      ConfigError: If there is no cluster at the address, or the cluster refuses the token.
-      ResourceError: If a cluster cannot be started.
+    A started cluster has a token, no dashboard and no usage reports, keeps its files in a temporary
+    folder, and ends with the driver. Raises ConfigError if none is there or it refuses the token,
+    ResourceError if none can be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with contextlib.ExitStack() as stack:
@@ -206,11 +189,7 @@ def connected(
 
 @contextlib.contextmanager
 def _tamed(ray: Any, at_sigterm: Any) -> Iterator[None]:
-    """Keep the run's SIGTERM handler, hide messages about ended processes, and watch the cluster.
-
-    Without its own processes, Ray would end this process or keep it waiting. So a thread notices
-    their end, and ends this process if the run does not end by itself.
-    """
+    """Keep the run's SIGTERM handler, hide messages on ended processes, watch the cluster."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, at_sigterm)
     worker, closed = ray._private.worker, threading.Event()
@@ -321,17 +300,10 @@ class RayTransport:
     is_remote = False  # the learners are near, and the driver starts them
 
     def __init__(self, num_learners: int, given: Given | None):
-        """Store the number of learners, among which GPUs are divided, and what they are sent."""
         self._num_learners, self._given = num_learners, self.put(given, None)
 
     def put(self, value: Any, trainer: int | None) -> Any:
-        """Store a value in the cluster, and return a reference that can be passed in several calls.
-
-        So the value is not sent again with every call. The trainer is not used.
-
-        Raises:
-          ConfigError: If the value cannot be pickled.
-        """
+        """Store a value once for several calls; ConfigError if it cannot be pickled."""
         import ray
 
         _check()
@@ -344,15 +316,7 @@ class RayTransport:
             ) from None
 
     def start(self, number: int, life: int) -> Any:
-        """Ask the cluster to start a learner process, and return a handle for calls to it.
-
-        The process starts on any node with a free CPU (and free GPUs, if the cluster has GPUs), as
-        soon as there is such a node.
-
-        Args:
-          number: The learner's number.
-          life: How many times this learner has been restarted.
-        """
+        """Ask for a process on any node with a free CPU (and GPUs, if any); return its handle."""
         import ray
 
         _check()
@@ -368,11 +332,9 @@ class RayTransport:
         return ray.remote(**options)(Actor).remote(number, life, self._given)
 
     def submit(self, handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
-        """Call a method of a learner without waiting for the result.
+        """Call a method of a learner without waiting; return a reference for `poll`.
 
-        A learner runs its calls one after another. A call with `aside=True` does not wait for the
-        other calls, but runs beside them in another thread. Returns a reference to the call, which
-        `poll` accepts.
+        Calls run one after another, but with `aside` beside the others, in another thread.
         """
         _check()
         function = getattr(handle, method)
@@ -381,18 +343,7 @@ class RayTransport:
         return function.remote(*arguments)
 
     def poll(self, calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
-        """Wait until at least one of some calls to learners has ended, or the time is over.
-
-        Args:
-          calls: References to calls, from `submit`.
-          timeout_s: Longest time to wait, in seconds.
-
-        Returns:
-          The results of all calls that have ended; the key is the reference to the call.
-
-        Raises:
-          ResourceError: If the cluster is gone.
-        """
+        """Wait until a call has ended or the time is over; ResourceError if the cluster is gone."""
         import ray
 
         _check()
@@ -409,10 +360,7 @@ class RayTransport:
         return {call: _reply(call) for call in ended}
 
     def kill(self, handle: Any, process: tuple[str, int] | None) -> None:
-        """End a learner through Ray, and also by a signal if its process is on this machine.
-
-        `process` has the id of the learner's machine (`machine_id`) and the id of the process.
-        """
+        """End a learner through Ray, and by a signal if `process` is on this machine."""
         import ray
 
         if not _is_gone():

@@ -1,12 +1,7 @@
-"""The elastic engine: workers run in learners, processes that may join, leave or fail.
+"""The elastic engine: `loop.adloco.Engine` in the driver, with workers in learners.
 
-The engine implements the interface `loop.adloco.Engine` in the driver, the process with the
-training loop. The driver holds the parameters and the outer optimizer states of the trainers. The
-learners hold the inner optimizer states of the workers. The driver sends an inner state to a
-learner only at the start, after a merge, and when a worker moves to another learner.
-
-Each trainer runs at its own pace: `ElasticEngine.ready` starts the rounds of all trainers that may
-continue, and waits until the first of these rounds ends.
+The driver holds parameters and outer states, learners the inner states, which are sent only at the
+start, after a merge, and when a worker moves. Each trainer runs at its own pace (`ready`).
 """
 
 import functools
@@ -56,20 +51,10 @@ class EndedRounds(NamedTuple):
 
 
 class ElasticEngine:
-    """Runs the rounds of workers in learners, which are processes that may come and go.
-
-    It implements the interface `loop.adloco.Engine`, which describes the methods.
-    """
+    """Runs the rounds of workers in learners; `loop.adloco.Engine` describes the methods."""
 
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
-        """Store the arguments; the first call of `ready` starts the learners.
-
-        Args:
-          run: The data that all attempts of the run share.
-          programs: The programs that measure held-out losses on the driver's devices.
-          heldout: The held-out rows in two parts. Decisions on merges use the losses on one part,
-            the guard rows.
-        """
+        """Store the arguments; the first call of `ready` starts the learners."""
         self.settings, self.spec, self.run = run.settings, run.spec, run
         self.programs, self.heldout = programs, heldout
         self.underway: Control
@@ -92,17 +77,11 @@ class ElasticEngine:
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """Start rounds in learners, and wait until rounds have ended.
+        """Start rounds in learners; return the trainers of those that ended, at least one, or all.
 
-        The method waits until the round of at least one trainer has ended. If trainers must stay
-        together (`_keep_together`), it waits for the rounds of all trainers. Returns the positions
-        of the trainers whose rounds have ended.
-
-        Raises:
-          ConfigError: If, at the start, a learner has other data or other versions of packages than
-            the driver.
-          ResourceError: If too few learners start, a round fails repeatedly, or the cluster is
-            gone.
+        All, if trainers must stay together (`_keep_together`). Raises ConfigError if at the start a
+        learner has other data or versions; ResourceError if too few start, a round keeps failing,
+        or the cluster is gone.
         """
         self.underway = control = state.control
         self.fleet.control = control
@@ -124,11 +103,7 @@ class ElasticEngine:
             self._poll()
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> dict[int, Round]:
-        """Take the ended rounds of some trainers out of the engine, by the trainer's position.
-
-        `plans` has the positions of these trainers. No rows are read here, because learners read
-        the rows themselves.
-        """
+        """Take the ended rounds of some trainers out of the engine; learners read the rows."""
         trainers = state.control.trainers
         ended = {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
         for each in ended.values():
@@ -136,10 +111,7 @@ class ElasticEngine:
         return ended
 
     def gradient_stats(self, state: State, batch: dict[int, Round]) -> Stats:
-        """Collect the gradient statistics that learners have measured in the ended rounds.
-
-        Only the statistics of workers whose answers count in the outer update are collected.
-        """
+        """Collect the gradient statistics of the workers whose answers count in the update."""
         stats: Stats = []
         for position, each in batch.items():
             tested = [answer for answer in each.counted.values() if answer.num_tested]
@@ -153,11 +125,7 @@ class ElasticEngine:
         return stats
 
     def outer_step(self, state: State, batch: dict[int, Round]) -> tuple[State, EndedRounds]:
-        """Apply the outer update to each trainer whose round has ended.
-
-        The update uses the differences of parameters that learners have sent for the trainer's
-        workers. Returns the new state, and the results of these rounds for `finish`.
-        """
+        """Apply the outer update to each trainer whose round has ended."""
         ensemble, control = state.ensemble.replace(inner_state_R=None), state.control
         lines, outcomes, counted = [], [], {}
         up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
@@ -195,11 +163,7 @@ class ElasticEngine:
         """Do nothing: learners read their own rows, and compile their own programs."""
 
     def finish(self, state: State, underway: EndedRounds) -> tuple[State, Metrics, list[dict]]:
-        """Count skipped updates, and remove broken trainers.
-
-        Returns the new state, the metrics of the ended rounds, and one dict for each trainer that
-        was removed and for each event of a learner since the last call (such as joined or lost).
-        """
+        """Count skipped updates, remove broken trainers; return lines on learners' events too."""
         for line, outcome in zip(underway.lines, underway.outcomes, strict=True):
             line["skipped_updates"] = int(outcome.skipped_SR.sum())
         control, broken = count_skips(state.control, underway.outcomes, underway.trainers)
@@ -212,10 +176,7 @@ class ElasticEngine:
         return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Do nothing, because no worker update is left unsynchronised.
-
-        Only Streaming DiLoCo leaves such updates, and it cannot be combined with learners.
-        """
+        """Do nothing: only Streaming DiLoCo leaves anything, and it excludes learners."""
         return state, []
 
     def guard_losses(self, state: State) -> list[float]:
@@ -223,10 +184,7 @@ class ElasticEngine:
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Compute the loss that a merged trainer would have on the guard rows.
-
-        Guard rows are held-out rows for decisions, such as the refusal of a merge.
-        """
+        """Compute the loss that a merged trainer would have on the guard rows."""
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -236,28 +194,20 @@ class ElasticEngine:
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`).
-
-        The workers' inner states are fetched from the learners first.
-        """
+        """Merge trainers, then move workers, after fetching the inner states from the learners."""
         whole = self._with_inner(State(ensemble, self.underway))
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, whole, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers to a trainer until it has `num_workers` of them (`core.spawn`).
-
-        The workers' inner states are fetched from the learners first.
-        """
+        """Add workers to a trainer up to `num_workers`, after fetching the inner states."""
         whole = self._with_inner(State(ensemble, self.underway))
         return replace(spawned, whole, trainer, num_workers)
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble with the inner states of all workers, to save it.
+        """Return the ensemble with inner states, fetched from the learners.
 
-        If the ensemble lacks the inner states, they are fetched from the learners. It gets fresh
-        states instead if learners are far away, or if workers start every round with a fresh state
-        (`inner.state=reset`).
+        They are fresh instead if learners are far away, or `inner.state=reset`.
         """
         if self.fleet.learners and self.fleet.is_remote:
             return self._states.with_fresh(state.ensemble)
@@ -278,10 +228,7 @@ class ElasticEngine:
     # -- Rounds --------------------------------------------------------------------------------
 
     def _begin(self, state: State) -> None:
-        """Start a round of every trainer that may begin one and has a worker on a free learner.
-
-        A learner is free if it runs no round now. Workers are assigned to learners first.
-        """
+        """Start a round of every trainer that may begin one and has a worker on a free learner."""
         control, settings, now_s = state.control, self.settings, time.monotonic()
         idle = [
             m
@@ -347,11 +294,7 @@ class ElasticEngine:
         )
 
     def _prepare_spares(self, order: Order, tests: bool) -> None:
-        """Let learners that have no workers load the programs of a round.
-
-        So a spare learner can replace a lost one without delay. It loads the programs once for each
-        batch size. `tests` says whether the round measures gradient statistics.
-        """
+        """Let learners that have no workers load the programs of a round."""
         wanted = order.micro_batch_size, order.num_accum_steps > 1
         for number, learner in self.fleet.learners.items():
             if learner.joined and not learner.streams and wanted not in learner.prepared:
@@ -361,16 +304,7 @@ class ElasticEngine:
     def _outer_update(
         self, sub: Ensemble, by_worker: Mapping[int, Answer | None], each: Round
     ) -> tuple[Ensemble, np.ndarray]:
-        """Apply the outer update to a trainer, from the differences that learners have sent.
-
-        Args:
-          sub: The ensemble of this trainer alone.
-          by_worker: The answer for each worker of the trainer; None if it does not count.
-          each: The trainer's round.
-
-        Returns:
-          The new ensemble of the trainer, and the norm of its outer gradient.
-        """
+        """Apply the outer update to a trainer, from the differences that learners have sent."""
         some = next(answer for answer in by_worker.values() if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in by_worker.values()]
@@ -385,10 +319,7 @@ class ElasticEngine:
         return self._apply(sub, differences, weights_R=weights_R, extra_M=extra_M)
 
     def _close(self, each: Round) -> None:
-        """Record for the ledger which learners answered too late, and whose updates were rejected.
-
-        The norms of a round's accepted updates are kept, for the next round to compare with.
-        """
+        """Record for the ledger the late learners and rejected updates of a round."""
         trainer = each.order.trainer
         for stream in each.counted:
             self._states.counted(stream, each.senders[stream])
@@ -409,10 +340,7 @@ class ElasticEngine:
             self.fleet.note(each.senders[stream].number, "rejected", cause, trainer)
 
     def _poll(self) -> None:
-        """Process the answers of learners that have come, and the losses of learners.
-
-        If nothing has come, wait for a fraction of a second.
-        """
+        """Process the answers of learners that have come, and the losses of learners."""
         for event in self.fleet.poll():
             if event.what == "states":
                 self._states.take(event)
@@ -433,14 +361,7 @@ class ElasticEngine:
             self.rounds[event.about].take(learner, answers)
 
     def _do_without(self, event: Event) -> None:
-        """Continue the rounds that wait for a lost learner, without this learner.
-
-        If such a round has no answer and waits for no other learner, it is dropped. `_begin` starts
-        it again.
-
-        Raises:
-          ResourceError: If the round of a trainer was dropped `_TRIES` times in a row.
-        """
+        """Continue the rounds that wait for a lost learner, without this learner."""
         learner = event.learner
         for trainer, each in [*self.rounds.items()]:
             each.awaited.discard(learner.number)
@@ -456,11 +377,7 @@ class ElasticEngine:
     # -- Membership ----------------------------------------------------------------------------
 
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
-        """Assign workers to learners, and fetch the inner states that must be sent to new learners.
-
-        Only workers of the trainers at the positions `idle` may change their learner, because these
-        trainers are between two rounds.
-        """
+        """Assign workers to learners; fetch the inner states that new learners must get."""
         owners = zip(control.streams, control.owners, strict=True)
         trainers = {stream: control.trainers[owner].id for stream, owner in owners}
         busy = self.fleet.asked("play")
@@ -483,11 +400,7 @@ class ElasticEngine:
             )
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """End learners that were asked to stop, after fetching the inner states of their workers.
-
-        A learner with a part in a round under way is ended later. Until the round is counted, it is
-        open which of two states its workers need.
-        """
+        """End learners that were asked to stop, once no round with their answers is under way."""
         taking_part = busy.union(*(each.reported for each in self.rounds.values()))
         for number, learner in [*self.fleet.learners.items()]:
             if not (learner.leaving and learner.joined) or number in taking_part:
@@ -501,12 +414,6 @@ class ElasticEngine:
 
 
 def _may_begin(control: Control, position: int, settings: Settings) -> bool:
-    """Whether a trainer may start its next round now.
-
-    A trainer may run ahead of other trainers, but it waits for them before the next possible merge
-    and at the end of the run. If trainers must stay together (`_keep_together`), it waits for them
-    after every round.
-    """
     rounds, every = control.rounds_of(position), settings.merge.every_rounds
     if _keep_together(settings):
         return rounds == control.round
@@ -516,9 +423,5 @@ def _may_begin(control: Control, position: int, settings: Settings) -> bool:
 
 
 def _keep_together(settings: Settings) -> bool:
-    """Whether all trainers must have ended a round before any of them starts the next.
-
-    This is so if workers join during the run, or if the run ends at a number of tokens. Both are
-    decided after each round from the results of all trainers.
-    """
+    """Whether all trainers must have ended a round before any of them starts the next."""
     return settings.ensemble.initial_workers is not None or settings.num_tokens is not None

@@ -1,8 +1,4 @@
-"""Start, call and restart the learners of a run, and record their events for the ledger.
-
-Learners are processes that run the rounds of workers. The ledger is the log file of the run, which
-the driver (the process with the training loop) writes. Processes are reached through a transport.
-"""
+"""Start, call and restart a run's learners, and record their events for the ledger."""
 
 import contextlib
 import dataclasses
@@ -28,9 +24,8 @@ _TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
 
 
-# By `engine.kind`, the module through which the driver reaches learners. Its function
-# `check_possible` raises an error if it cannot be used. Its context manager `connected` yields the
-# transport, with the methods put, start, submit, poll and kill, and the field `is_remote`.
+# By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
+# put, start, submit, poll, kill, `is_remote`.
 TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
 
 
@@ -55,7 +50,6 @@ class Fleet:
     """Starts the learners of a run, calls their methods, and restarts learners that are lost."""
 
     def __init__(self, run: Run):
-        """Store the run; `start_all` later starts the learners."""
         self._run, self._settings = run, run.settings
         self._transport: Any = None  # see `TRANSPORTS`; None before the learners are started
         self.learners: dict[int, members.Member] = {}
@@ -70,17 +64,11 @@ class Fleet:
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
-        """Start all learners of the run, and wait until they have joined.
+        """Start all learners, at most `engine.max_learners`, and wait until they have joined.
 
-        There is one learner for each of the `num_workers` workers, unless `engine.max_learners` is
-        set. If the driver starts them, the method waits at most `engine.restart_s` seconds; the run
-        may begin if at least `engine.quorum` learners have joined, or one if no quorum is set. If
-        they join by themselves, the method waits for the quorum, or for all if none is set.
-
-        Raises:
-          ConfigError: If a learner has other data or versions than the driver, or if the configured
-            address does not answer.
-          ResourceError: If too few learners have joined, or none can be started.
+        Started ones have `engine.restart_s` seconds; then a quorum, or one, is enough. Of those
+        that join by themselves, a quorum, or all, is awaited. Raises ConfigError if a learner has
+        other data or versions or the address does not answer, ResourceError if too few join.
         """
         rule, corpus = self._settings.engine, self._run.corpus
         count = rule.max_learners or num_workers
@@ -116,11 +104,7 @@ class Fleet:
         self._has_started = True
 
     def _wait_for(self, least: int) -> None:
-        """Wait until enough learners have joined by themselves.
-
-        Raises:
-          Preempted: After a signal.
-        """
+        """Wait until enough learners have joined by themselves."""
         there = -1
         while there < least:
             if there != (there := len(self.learners) - len(self._absent())):
@@ -130,11 +114,7 @@ class Fleet:
             self.poll()
 
     def _wait_at_most(self, seconds: float) -> None:
-        """Wait until all learners have started, or at least enough when the time is over.
-
-        Raises:
-          ResourceError: If too few have started.
-        """
+        """Wait until all learners have started, or at least enough when the time is over."""
         rule, count = self._settings.engine, len(self.learners)
         deadline_s = time.monotonic() + seconds
         while time.monotonic() < deadline_s and self._absent():
@@ -150,15 +130,10 @@ class Fleet:
             )
 
     def poll(self) -> list[Event]:
-        """Return the answers and losses of learners since the last call; restart lost learners.
+        """Return the answers and losses of learners since the last call; restart lost ones.
 
-        The method waits at most a fraction of a second for answers. It asks learners for
-        heartbeats, and treats a learner as lost if its process has ended, sends no heartbeat, or
-        works for too long (`members.Member.fault`).
-
-        Raises:
-          ConfigError: If, at the start, a learner has other data or versions than the driver.
-          ResourceError: If no learner can be reached any more.
+        It waits a fraction of a second at most. `members.Member.fault` says which are lost. Raises
+        ConfigError if, at the start, one has other data or versions, ResourceError if none is left.
         """
         rule, events, before_s = self._settings.engine, [], time.monotonic()
         replies = self._transport.poll([*self._calls], _POLL_S)
@@ -196,11 +171,10 @@ class Fleet:
             learner.due_s = None if learner.due_s is None else learner.due_s + seconds
 
     def up_s(self) -> float:
-        """Return the total seconds that all learner processes of the run have been up.
+        """Return the seconds that learner processes have been up, from the request to start them.
 
-        The time of a process begins when its start is requested. A process that has not joined yet
-        does not count, because it may still be waiting for a free node. It counts at its end if it
-        has run.
+        Not counted is one that has not joined: it may be waiting for a node. If it ran, it counts
+        at its end.
         """
         now_s = time.monotonic()
         there = (each for each in self.learners.values() if each.joined)
@@ -215,7 +189,6 @@ class Fleet:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
     def _launch(self, learner: members.Member) -> None:
-        """Start the process of a learner."""
         self._handles[learner.number] = self._transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello", about=None)
 
@@ -228,33 +201,22 @@ class Fleet:
         return {call.learner for call in self._calls.values() if call.what == what}
 
     def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
-        """Call a method of a learner without waiting; `poll` returns the answer later.
-
-        `about` says what the call is about, and is returned with the answer.
-        """
+        """Call a method of a learner; `poll` returns the answer, with `about`, later."""
         aside = what in ("ping", "states")
         call = self._transport.submit(self._handles[number], what, *arguments, aside=aside)
         self._calls[call] = PendingCall(number, what, about)
 
     def host(self, stream: int) -> int | None:
-        """Return the number of the learner that runs the worker with the data stream `stream`.
-
-        The result is None if no learner has this worker, or if the learner's process has not joined
-        yet.
-        """
+        """Return the learner that runs a stream's worker; None if it is none, or has not joined."""
         for number, learner in self.learners.items():
             if stream in learner.streams:
                 return number if learner.joined else None
         return None
 
     def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
-        """Record an event of a learner as a line to write to the ledger after the next round.
+        """Record an event, such as "joined" or "lost", and its cause, as a line for the ledger.
 
-        Args:
-          number: The learner's number.
-          what: The event, such as "joined" or "lost".
-          why: The cause of the event, or what is known about it.
-          trainer: The id of the trainer; None: the trainer of a worker that the learner runs.
+        `trainer` None: that of a worker that the learner runs.
         """
         if trainer is None and (streams := self.learners[number].streams):
             owners = zip(self.control.streams, self.control.owners, strict=True)
@@ -264,14 +226,7 @@ class Fleet:
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
 
     def _greet(self, learner: members.Member, found: dict) -> list[Event]:
-        """Process the first answer of a learner's process: record that the learner has joined.
-
-        A learner that has other data or other versions of packages than the driver does not join,
-        but counts as lost. When the run starts, it is an error instead.
-
-        Raises:
-          ConfigError: If such a learner answers before the run has started.
-        """
+        """Process the first answer of a learner's process: record that the learner has joined."""
         number = learner.number
         self._processes[number] = tuple(found["process"])
         here, there, is_remote = versions(), found["versions"], self.is_remote
@@ -301,10 +256,7 @@ class Fleet:
         return []
 
     def _hear(self, learner: members.Member, found: dict) -> None:
-        """Process a learner's answer to a heartbeat request.
-
-        If the learner is compiling a program, the time by which its round must end is extended.
-        """
+        """Process a learner's answer to a heartbeat request."""
         if learner.asked_s is not None:
             learner.sign_s.append(time.monotonic() - learner.asked_s)
         learner.asked_s = None
@@ -313,14 +265,7 @@ class Fleet:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
 
     def _lose(self, learner: members.Member, cause: str, *, has_run: bool = False) -> Event:
-        """Record the loss of a learner for the ledger, end its process, and plan the next one.
-
-        `has_run` says that the process has run, although it may not have joined. Otherwise it may
-        have waited for a free node.
-
-        Raises:
-          ResourceError: If no learner is left that could be started again.
-        """
+        """Record the loss of a learner for the ledger, end its process, and plan the next one."""
         number, has_run = learner.number, has_run or learner.joined
         if has_run or self._causes.get(number) != cause:
             self.note(number, "lost", cause)
@@ -331,10 +276,9 @@ class Fleet:
         return Event("lost", learner, None, cause)
 
     def start_again(self, number: int, *, has_run: bool = True) -> None:
-        """End the present process of a learner, and plan the learner's next process.
+        """End a learner's process, and plan the next, which keeps its workers.
 
-        The learner keeps its workers from process to process. If processes end before they have
-        joined, the pauses between them grow.
+        If processes end before they have joined, the pauses grow.
         """
         before, now_s = self.learners[number], time.monotonic()
         self._ended_up_s += has_run * (now_s - before.started_s)

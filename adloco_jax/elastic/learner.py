@@ -1,12 +1,7 @@
-"""A learner: a process that runs rounds of workers on its own devices.
+"""A learner: a process that runs the rounds of workers that the driver requests; it reads the rows.
 
-The driver, the process with the training loop, requests these rounds. A learner reads the rows of a
-worker itself, from the worker's data stream.
-
-After a round the learner keeps two inner optimizer states of the worker: the state before the round
-and the state after it. If the driver counts the round, it next requests the round that follows in
-the stream, which starts with the later state. If not, it requests rows from the same position
-again, and the learner starts with the earlier state.
+It keeps a worker's inner state before and after a round: if the round does not count, the driver
+asks for the same rows again.
 """
 
 import dataclasses
@@ -47,8 +42,7 @@ class Given(NamedTuple):
     corpus: Rows | None  # the rows to train on; None: the learner loads the configured corpus
     commit: str  # commit of the data set on the hub; empty if there is none
     fingerprint: str  # hash of the content of the data
-    # The configured entries of the tables ARCHITECTURES and DATA_SOURCES. A user may have added
-    # them in the driver.
+    # The configured architecture and data source, which a user may have added in the driver.
     entries: dict[str, Any]
     log: str  # folder of the learners' logs
 
@@ -99,21 +93,13 @@ class Reply(NamedTuple):
 
 
 class Learner:
-    """The object of a process that runs rounds of workers for the driver.
-
-    The learner runs its workers one after another. The round of one worker uses all devices of the
-    process.
-    """
+    """Runs workers one after another, each on all devices of this process."""
 
     def __init__(self, given: Given):
-        """Load the rows of tokens, and prepare the programs of the run for this process's devices.
+        """Load the rows and prepare the programs.
 
-        Args:
-          given: The description of the run.
-
-        Raises:
-          UserError: If the corpus cannot be read, or if the number of devices cannot be divided by
-            `ensemble.model_shards`.
+        Raises UserError if the corpus cannot be read, or `ensemble.model_shards` does not fit the
+        devices.
         """
         use_compilation_cache()
         settings, machine = given.settings, here()
@@ -137,20 +123,13 @@ class Learner:
         # Workers' inner states. The key is the trainer's id, the stream, and the position in it.
         self.held: dict[tuple[int, int, int], PyTree] = {}
         self._budget = machine.budget(settings.batching.memory_frac)
-        # Into how many parts this process divides a micro-batch of an order. The key is its size,
-        # and whether gradients are accumulated.
+        # Parts of a micro-batch here, by its size and whether gradients are accumulated.
         self._parts: dict[tuple[int, bool], int] = {}
         self.leaving = False
         self._log = Path()
 
     def enlist(self, number: int, life: int, log: str | Path) -> None:
-        """Begin a life of the learner: without inner states, and with a log file of its own.
-
-        Args:
-          number: The learner's number.
-          life: How many lives learners with this number have had before.
-          log: The folder of the log file. If it does not exist, nothing is logged.
-        """
+        """Begin a life, without inner states; log to the folder `log` if it exists."""
         self.held.clear()
         self._log = Path(log) / f"{number}-{life}.jsonl"
         self._note(pid=os.getpid(), learner=number, life=life)
@@ -160,10 +139,7 @@ class Learner:
         self.leaving = True
 
     def hello(self) -> dict:
-        """Describe the learner: its machine, process and devices, its data, its package versions.
-
-        The driver calls this method first, and compares data and versions with its own.
-        """
+        """Describe machine, process, devices, data and versions; the driver compares the last."""
         return {
             "process": (machine_id(), os.getpid()),
             "fingerprint": self.corpus.fingerprint,
@@ -172,40 +148,20 @@ class Learner:
         }
 
     def ping(self) -> dict:
-        """Answer a heartbeat request of the driver.
-
-        The answer says whether the process was asked to leave the run, and whether it is compiling
-        a program now.
-        """
+        """Answer a heartbeat: whether this process was asked to leave, and whether it compiles."""
         return {"leaving": self.leaving, "compiling": self.programs.compiling}
 
     def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
-        """Return the inner states of some workers, in the order of `wanted`.
-
-        A state is identified by the id of the trainer, the worker's data stream, and the position
-        in this stream up to which the worker has read. If this process does not have a state, None
-        is returned for it.
-        """
+        """Return inner states by trainer id, stream, and position in it; None for one not here."""
         return [self.held.get(key) for key in wanted]
 
     def play(self, order: Order, params: PyTree) -> list[Answer]:
-        """Run the round of a trainer for the workers in `order`; return one answer for each worker.
-
-        `params` are the parameters of the trainer as NumPy arrays, from which all workers start.
-        """
+        """Run a trainer's round from `params` (NumPy); one answer for each worker of the order."""
         order, params_M = self._fitted(order), jax.tree.map(lambda leaf: leaf[None], params)
         return [self._play(order, work, params_M) for work in order.work]
 
     def prepare(self, order: Order, tests: bool) -> None:
-        """Compile the programs of a round, or load them from the compilation cache.
-
-        The driver calls this method if the learner has no workers. The learner can then replace a
-        lost one without delay.
-
-        Args:
-          order: The request for the round. Only its batch size and accumulation are used.
-          tests: Whether gradient statistics are measured in the round, for the batch-size test.
-        """
+        """Compile or load a round's programs, so that a spare learner can replace a lost one."""
         order = self._fitted(order)
         group, accumulates = _group(order, 0), order.num_accum_steps > 1
         keys = [group.key("start", accumulates=accumulates), group.steps_key()]
@@ -213,10 +169,7 @@ class Learner:
             self.programs[key]
 
     def _fitted(self, order: Order) -> Order:
-        """Divide the micro-batches of an order, if they do not fit on the devices of this process.
-
-        The sequences of an update stay the same.
-        """
+        """Divide the micro-batches of an order if they do not fit on this process's devices."""
         size, key = order.micro_batch_size, (order.micro_batch_size, order.num_accum_steps > 1)
         if key not in self._parts:
             parts = (n for n in range(1, size + 1) if size % n == 0)
@@ -273,10 +226,7 @@ class Learner:
         )
 
     def _note(self, **fields: int) -> None:
-        """Add a line to the log file of this process.
-
-        The first line identifies the process. A later line says which rows the learner has read.
-        """
+        """Add a line to the log file of this process."""
         if self._log.parent.is_dir():  # the learner's machine may not have the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
@@ -292,16 +242,12 @@ def _divided(order: Order, parts: int) -> Order:
 
 
 def _group(order: Order, num_updates: int) -> Group:
-    """Make the group of one worker and its trainer that a learner runs."""
     plan = RoundPlan(order.micro_batch_size, order.num_accum_steps, num_updates)
     return Group((0,), (0,), (0,), None, plan)
 
 
 def _alone(params_M: PyTree) -> Ensemble:
-    """Make an ensemble of one trainer and one worker, with the trainer's parameters [1, ...].
-
-    It has no optimizer states.
-    """
+    """Make an ensemble of one trainer and one worker, with the trainer's parameters [1, ...]."""
     return Ensemble(params_M, None, None, (0,), jnp.zeros((), jnp.int32))
 
 

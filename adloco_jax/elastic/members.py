@@ -1,9 +1,6 @@
-"""Decisions about learners, the processes that run the rounds of workers.
+"""Decisions about learners, as pure functions; times are seconds of one clock.
 
-The functions decide which workers each learner runs, when a learner counts as lost, when a round
-ends, and which updates are rejected. All functions are pure: times are arguments, in seconds of one
-clock. A worker is identified by the number of its data stream, which never changes. A learner is
-identified by its number, which stays the same when its process is restarted.
+A worker is known by its stream, a learner by its number, which its next process keeps.
 """
 
 import math
@@ -13,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-# A learner at work counts as lost after this factor times the seconds that its measured speed
-# predicts. A process that is stopped sends no heartbeat, so it counts as lost sooner.
+# A learner at work counts as lost after this factor times the seconds that its speed predicts; one
+# that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
 # A measured duration may exceed its median by this factor times its median distance to the median.
 _SPREADS = 8.0
@@ -33,8 +30,7 @@ class Member:
     asked_s: float | None = None  # time of a heartbeat request without an answer yet
     next_s: float = 0.0  # time of the next heartbeat request
     sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
-    # The last seconds from a heartbeat request to its answer, and from an order to its answer
-    # without the seconds of the round itself.
+    # The last seconds to the answer of a heartbeat, and of an order without the round itself.
     sign_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     sent_s: float = 0.0  # when its present order was submitted
@@ -46,13 +42,10 @@ class Member:
     prepared: set[tuple[int, bool]] = field(default_factory=set)
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
-        """Say in words why the learner now counts as lost; the text is empty if it does not.
+        """Say in words why the learner now counts as lost; empty if it does not.
 
-        Args:
-          now_s: The present time.
-          heartbeat_s: Longest time without an answer to a heartbeat request, unless earlier answers
-            have taken longer.
-          restart_s: Longest time from the start of the process to its first answer.
+        `heartbeat_s` limits the wait for a heartbeat (unless earlier ones took longer), `restart_s`
+        that for the first answer.
         """
         if not self.joined:
             is_late = now_s - self.started_s > restart_s
@@ -66,10 +59,7 @@ class Member:
 
 
 def jitter_s(measured: Sequence[float]) -> float:
-    """Return by how much a duration may exceed the median of its last measurements.
-
-    The result is 0 if there are fewer than three measurements.
-    """
+    """Return by how much a duration may exceed the median of three or more measurements; else 0."""
     if len(measured) < 3:
         return 0.0
     median = statistics.median(measured)
@@ -82,19 +72,17 @@ def usual_s(measured: Sequence[float]) -> float:
 
 
 def pause_s(failures: float) -> float:
-    """Return how long to wait before a learner is started again.
+    """Return the wait before a restart, after `failures` processes that have not joined.
 
-    `failures` is the number of its last processes that have ended before they joined; infinity if
-    the next ones would fail too.
+    Infinity stands for a learner whose next processes would fail too.
     """
     return failures if failures in (0, math.inf) else min(2.0 ** (failures - 1), 60.0)
 
 
 def deadline(learner: Member, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
-    """Return the time by which a learner must have processed some sequences, or counts as lost.
+    """Return the time by which some sequences must be done; None if no speed is known.
 
-    The time allows `SLOW` times as long as the measured speed and transfers of the learner predict,
-    and at least `SLOW` heartbeats. It is None if the speed has not been measured yet.
+    It allows `SLOW` times the predicted seconds, and at least `SLOW` heartbeats.
     """
     if learner.sequence_s is None:
         return None
@@ -109,26 +97,15 @@ def assign(
     *,
     returning: Collection[int],
 ) -> dict[int, int]:
-    """Assign workers to the learners that are present, following these rules in order.
+    """Assign workers to the learners that are present: return the learner of each stream.
 
-    1. A worker whose learner is present stays with this learner.
-    2. All other workers, such as those of a lost learner, are divided among the spare learners,
-       which are learners without workers.
-    3. If there is no spare learner, a worker waits as long as its lost learner may come back. If
-       that is not expected, the worker goes to a learner with the fewest workers.
-    4. A learner that still has no workers takes one worker from the learner with the most workers,
-       if that learner has at least two.
+    1. A worker stays with its learner if that is present, or if it is not `movable`.
+    2. The others are divided among the spare learners.
+    3. Without a spare learner, a worker waits if its learner is `returning`; otherwise it goes to
+       a learner with the fewest workers.
+    4. A learner that is still spare takes one from the learner with the most, at least two.
 
-    Args:
-      learners: The present learners, with the streams of the workers that they run.
-      trainers: The id of each worker's trainer; the key is the worker's stream.
-      movable: Streams of the workers that may change their learner now, because their trainers are
-        between two rounds. No other worker changes its learner.
-      returning: Streams of the workers whose lost learner may come back.
-
-    Returns:
-      The number of each worker's learner; the key is the worker's stream. Workers that wait are
-      left out.
+    `trainers` has each stream's trainer id; movable workers are between two rounds.
     """
     hosts = {s: each.number for each in learners for s in each.streams if s in trainers}
 
@@ -160,18 +137,9 @@ def assign(
 def is_over(
     reported: int, awaited: int, *, quorum: int | None, since_quorum_s: float | None, grace_s: float
 ) -> bool:
-    """Whether a trainer's round ends now.
+    """Whether a round ends now: all have answered, or a quorum did `grace_s` seconds ago.
 
-    It ends if all learners that are present have answered. If there is a quorum, the round also
-    ends `grace_s` seconds after this number of learners has answered. It never ends without an
-    answer.
-
-    Args:
-      reported: Number of learners that have answered.
-      awaited: Number of present learners that have not answered.
-      quorum: Number of learners whose answers are enough; None: all learners must answer.
-      since_quorum_s: Seconds since the quorum was reached; None: it has not been reached.
-      grace_s: Seconds to wait for further answers after the quorum was reached.
+    It never ends without an answer.
     """
     if not reported:
         return False
@@ -181,21 +149,15 @@ def is_over(
 
 
 def has_quorum(reported: int, awaited: int, quorum: int | None) -> bool:
-    """Whether enough learners have answered in a round: at least `quorum` of them.
-
-    If fewer than `quorum` learners take part in the round, or if `quorum` is None, all that take
-    part must have answered.
-    """
+    """Whether `quorum` learners have answered, or all that take part, if fewer do or it is None."""
     return reported >= min(quorum or reported + awaited, reported + awaited)
 
 
 def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -> dict[int, int]:
-    """Return how many updates each worker makes in a round, in proportion to its learner's speed.
+    """Return each worker's updates, at least one, in proportion to its learner's speed.
 
-    The fastest worker makes `num_updates` updates, and so does a worker whose speed is not known.
-    Each worker makes at least one update. `sequence_s` has the seconds per sequence of each worker.
-
-    Source: DyLU of Async DiLoCo (arXiv 2401.09135).
+    The fastest, and one of unknown speed, makes `num_updates`. Source: DyLU of Async DiLoCo (arXiv
+    2401.09135).
     """
     known = [seconds for seconds in sequence_s.values() if seconds]
     return {
@@ -209,11 +171,9 @@ def too_large(
 ) -> tuple[list[int], bool]:
     """Return the workers whose updates are too large, and whether this could be judged.
 
-    With three workers or more, an update is too large if its norm exceeds `max_ratio` times the
-    median norm of the other workers. If the remaining norms still differ by more than `max_ratio`,
-    no majority shows which of them are right. They are then compared with the median of `before`,
-    the norms of the trainer's last accepted updates, or with the smallest of them if that is
-    larger. Without such norms they cannot be judged, and none is too large.
+    Of three workers or more, one whose norm exceeds `max_ratio` times the others' median. If the
+    rest still differ by more, they are compared with the median of `before`, the last accepted
+    norms, or the smallest of them if that is larger; without `before` none is too large.
     """
     if max_ratio is None:
         return [], True

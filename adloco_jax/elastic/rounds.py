@@ -1,8 +1,4 @@
-"""The driver's record of a round that learners run: which answers have come, and which count.
-
-Learners are processes that run the rounds of workers. The driver is the process with the training
-loop.
-"""
+"""The driver's record of a round in learners: which answers have come, and which count."""
 
 import math
 import time
@@ -51,13 +47,9 @@ class Round:
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
     def is_over(self, rule: EngineSettings, learners: Mapping[int, members.Member]) -> bool:
-        """Whether the round ends now, because all learners have answered, or enough of them.
+        """Whether the round ends now; store the time of the quorum.
 
-        The time at which the quorum was reached is stored.
-
-        Args:
-          rule: The config's group `engine`, with the quorum.
-          learners: All learners by number. The round waits as long as their answers usually vary.
+        It waits as long as the answers of `learners` usually vary.
         """
         now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
         if self.quorum_s is None and members.has_quorum(reported, awaited, rule.quorum):
@@ -69,26 +61,14 @@ class Round:
         return members.is_over(reported, awaited, **how)
 
     def judge(self, rule: EngineSettings, before: Sequence[float]) -> None:
-        """Decide which answers count in the outer update, once the round is over.
-
-        An answer does not count if its numbers are not finite, or if the update is too large
-        (`members.too_large`). `before` has the norms of the trainer's last accepted updates.
-        """
+        """Decide which answers count: finite, and not `members.too_large` by the norms `before`."""
         finite = {stream: a for stream, a in self.answers.items() if stream not in self.broken}
         norms = {stream: answer.norm for stream, answer in finite.items()}
         out, self.is_judged = members.too_large(norms, rule.max_norm_ratio, before)
         self.counted = {stream: a for stream, a in finite.items() if stream not in out}
 
     def outcome(self, streams: Sequence[int], norm: float) -> Outcome:
-        """Collect the losses and skipped updates of the round.
-
-        If a worker's answer does not count, its losses are NaN. If its numbers are not finite, all
-        its updates were skipped.
-
-        Args:
-          streams: The streams of the trainer's workers.
-          norm: Norm of the trainer's outer gradient.
-        """
+        """Collect losses (NaN if an answer does not count) and skips (all, if it is not finite)."""
         shape = (self.plan.num_updates, len(streams))
         loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
         for column, stream in enumerate(streams):
@@ -101,7 +81,7 @@ class Round:
 
 
 def _is_finite(answer: Answer) -> bool:
-    """Whether the numbers of an update are finite; a learner's own word is not enough."""
+    """Whether an update is finite; a learner's own word is not enough."""
     leaves = jax.tree.leaves(answer.differences)
     # bfloat16 numbers are sent as uint16 (`core.compress.pack`)
     leaves = [leaf.view(jnp.bfloat16) if leaf.dtype == np.uint16 else leaf for leaf in leaves]

@@ -1,7 +1,4 @@
-"""A learner that joins a run through a bucket: `adloco join`.
-
-`elastic.bucket` is the driver's side, and describes the objects of the bucket.
-"""
+"""A learner that joins a run through a bucket (`elastic.bucket`): `adloco join`."""
 
 import concurrent.futures
 import os
@@ -33,17 +30,11 @@ _BOARD |= {"places": dict[str, tuple[int, int, bool]]}
 
 
 def join(url: str, *, own: Mapping[str, str], workdir: Path | None = None) -> None:
-    """Train for the run in a bucket until it is over, or until a signal asks to leave.
+    """Train for the run in a bucket until it is over, or a signal asks to leave.
 
-    Args:
-      url: The bucket, with the run's prefix.
-      own: Values of the keys `data.path` and `data.heldout_path` on this machine, if they differ.
-      workdir: Folder for logs of what is read, one for each driver. None: nothing is logged.
-
-    Raises:
-      ConfigError: If the bucket cannot be used, or if this machine has another version of
-        adloco_jax, other data, or no entry that the settings name.
-      UserError: In the cases of `load_data`.
+    `own` has this machine's `data.path` and `data.heldout_path`, if they differ; `workdir`, logs of
+    the rows read. Raises ConfigError if the bucket, version, data or table entries do not fit, and
+    as `load_data` does.
     """
     store.check_installed("adloco join")
     bucket = Store(url)
@@ -98,7 +89,6 @@ class Site:
     """A learner with its place in a run. Only `serve` waits; `step` does what can be done now."""
 
     def __init__(self, bucket: Store, learner: Learner, given: Given, workdir: Path | None):
-        """Store the arguments."""
         self._store, self.learner, self._spec = bucket, learner, given.spec
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
         self._epoch = 0  # number of the driver; 0: none is known yet
@@ -130,12 +120,7 @@ class Site:
         )
 
     def step(self) -> str:
-        """Look at the driver's board, and do the next order.
-
-        Returns:
-          "over" if the run is over or the learner has left, "done" if something was done, and
-          "nothing" otherwise.
-        """
+        """Look at the driver's board, and do the next order: "over", "done" or "nothing"."""
         if not self._find_driver():
             return "nothing"
         if self._driver["is_over"]:
@@ -230,11 +215,7 @@ class Site:
         return False
 
     def _do(self, number: int) -> None:
-        """Run an order of the driver, and write the answer.
-
-        Raises:
-          Exception: What the learner's method has raised; the driver has been told.
-        """
+        """Run an order of the driver, and write the answer."""
         assert self.place is not None
         where, name = names(self._epoch, self.place, number)
         message: dict[str, Any] = {"call": [self._epoch, *self.place, number]}

@@ -1,9 +1,7 @@
-"""The inner optimizer states of workers that run in other processes, called learners.
+"""The inner optimizer states of workers that run in learners.
 
-The state with which a worker's next round begins is in one of three places. It is in the driver,
-the process with the training loop, until a round that began with it has been counted. From then on
-it is in the learner process whose answer was counted. If that process has ended since, the state is
-lost, and the driver makes a fresh one.
+One is in the driver until a round that began with it counts, and then in the learner whose answer
+counted; if that process ended, the driver makes a fresh one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +23,7 @@ class InnerStates:
     """Knows where each worker's inner state is: in the driver, in a learner process, or lost."""
 
     def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
-        """Store the arguments.
-
-        Args:
-          spec: What all programs of the run share, including the inner optimizer.
-          fleet: Calls the learners.
-          poll: Processes the answers of learners. It is called while a method here waits for them.
-        """
+        """Store the arguments; `poll` processes answers while a method waits for learners."""
         self._spec, self._fleet, self._poll = spec, fleet, poll
         self._here: dict[int, PyTree] = {}  # states in this process, by the worker's stream
         self._holders: dict[int, Member] = {}  # process of the last counted answer, by stream
@@ -43,11 +35,7 @@ class InnerStates:
         self._found |= dict(zip(event.about, event.value, strict=True))
 
     def adopt(self, state: State) -> None:
-        """Copy the inner states of all workers out of an ensemble, to send them to learners later.
-
-        Nothing is copied if the ensemble has no inner states, or if workers start every round with
-        a fresh state (`inner.state=reset`).
-        """
+        """Copy the inner states out of an ensemble that has them, unless `inner.state=reset`."""
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
             return
@@ -58,11 +46,10 @@ class InnerStates:
         }
 
     def bring(self, control: Control, targets: Mapping[int, Member | None]) -> None:
-        """Bring inner states into this process, except those that the target processes have.
+        """Bring inner states here, except those that the learner in `targets` (by stream) has.
 
-        The method waits for the processes that have the states. `targets` has the process that will
-        run each worker, by stream; None if this is not decided yet. Over slow links nothing is
-        brought: a state is several times an update, and a fresh one serves as well.
+        Over slow links nothing is brought: a state is several times an update, and a fresh one
+        serves.
         """
         if self._spec.reset_inner_state or self._fleet.is_remote:
             return
@@ -89,12 +76,10 @@ class InnerStates:
         self._holders[stream] = learner
 
     def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
-        """Collect the inner states of some workers, from this process or from their learners.
+        """Collect the inner states of workers, by position; None for each if `inner.state=reset`.
 
-        `workers` has the positions of the workers. A lost state is replaced by a fresh one. On a
-        small model, fresh states gave a lower loss than the mean state of the trainer's other
-        workers (docs/LOG.md, 2026-11-25). If workers start every round with a fresh state
-        (`inner.state=reset`), the result has None for each worker.
+        A lost state is replaced by a fresh one, which on a small model gave a lower loss than the
+        mean of the trainer's other workers (docs/LOG.md, 2026-11-25).
         """
         if self._spec.reset_inner_state:
             return [None for _ in workers]
@@ -107,11 +92,7 @@ class InnerStates:
         return self._here.get(key[1], self._found.get(key))
 
     def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
-        """Request the inner states that only learners have, and wait for them.
-
-        A key identifies the state of a worker: by the id of the trainer, the worker's stream, and
-        the position up to which the worker has read this stream.
-        """
+        """Request the inner states that only learners have, and wait for them."""
         self._found.clear()
         asked: dict[int, list] = {}
         for key in keys:
@@ -129,10 +110,7 @@ class InnerStates:
         return jax.device_get(self._spec.inner_tx.init(zeros))
 
     def with_fresh(self, ensemble: Ensemble) -> Ensemble:
-        """Return the ensemble with fresh inner states for all workers, if it has no inner states.
-
-        An ensemble that has inner states is returned unchanged.
-        """
+        """Return the ensemble with fresh inner states if it has none."""
         if ensemble.inner_state_R is not None:
             return ensemble
         fresh = self._fresh()

@@ -1,8 +1,7 @@
-"""The bucket through which a driver and its learners exchange objects, and the form of objects.
+"""The bucket through which driver and learners exchange objects: S3, Google Cloud, Azure, a folder.
 
-A bucket is a store of named objects: on S3, Google Cloud, Azure, or a shared folder. An object is
-JSON, or JSON with arrays in the format safetensors. Each has a SHA-256 of its content. Nothing that
-is read from a bucket is executed or unpickled.
+An object is JSON, or JSON with arrays (safetensors), with a SHA-256. Nothing that is read is
+executed or unpickled.
 """
 
 import contextlib
@@ -40,34 +39,23 @@ class Refused(Exception):
 
 
 def check_installed(where: str) -> None:
-    """Check that obstore, which reads and writes buckets, is installed.
-
-    Raises:
-      ConfigError: If it is not.
-    """
+    """Raise ConfigError unless obstore, which reads and writes buckets, is installed."""
     if importlib.util.find_spec("obstore") is None:
         raise ConfigError(f"{where}: obstore is not installed; pip install 'adloco_jax[bucket]'")
 
 
 class Store:
-    """A bucket, or the part of one whose names begin with a prefix. Its methods are thread-safe.
+    """A bucket, or the part of one whose names begin with a prefix; thread-safe.
 
-    A failed request is repeated after growing pauses until it succeeds. But if no request of its
-    kind (read, write) has succeeded before, an error is raised soon.
-
-    Attributes:
-      requests, bytes_up, bytes_down: What was requested, sent and received so far.
+    A failed request is repeated, with growing pauses, until it succeeds; the first of its kind
+    (read, write) only for a short time.
     """
 
     def __init__(self, url: str, *, say: Callable[[str], object] = print):
-        """Open a bucket without a request to it.
+        """Open a bucket, such as s3://bucket/run1 or file:///shared/run1, without a request.
 
-        Args:
-          url: Its address, such as s3://bucket/run1 or file:///shared/run1.
-          say: Shows a line to the user.
-
-        Raises:
-          ConfigError: If this is no address of a bucket, or if a folder's parent does not exist.
+        `say` shows a line to the user. Raises ConfigError for another address or a missing parent
+        folder.
         """
         from obstore.store import from_url
 
@@ -102,11 +90,7 @@ class Store:
         return self._num_failing > 0
 
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
-        """Read an object; None if there is none.
-
-        Raises:
-          Refused: If the object has more than `limit` bytes.
-        """
+        """Read an object; None if there is none, Refused if it has more than `limit` bytes."""
         import obstore
 
         def read() -> bytearray | None:
@@ -134,12 +118,9 @@ class Store:
     def read(
         self, name: str, limit: int, form: Callable[[dict[str, Any]], PyTree]
     ) -> tuple[dict[str, Any], PyTree, str]:
-        """Read an object that `pack` has made; the arguments are those of `get` and `unpack`.
+        """Read what `pack` made (see `get`, `unpack`), again if it was damaged on its way.
 
-        It is read again if it is refused, because it may be damaged on its way only.
-
-        Raises:
-          Refused: If it is missing, or refused each time.
+        Raises Refused if it is missing, or refused each time.
         """
 
         def once() -> tuple[dict[str, Any], PyTree, str]:
@@ -163,7 +144,7 @@ class Store:
         self._count(1 if parts == 1 else parts + 2, up=len(data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object if there is none of this name; say whether this call has written it.
+        """Write an object unless there is one; say whether this call has written it.
 
         `data` must differ from what anybody else would write.
         """
@@ -284,11 +265,7 @@ def to_json(message: Mapping[str, Any]) -> bytes:
 
 
 def from_json(data: bytes, name: str) -> dict[str, Any]:
-    """Read an object of JSON without arrays.
-
-    Raises:
-      Refused: If it is damaged.
-    """
+    """Read an object of JSON without arrays, or raise Refused."""
     try:
         found = json.loads(data)
         message, digest = found["message"], found["sha256"]
@@ -304,12 +281,9 @@ def _sha256(message: Mapping[str, Any]) -> str:
 
 
 def pack(message: Mapping[str, Any], tree: PyTree) -> tuple[bytes, str]:
-    """Make an object of JSON and of a tree whose leaves are arrays and plain values.
+    """Make an object, and its SHA-256, of JSON and a tree of arrays and plain values.
 
     Arrays of zeros, such as fresh optimizer states, take no space.
-
-    Returns:
-      The object, and its SHA-256.
     """
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
     kinds = np.ndarray, np.generic
@@ -324,19 +298,10 @@ def pack(message: Mapping[str, Any], tree: PyTree) -> tuple[bytes, str]:
 def unpack(
     data: bytes, name: str, form: Callable[[dict[str, Any]], PyTree]
 ) -> tuple[dict[str, Any], PyTree, str]:
-    """Read an object that `pack` has made. Names, sizes and types are checked before arrays exist.
+    """Read what `pack` made: message, tree, SHA-256; all is checked before arrays exist.
 
-    Args:
-      data: The object.
-      name: Its name, for messages.
-      form: Returns the expected tree for the object's message: a `jax.ShapeDtypeStruct` for an
-        array, and a type such as `int` for a plain value.
-
-    Returns:
-      The message, the tree, and the SHA-256 of the object.
-
-    Raises:
-      Refused: If the object is damaged, or has another form.
+    `form` returns the tree that a message must have: a `jax.ShapeDtypeStruct` for an array, a type
+    for a plain value. Raises Refused if the object is damaged, or has another form.
     """
     try:
         end = 8 + int.from_bytes(data[:8], "little")
