@@ -1,8 +1,7 @@
 """AdLoCo in JAX: train several model instances with adaptive batches and little communication.
 
-Most public names are pure functions on arrays, which use no models, configs, clocks or files. The
-function `train` runs a whole experiment. A public name is imported when it is first used, so a
-command that needs no arrays does not wait until JAX is imported. Source: "AdLoCo", arXiv
+Most public names are pure functions on arrays; `train` runs a whole experiment. A name is imported
+at its first use, so commands without arrays do not wait for JAX. Source: "AdLoCo", arXiv
 2508.18182.
 """
 
@@ -71,10 +70,7 @@ __version__ = "0.3.0"
 
 @functools.cache
 def _homes() -> dict[str, str]:
-    """Map each public name in `__all__` to the module from which it is imported.
-
-    The imports under `TYPE_CHECKING` in this file say which module it is.
-    """
+    """Map each public name to its module, by the imports under `TYPE_CHECKING` in this file."""
     source = ast.parse(inspect.getsource(sys.modules[__name__]))
     (block,) = (node for node in source.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

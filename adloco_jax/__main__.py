@@ -1,4 +1,4 @@
-"""Run the command `adloco` if Python is called with `python -m adloco_jax`."""
+"""The command `adloco` as `python -m adloco_jax`."""
 
 from adloco_jax.main import command
 

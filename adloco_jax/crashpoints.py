@@ -1,9 +1,7 @@
 """Named points in the code at which a test can kill the process, or make a write fail.
 
-Two environment variables select a point. With `ADLOCO_CRASH_AT=name:n` the process kills itself by
-SIGKILL when it reaches the point `name` for the n-th time, so nothing is flushed or cleaned up.
-With `ADLOCO_FAIL_AT=name:n:ENOSPC` the point `name` raises an OSError with the error number ENOSPC
-when it is reached for the n-th time, and at no other time. Other error numbers may be named.
+`ADLOCO_CRASH_AT=name:n` kills it by SIGKILL, with nothing flushed, at the n-th arrival at `name`;
+`ADLOCO_FAIL_AT=name:n:ENOSPC` raises an OSError of that number there once.
 """
 
 import collections
@@ -17,10 +15,7 @@ _lock = threading.Lock()  # checkpoints are written on another thread
 
 
 def crash_point(name: str) -> None:
-    """Kill the process, or raise an OSError, if an environment variable names this point now.
-
-    Without the variables `ADLOCO_CRASH_AT` and `ADLOCO_FAIL_AT`, nothing happens.
-    """
+    """Kill the process, or raise an OSError, if an environment variable names this point now."""
     crash, fail = os.environ.get("ADLOCO_CRASH_AT"), os.environ.get("ADLOCO_FAIL_AT")
     if crash is None and fail is None:
         return
