@@ -117,7 +117,7 @@ def test_a_cpu_rematerialises_only_if_it_must():
 
 @pytest.mark.parametrize("busy", [1, 5, 99])
 @pytest.mark.parametrize("fixed", [0, 7])
-@pytest.mark.parametrize("budget", [99, 100, 101, 104, 130, 163, 164, 259, 260, 420, 999])
+@pytest.mark.parametrize("budget", [99, 100, 101, 104, 130, 163, 164, 259, 260, 409, 420, 999])
 def test_the_largest_micro_batch_is_found_in_three_compilations(fixed, budget, busy):
     tried = []
 

@@ -222,6 +222,7 @@ def find_max_batch(
         room = budget
         if peaks[second] > budget:
             room = 1.01 * budget  # a margin for padding of small arrays; the size is compiled next
+            sizes = [n for n in sizes if n < second]
         elif slope < most / 2:
             slope = most
         fits = [n for n in sizes if peaks[second] + slope * (n - second) <= room]
