@@ -61,6 +61,8 @@ def bounds(
       max_batch_size: Upper limit of sequences in a micro-batch.
 
     Returns:
+      One value for each round:
+
       - `signal_bound`: upper bound on the mean signal (Lemma 2);
       - `batch_bound`: lower bound on a worker's batch, with the workers and steps of the round
         (Lemma 1);
