@@ -13,12 +13,11 @@
 # %% [markdown]
 # # Batch-size control in a training loop of your own
 #
-# This notebook has two training loops that do not use the runner of this package. They call a few
-# functions of the package to measure the noise of their gradients, and choose from this noise the
-# batch size and the number of accumulated micro-batches. The first loop is data parallel over eight
-# devices, in `flax.nnx` and optax. It uses the mean gradients that the devices compute anyway. The
-# second loop is plain JAX on one device. It measures the gradients of single examples exactly. The
-# notebook takes less than a minute on two CPU cores.
+# Two training loops that do not use this package's runner measure their gradient noise with a few
+# of its functions, and choose batch size and accumulation from it. The first, in `flax.nnx` and
+# optax, is data parallel over eight devices and uses the mean gradients that it computes anyway.
+# The second, in plain JAX on one device, measures the gradients of single examples. Less than a
+# minute on two CPU cores.
 
 # %%
 repository = ""  # only for Colab: the address of this notebook's repository, "https://..."
@@ -52,8 +51,7 @@ import adloco_jax as al
 # %% [markdown]
 # ## A model, a loss and data
 #
-# A small network learns a noisy function. `loss_fn(params, batch)` returns the mean loss over the
-# examples of a batch.
+# A small network learns a noisy function. `loss_fn(params, batch)` is the mean loss over a batch.
 
 # %%
 teacher = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -87,16 +85,13 @@ def loss_fn(params, batch):
 # %% [markdown]
 # ## `flax.nnx`, data parallel: statistics at no extra cost
 #
-# Each device computes the mean gradient of its share of a micro-batch. With accumulation, an update
-# has several micro-batches, so each device computes several such means. `gradient_stats_of_means`
-# needs only the norms of these means and the gradient that is averaged over all of them. So no
-# gradient is computed twice. Each device sends only one more number for each micro-batch: the norm
-# of its mean gradient.
+# Each device computes the mean gradient of its share of each micro-batch. `gradient_stats_of_means`
+# needs only the norms of these means, one more number to send per micro-batch, and the gradient
+# averaged over all of them: nothing is computed twice.
 #
-# The statistics are averaged over steps. From them `norm_test` computes how many examples per
-# device an update needs at this noise. `next_batch_size` rounds this number and limits it.
-# `switch_mode` divides the resulting batch into micro-batches that a device can hold; it returns
-# their size and their number.
+# From statistics averaged over steps `norm_test` requests the examples per device of an update,
+# `next_batch_size` rounds and limits the request, and `switch_mode` divides it into micro-batches
+# that a device can hold.
 
 # %%
 mesh = jax.make_mesh((jax.device_count(),), ("device",), axis_types=(AxisType.Auto,))
@@ -143,9 +138,8 @@ for row in history:
     )
 
 # %% [markdown]
-# Is the noise that was estimated from mean gradients right? To check it, we measure the noise
-# exactly at the final parameters, from the gradients of single examples. The mean of eight
-# estimates must agree with the exact noise, within the spread of the estimates.
+# Is the noise estimated from mean gradients right? At the final parameters the mean of eight
+# estimates must agree with the noise of single examples, within the estimates' spread.
 
 # %%
 held_out = examples(num_steps, 1, mesh.size, 32)
@@ -165,8 +159,8 @@ assert history[-1][1] * history[-1][2] > 1, "the noise has asked for a larger ba
 # %% [markdown]
 # ## Plain JAX, one device: exact statistics
 #
-# `gradient_stats` computes the gradients of single examples for any loss function. It uses `vmap`
-# on a few examples at a time. Here it measures 32 examples after every `test_every` steps.
+# `gradient_stats` computes the gradients of single examples for any loss function, by `vmap` on a
+# few at a time: here of 32 examples after every `test_every` steps.
 
 # %%
 measure = jax.jit(

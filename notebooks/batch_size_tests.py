@@ -13,11 +13,10 @@
 # %% [markdown]
 # # What the batch-size tests measure
 #
-# In every round AdLoCo decides how large the next batch should be. A *batch-size test* computes
-# this from the gradients of a few single examples. Here the tests run on a problem for which the
-# right answers are known in closed form. We see which estimates are unbiased, and how much they
-# scatter. We also see why batches stop growing too early in the paper's mode, which puts a plug-in
-# estimate into the test. The notebook takes less than a minute on two CPU cores.
+# A *batch-size test* computes the next batch from the gradients of a few single examples. Here the
+# tests run on a problem whose right answers are known in closed form: which estimates are unbiased,
+# how much they scatter, and why the plug-in estimate of the paper's mode stops batches from growing
+# too early. Less than a minute on two CPU cores.
 #
 # Sources: Byrd et al. 2012 (norm test, eq. 3.9); Bollapragada et al. 2017 (inner-product tests, eq.
 # 2.6 and 3.3); McCandlish et al. 2018 (arXiv 1812.06162: noise scale and its unbiased estimates);
@@ -53,19 +52,17 @@ BLUE, RED, GREEN, VIOLET, BLACK = "c0", "c1", "c2", "c4", "c6"  # classes of the
 # %% [markdown]
 # ## A problem with known noise and signal
 #
-# The loss of an example $z$ is $\frac12|x-z|^2$ with $z\sim N(0,\Sigma)$, so its gradient is
-# $g = x-z$. The gradients have the mean $G = x$ and the covariance $\Sigma$. We give $\Sigma$ the
-# eigenvalues $k^{-3/4}$ in 500 dimensions, and choose $G$ larger in the directions in which the
-# noise is larger ($G_k^2\propto\Sigma_{kk}$). Then
+# The loss of an example $z$ is $\frac12|x-z|^2$ with $z\sim N(0,\Sigma)$. Its gradient $g = x-z$
+# has the mean $G = x$ and the covariance $\Sigma$, with eigenvalues $k^{-3/4}$ in 500 dimensions.
+# $G$ is larger where the noise is larger ($G_k^2\propto\Sigma_{kk}$). Known are
 #
 # $$\operatorname{tr}\Sigma\ \text{(the noise)},\qquad |G|^2\ \text{(the signal)},\qquad
-# B_\text{simple} = \operatorname{tr}\Sigma/|G|^2,\qquad V = G^\top\Sigma G$$
+# B_\text{simple} = \operatorname{tr}\Sigma/|G|^2,\qquad V = G^\top\Sigma G.$$
 #
-# are known numbers. $B_\text{simple}$ (McCandlish et al.) is the batch, in examples, at which the
-# noise of the mean gradient is as large as the signal. $B_\text{simple}$ grows during training,
-# because $G$ becomes smaller and the noise does not. The effective dimension
-# $(\operatorname{tr}\Sigma)^2/\operatorname{tr}\Sigma^2$ says over how many directions the noise
-# spreads. The effective dimension of a network is far higher than that of this problem.
+# At a batch of $B_\text{simple}$ examples (McCandlish et al.) the noise of the mean gradient equals
+# the signal. It grows during training, as $G$ shrinks and the noise does not. The effective
+# dimension $(\operatorname{tr}\Sigma)^2/\operatorname{tr}\Sigma^2$ says over how many directions
+# the noise spreads; a network's is far higher than this problem's.
 
 # %%
 eigenvalues = np.arange(1, 501) ** -0.75
@@ -113,10 +110,10 @@ print(f"noise {noise:.2f}, effective dimension {effective_dimension:.0f}")
 # $$\hat S = \frac{\sum_j |g_j|^2 - b|\bar g|^2}{b-1},\qquad
 # \hat G_2 = \frac{b^2|\bar g|^2 - \sum_j |g_j|^2}{b(b-1)}$$
 #
-# estimate noise and signal without bias. The *plug-in* estimate of the signal, $|\bar g|^2$, is
-# biased. Its expected value is $|G|^2 + \operatorname{tr}\Sigma/b$, because the noise that is left
-# in the mean gradient is counted as signal. At $b = B_\text{simple}$ the expected value is twice
-# the signal. The chart has $B_\text{simple} = 32$.
+# estimate noise and signal without bias. The *plug-in* estimate $|\bar g|^2$ of the signal counts
+# the noise left in the mean gradient as signal: its expected value is
+# $|G|^2 + \operatorname{tr}\Sigma/b$, twice the signal at $b = B_\text{simple}$. The chart has
+# $B_\text{simple} = 32$.
 
 # %%
 batch_sizes = np.array([4, 8, 16, 32, 64, 128])
@@ -164,17 +161,16 @@ shown(title, panel(title, TEST_BATCH, "mean estimate / truth", curves, x_base=2,
 # %% [markdown]
 # ## (b) Spread
 #
-# An unbiased estimate need not be precise. For Gaussian gradients these variances are exact:
+# For Gaussian gradients these variances are exact (the second for any, as $\hat G_2$ is a
+# U-statistic):
 #
 # $$\operatorname{Var}\hat S = \frac{2\operatorname{tr}\Sigma^2}{b-1},\qquad
 # \operatorname{Var}\hat G_2 = \frac{4V}{b} + \frac{2\operatorname{tr}\Sigma^2}{b(b-1)}$$
 #
-# (The second holds for any distribution, because $\hat G_2$ is a U-statistic.) A few examples are
-# enough to estimate the noise well. To estimate the signal takes more examples, and more of them if
-# $B_\text{simple}$ is larger. From small test batches $\hat G_2$ is often negative. The function
-# `pool` adds the sums of several tests. The spread of the pooled estimate is smaller by the square
-# root of the number of tests, and the estimate remains unbiased. So a run averages over the tests
-# of several rounds, instead of making one large test.
+# A few examples suffice for the noise. The signal takes more, the larger $B_\text{simple}$ is; from
+# small test batches $\hat G_2$ is often negative. `pool` adds the sums of several tests: the
+# estimate stays unbiased and its spread falls with the square root of their number. So a run
+# averages over rounds instead of making one large test.
 
 # %%
 pooled = [jax.vmap(al.pool)(jax.tree.map(lambda f: f.reshape(-1, 10), s)) for s in stats]
@@ -205,26 +201,22 @@ shown(title, panel(title, TEST_BATCH, "standard deviation / truth", curves, x_ba
 # ## (c) The batch that is requested, and why the paper's mode stalls
 #
 # The norm test (Byrd et al., eq. 3.9) requires that the noise of the mean gradient,
-# $\operatorname{tr}\Sigma/b$, is at most $\eta^2$ times the signal $|G|^2$. So it requests the
-# batch $T$:
+# $\operatorname{tr}\Sigma/b$, is at most $\eta^2|G|^2$:
 #
 # $$b \ge T = \frac{\operatorname{tr}\Sigma}{\eta^2|G|^2} = \frac{B_\text{simple}}{\eta^2}.$$
 #
-# The paper's mode puts the plug-in $|\bar g|^2$ of the present batch $b$ into the denominator. With
-# the expected value of the plug-in, the request is
+# The paper's mode puts the plug-in $|\bar g|^2$ of the present batch $b$ into the denominator. By
+# expected values the request is then
 #
 # $$T_\text{paper} = \frac{\operatorname{tr}\Sigma}{\eta^2(|G|^2 + \operatorname{tr}\Sigma/b)}
 # \le \frac{b}{\eta^2},$$
 #
-# for every signal. The request exceeds $b$, and the batch grows, only while
-# $b < B_\text{simple}(1/\eta^2 - 1)$. At $\eta = 0.8$ this limit is $0.56\,B_\text{simple}$, but
-# the request of the test with the true signal is $1.56\,B_\text{simple}$. So a batch of 8 does not
-# grow in a run whose $B_\text{simple}$ stays below 14.2. With $\eta \ge 1$ no batch grows, except
-# by chance. (If the gradients of several workers are averaged, $b$ is the sum of the workers'
-# batches.)
+# for every signal. It exceeds $b$ only while $b < B_\text{simple}(1/\eta^2 - 1)$. At $\eta = 0.8$
+# this limit is $0.56\,B_\text{simple}$, where the true signal requests $1.56\,B_\text{simple}$: a
+# batch of 8 does not grow while $B_\text{simple}$ stays below 14.2. With $\eta \ge 1$ no batch
+# grows, except by chance. (If workers' gradients are averaged, $b$ is the sum of their batches.)
 #
-# The curves below are computed by the library's own `norm_test` from the true noise and the true
-# signal.
+# The curves are the library's `norm_test` of the true noise and signal.
 
 # %%
 eta = 0.8
@@ -286,17 +278,14 @@ shown(
 )
 
 # %% [markdown]
-# The curves above have expected values. Next we simulate runs whose tests are noisy.
-# $B_\text{simple}$ rises from 2 to 900 over 200 tests. Each test is made on as many examples as the
-# run's batch has at that time. The unbiased mode averages its sums over the tests with decay 0.9,
-# as a run does. The paper's mode uses each test alone. (For Gaussian examples $\bar g$ and $\hat S$
-# can be drawn directly from their distributions, so no examples have to be drawn.)
+# Those were expected values; now runs with noisy tests. $B_\text{simple}$ rises from 2 to 900 over
+# 200 tests, each on as many examples as the run's batch has. The unbiased mode averages its sums
+# with decay 0.9, as a run does; the paper's mode uses each test alone. (For Gaussian examples
+# $\bar g$ and $\hat S$ are drawn directly.)
 #
-# In the unbiased mode the batch follows the right batch, with a delay that comes from averaging
-# over tests. In the paper's mode the batch follows $B_\text{simple}(1/\eta^2 - 1)$, but stays above
-# this line. The reason is chance: if a test requests too large a batch, the batch grows, and it
-# never shrinks again. If the effective dimension is higher, tests scatter less, and the batch is
-# closer to the line.
+# The unbiased mode follows the right batch with the delay of averaging. The paper's mode stays
+# above $B_\text{simple}(1/\eta^2 - 1)$ by chance: a batch that grew too large never shrinks again.
+# In a higher effective dimension tests scatter less, and the batch is closer to the line.
 
 # %%
 path = np.geomspace(2, 900, 200)
@@ -343,17 +332,15 @@ shown(title, panel(title, "B_simple (examples), rising as in training", "batch (
 # ## (d) The inner-product test
 #
 # The inner-product test (Bollapragada et al., eq. 2.6) only requires that the mean gradient points
-# in the direction of $G$. The variance of $\langle g_j, G\rangle$ over the examples is
-# $V = G^\top\Sigma G$. It must be at most $b\,\vartheta^2|G|^4$, so the test requests
-# $T = V/(\vartheta^2|G|^4)$. The plug-in estimate of $V$ replaces $G$ by $\bar g$. It is biased,
-# because $\bar g$ contains each $g_j$ itself:
+# in the direction of $G$: the variance $V = G^\top\Sigma G$ of $\langle g_j, G\rangle$ must be at
+# most $b\,\vartheta^2|G|^4$, so it requests $T = V/(\vartheta^2|G|^4)$. The plug-in estimate of $V$
+# replaces $G$ by $\bar g$, which contains each $g_j$ itself:
 #
 # $$\mathrm{E}\,\hat V_\text{plug-in} = V + \operatorname{tr}\Sigma^2/b .$$
 #
-# The unbiased estimate divides the test batch into thirds. Each gradient of the last third is
-# multiplied by the mean gradient of the first third, and by the mean gradient of the second third.
-# The estimate is the covariance of these two products over the last third. In the left chart
-# $B_\text{simple} = 32$ again.
+# The unbiased estimate divides the test batch into thirds: it is the covariance, over the last
+# third, of each gradient's products with the mean gradients of the first and the second. In the
+# left chart $B_\text{simple} = 32$.
 
 # %%
 v = point(32)[2]
@@ -390,29 +377,25 @@ shown(
 )
 
 # %% [markdown]
-# The left chart shows the bias. From a small batch, the plug-in estimate of $V$ is several times
-# too large. (The factor is the same as in (a), because $G^2_k\propto\Sigma_{kk}$ here.) The right
-# chart shows that the request is not too large, because the plug-in $|\bar g|^4$ in the denominator
-# is too large by an even larger factor. As $|G|\to 0$, the request with plug-in estimates tends to
+# On the left, the plug-in estimate of $V$ from a small batch is several times too large (by the
+# factor of (a), because $G^2_k\propto\Sigma_{kk}$ here). On the right, the request is not too
+# large, because $|\bar g|^4$ in the denominator is too large by even more. As $|G|\to 0$ it tends
+# to
 #
 # $$\frac{b}{\vartheta^2}\cdot\frac{\operatorname{tr}\Sigma^2}{(\operatorname{tr}\Sigma)^2},$$
 #
-# which is the present batch $b$ divided by $\vartheta^2$ and by the effective dimension. This is
-# less than $b$. A batch grows only if the request exceeds it. So with plug-in estimates the test
-# never makes the batch grow, even if the signal is very weak. The request with the true values
-# exceeds a batch of 8 from $B_\text{simple}\approx 600$ on. The curves are computed from the
-# expected values of numerator and denominator.
+# the present batch over $\vartheta^2$ and the effective dimension, less than $b$. So with plug-in
+# estimates no batch ever grows, however weak the signal. The request with the true values exceeds a
+# batch of 8 from $B_\text{simple}\approx 600$ on. Curves are of the expected values of numerator
+# and denominator.
 #
-# The augmented test (Bollapragada et al., eq. 3.3) also bounds the noise that is orthogonal to $G$,
-# with the threshold $\nu$. In high dimension nearly all of the noise is orthogonal to $G$, so this
-# test acts like a norm test with $\eta = \nu$.
+# The augmented test (eq. 3.3) also bounds the noise orthogonal to $G$, by $\nu$. In high dimension
+# that is nearly all noise, so it acts like a norm test with $\eta = \nu$.
 #
 # ## (e) The same numbers from one backward pass
 #
-# If the gradients of single examples are computed by `vmap`, each example needs memory for as many
-# numbers as the model has parameters. The models of this package have layers that compute the
-# squared gradient norm of each example inside the backward pass ("taps"). So one ordinary backward
-# pass gives the same numbers.
+# By `vmap` each example needs memory for a whole gradient. The layers of this package's models
+# compute each example's squared gradient norm inside one ordinary backward pass ("taps").
 
 # %%
 from adloco_jax.models.llama import Llama, next_token_loss

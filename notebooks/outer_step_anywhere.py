@@ -13,12 +13,10 @@
 # %% [markdown]
 # # AdLoCo around your own network
 #
-# The algorithm consists of a few pure functions on pytrees. In this notebook they train a small
-# classifier with a loss function of our own, without the models, the configs and the runner of the
-# package. The run has four trainers (model copies that are trained separately) with eight workers,
-# batches that grow with the measured gradient noise, and a merge of the trainers. Then plain
-# data-parallel training uses as many samples, and we compare the two. The notebook takes less than
-# a minute on two CPU cores.
+# The algorithm is a few pure functions on pytrees. Here they train a small classifier with its own
+# loss function, without the package's models, configs and runner: four trainers with eight workers,
+# batches that grow with the measured noise, and a merge. Data-parallel training on as many samples
+# is the comparison. Less than a minute on two CPU cores.
 
 # %%
 repository = ""  # only for Colab: the address of this notebook's repository, "https://..."
@@ -56,15 +54,13 @@ from adloco_jax.study.chart import Curve
 # %% [markdown]
 # ## Your data, network and loss
 #
-# The data come from a *teacher*, which consists of two matrices with a `tanh` between them. For
-# each input the teacher gives the probabilities of ten classes, and the label is drawn with these
-# probabilities. So the expected loss of any network is at least the entropy of these probabilities.
-# We can compute this lowest possible loss.
+# A *teacher*, two matrices with a `tanh` between them, gives the probabilities of ten classes for
+# each input; labels are drawn from them. Their entropy is the lowest possible loss, which we can
+# compute.
 #
-# The network is written in Flax NNX, and `nnx.split` returns its parameters as a pytree. A dict of
-# arrays, as in plain JAX, Linen or Haiku, works as well. There is only one requirement:
-# `loss_fn(params, batch)` must return the mean loss over the examples of `batch`, which may be any
-# pytree of arrays.
+# The network is in Flax NNX; `nnx.split` returns its parameters as a pytree. A dict of arrays, as
+# in plain JAX, Linen or Haiku, works as well. The only requirement: `loss_fn(params, batch)`
+# returns the mean loss over the examples of `batch`, any pytree of arrays.
 
 # %%
 random = np.random.default_rng(0)
@@ -108,17 +104,14 @@ print(f"before training {heldout_loss(params):.3f}, the teacher's entropy {floor
 # %% [markdown]
 # ## A round, and the next batch
 #
-# `al.init` returns the *ensemble*: a pytree in which the arrays of all trainers are stacked, and
-# those of all workers. `al.outer_step` computes a whole round: `steps_per_round` updates on every
-# worker, then one outer update of each trainer. It is a pure function, so apply `jit` to it once,
-# with fixed optimizers. Within a call all workers have equally large batches, but here the batch
-# size differs between trainers. So the rounds of the trainers are separate calls. For each of them,
-# `al.take` returns an ensemble that has only this trainer, and after the round `al.put` puts the
-# result back.
+# `al.init` returns the *ensemble*, a pytree of all trainers' and workers' arrays, stacked.
+# `al.outer_step` computes a round: `steps_per_round` updates on every worker, then one outer update
+# of each trainer. It is pure, so apply `jit` once, with fixed optimizers. Within a call all
+# workers' batches are equal; here trainers differ, so each has its own call: `al.take` returns an
+# ensemble of one trainer, `al.put` puts it back.
 #
-# A batch-size test determines the next batch size. It measures the gradients of single examples at
-# the trainer's parameters, on the first examples that the round will train on. We combine the last
-# five tests with `pool`, because the result of a single test is noisy.
+# A batch-size test measures the gradients of single examples at the trainer's parameters, on the
+# first examples of the round. One test is noisy, so `pool` combines the last five.
 
 # %%
 inner_tx = optax.adamw(1e-3)
@@ -172,12 +165,11 @@ def one_round(ensemble, m, batch_size, tests):
 # %% [markdown]
 # ## The run
 #
-# After four rounds the trainers merge into one (`choose_merge`, `merge`). Then the workers are
-# divided again among the trainers that are left, in proportion to their batch sizes
-# (`allocate_workers`, `reassign`). With a smaller `width`, fewer trainers would merge at a time, as
-# in the paper. After each round we measure the loss of the model that a merge of all present
-# trainers would give. Two things count as one communication each: a round of a trainer that has
-# several workers, and a merge.
+# After four rounds the trainers merge into one (`choose_merge`, `merge`), and the workers are
+# divided again in proportion to the batch sizes of the trainers left (`allocate_workers`,
+# `reassign`). With a smaller `width` fewer merge at a time, as in the paper. After each round we
+# measure the loss of a merge of all trainers. A round of a trainer with several workers is one
+# communication, and so is a merge.
 
 # %%
 batch_sizes = [8] * 4
@@ -206,9 +198,8 @@ print(f"{samples:,} samples, {communications} communications, held out {adloco[-
 # %% [markdown]
 # ## The same samples, data-parallel
 #
-# For comparison, plain AdamW trains one model with the same learning rate. Each update uses 8
-# samples for each of eight workers and counts as one communication. Training ends when it has used
-# as many samples as the run above.
+# Plain AdamW trains one model on as many samples at the same learning rate, with 8 samples of each
+# of eight workers and one communication per update.
 
 
 # %%
@@ -259,16 +250,14 @@ for label, base, curves in (
 chart.document(panels, title="AdLoCo and data parallel", columns=2, width=1120, right_px=170)
 
 # %% [markdown]
-# With equally many samples data parallel has the lower loss. It makes more updates, and each of
-# them uses the gradients of all eight workers. With equally many communications AdLoCo has the
-# lower loss: it needs fewer communications than data parallel to reach a loss, by a factor of tens.
-# But data parallel ends at a loss that AdLoCo has not reached. Which of the two is better depends
-# on the speed of the links. This notebook has only one seed, and the learning rate was tuned for
-# neither method, so it shows how the functions are called, and does not decide between the methods.
+# With equally many samples data parallel, which makes more updates from all eight workers'
+# gradients, has the lower loss, one that AdLoCo has not reached. To the same loss AdLoCo needs
+# fewer communications by a factor of tens. Which is better depends on the links. One seed and an
+# untuned learning rate show how the functions are called; they do not decide between the methods.
 #
 # ## Saving, and several devices
 #
-# The ensemble with all its state is one pytree, so Orbax can save it directly:
+# The ensemble is one pytree, so Orbax can save it directly:
 
 # %%
 folder = Path(tempfile.mkdtemp()) / "ensemble"
@@ -279,9 +268,9 @@ with ocp.StandardCheckpointer() as saver:
 assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ensemble, restored))
 
 # %% [markdown]
-# To run the workers on several devices, shard the arrays that have a worker axis over a mesh. This
-# axis is axis 1 of the batch, and axis 0 of the workers' optimizer states (`inner_state_R`). `jit`
-# compiles the round for these devices.
+# To run the workers on several devices, shard the worker axis over a mesh: axis 1 of the batch,
+# axis 0 of the workers' optimizer states (`inner_state_R`). `jit` compiles the round for these
+# devices.
 
 # %%
 mesh = Mesh(np.array(jax.devices()), ("worker",))

@@ -13,12 +13,11 @@
 # %% [markdown]
 # # AdLoCo in a notebook
 #
-# This notebook trains a small language model with AdLoCo on the source text of Python's standard
-# library. Several trainers (copies of the model) are trained side by side. Their batches grow with
-# the measured gradient noise. If a batch is larger than a worker can process at once, gradients are
-# accumulated. Then the trainers merge. The run takes less than a minute on two CPU cores. It is
-# like the first half of the run of `configs/quickstart.py`. If that run was made before on this
-# machine, the notebook is faster, because compiled programs are kept.
+# Trains a small language model with AdLoCo on the source of Python's standard library, like the
+# first half of `configs/quickstart.py`. Several trainers (copies of the model) train side by side;
+# batches grow with the measured gradient noise, by accumulation where a worker cannot hold them;
+# then the trainers merge. Less than a minute on two CPU cores, faster if that run left its compiled
+# programs.
 
 # %%
 repository = ""  # only for Colab: the address of this notebook's repository, "https://..."
@@ -35,8 +34,8 @@ num_rounds = 5
 workdir = None  # a fresh folder under runs/
 
 # %% [markdown]
-# `default_config()` returns a config that has every setting with its default. The config is locked,
-# so a misspelt name of a setting raises an error.
+# `default_config()` has every setting with its default. It is locked: a misspelt setting raises an
+# error.
 
 # %%
 from adloco_jax import train
@@ -62,8 +61,7 @@ config.merge.width = 3  # all trainers become one
 result = train(config, workdir)
 
 # %% [markdown]
-# The folder of the run has the ledger (the log of the run, with one event per line) and a report
-# that is made from the ledger:
+# The run's folder has the ledger (one event per line) and a report made from it:
 
 # %%
 from html import escape
@@ -75,10 +73,8 @@ frame = f'<iframe srcdoc="{escape(page.read_text())}" width="100%" height="900">
 HTML(f"<div>{frame}</div>")
 
 # %% [markdown]
-# The folder also has the trained model in the layout of Hugging Face, which `transformers` can load
-# without conversion. The next cell loads the model and lets it continue a prompt. After half a
-# minute of training on bytes, the model writes frequent letters and some short words, but no
-# meaningful text. For a better model, increase `num_rounds`.
+# It also has the model in Hugging Face layout, which `transformers` loads. After half a minute on
+# bytes it writes frequent letters and some short words; for more, increase `num_rounds`.
 
 # %%
 import jax
@@ -104,11 +100,10 @@ for tokens in np.asarray(texts_BL):
     print(tokenizer.decode(tokens[1:]), end="\n" + "-" * 72 + "\n")
 
 # %% [markdown]
-# `result.params` has the parameters of the same model as a pytree. `result.ensemble` is the final
-# state of all trainers and workers. The pure functions that the run uses (`init`, `outer_step`,
-# `gradient_stats`, `norm_test`, `merge`, …) work with any loss function and any parameters. The
-# notebook `outer_step_anywhere` shows these functions on a network of your own. The notebook
-# `batch_size_tests` shows what the batch-size tests measure.
+# `result.params` is the same model as a pytree, `result.ensemble` the final state of all trainers
+# and workers. The pure functions of the run (`init`, `outer_step`, `gradient_stats`, `norm_test`,
+# `merge`, …) work with any loss function and parameters: see the notebooks `outer_step_anywhere`
+# and `batch_size_tests`.
 
 # %%
 jax.tree.map(lambda leaf: leaf.shape, result.params)
