@@ -1,4 +1,4 @@
-"""A learner: a process that runs the rounds of workers that the driver requests; it reads the rows.
+"""A learner: a process that runs rounds of workers for the driver, and reads their rows itself.
 
 It keeps a worker's inner state before and after a round: if the round does not count, the driver
 asks for the same rows again.

@@ -99,11 +99,12 @@ def assign(
 ) -> dict[int, int]:
     """Assign workers to the learners that are present: return the learner of each stream.
 
-    1. A worker stays with its learner if that is present, or if it is not `movable`.
-    2. The others are divided among the spare learners.
+    1. A worker whose learner is present stays with it.
+    2. The other `movable` ones are divided among the spare learners.
     3. Without a spare learner, a worker waits if its learner is `returning`; otherwise it goes to
        a learner with the fewest workers.
-    4. A learner that is still spare takes one from the learner with the most, at least two.
+    4. A learner that is still spare takes a movable one from the learner with the most,
+       at least two.
 
     `trainers` has each stream's trainer id; movable workers are between two rounds.
     """
@@ -149,7 +150,7 @@ def is_over(
 
 
 def has_quorum(reported: int, awaited: int, quorum: int | None) -> bool:
-    """Whether `quorum` learners have answered, or all that take part, if fewer do or it is None."""
+    """Whether `quorum` learners have answered; all, if fewer take part or it is None."""
     return reported >= min(quorum or reported + awaited, reported + awaited)
 
 

@@ -50,10 +50,11 @@ def split_heldout(
     num_classes: int | None = None,
     num_trainers: int = 1,
 ) -> HeldOut:
-    """Draw guard rows and reported rows, both in the order of `rows_EL`; labelled rows by class.
+    """Draw guard rows and reported rows, each in the order of `rows_EL`.
 
-    The draw ignores the run's seed, so runs with different seeds report losses on the same rows.
-    Raises DataError without a row, or with only one for several trainers.
+    Classes have about the same shares in both. The draw ignores the run's seed, so runs with
+    different seeds report losses on the same rows. Raises DataError without a row, or with only one
+    for several trainers.
     """
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
     if num_classes is not None and len(order):

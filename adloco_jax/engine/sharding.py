@@ -114,9 +114,9 @@ class Placement:
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Total bytes that a synchronisation of all trainers moves between devices.
 
-        `sync_bytes` is what one worker sends, `num_workers` counts those of all trainers. Below
-        float32 it is a lower bound: a leaf that cannot be divided over the workers is then
-        replicated.
+        With one device for each worker, it is what the ledger records. `sync_bytes` is what one
+        worker sends, `num_workers` counts those of all trainers. Below float32 it is a lower bound:
+        a leaf that cannot be divided over the workers is then replicated.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes

@@ -224,7 +224,7 @@ def finish(events: Iterable[dict]) -> dict | None:
 
 
 def cut(path: str | os.PathLike[str], control: Control | None) -> None:
-    """Remove lines on rounds after a checkpoint (None: on all), before the run resumes.
+    """Remove the lines on rounds after a checkpoint (None: on all), before the run resumes.
 
     The file is replaced atomically. Lines on starts, learners, compilations, checkpoints and ends
     stay: they are not written again.
