@@ -85,7 +85,7 @@ def s3(monkeypatch):
     urllib.request.urlopen(
         urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")
     ).close()
-    yield "s3://runs/one"
+    yield f"s3://runs/{port}"  # moto keeps buckets as long as the process
     server.stop()
 
 
