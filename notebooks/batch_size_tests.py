@@ -13,10 +13,10 @@
 # %% [markdown]
 # # What the batch-size tests measure
 #
-# A *batch-size test* computes the next batch from the gradients of a few single examples. Here the
-# tests run on a problem whose right answers are known in closed form: which estimates are unbiased,
-# how much they scatter, and why the plug-in estimate of the paper's mode stops batches from growing
-# too early. Less than a minute on two CPU cores.
+# A *batch-size test* computes the next batch from the gradients of a few single examples. On a
+# problem with answers in closed form we see which estimates are unbiased, how much they scatter,
+# and why the plug-in estimate of the paper's mode stops batches from growing. Less than a minute on
+# two CPU cores.
 #
 # Sources: Byrd et al. 2012 (norm test, eq. 3.9); Bollapragada et al. 2017 (inner-product tests, eq.
 # 2.6 and 3.3); McCandlish et al. 2018 (arXiv 1812.06162: noise scale and its unbiased estimates);
@@ -60,9 +60,9 @@ BLUE, RED, GREEN, VIOLET, BLACK = "c0", "c1", "c2", "c4", "c6"  # classes of the
 # B_\text{simple} = \operatorname{tr}\Sigma/|G|^2,\qquad V = G^\top\Sigma G.$$
 #
 # At a batch of $B_\text{simple}$ examples (McCandlish et al.) the noise of the mean gradient equals
-# the signal. It grows during training, as $G$ shrinks and the noise does not. The effective
-# dimension $(\operatorname{tr}\Sigma)^2/\operatorname{tr}\Sigma^2$ says over how many directions
-# the noise spreads; a network's is far higher than this problem's.
+# the signal. It grows during training, as $G$ shrinks. The effective dimension
+# $(\operatorname{tr}\Sigma)^2/\operatorname{tr}\Sigma^2$ counts the directions of the noise; a
+# network's is far higher.
 
 # %%
 eigenvalues = np.arange(1, 501) ** -0.75
@@ -170,7 +170,7 @@ shown(title, panel(title, TEST_BATCH, "mean estimate / truth", curves, x_base=2,
 # A few examples suffice for the noise. The signal takes more, the larger $B_\text{simple}$ is; from
 # small test batches $\hat G_2$ is often negative. `pool` adds the sums of several tests: the
 # estimate stays unbiased and its spread falls with the square root of their number. So a run
-# averages over rounds instead of making one large test.
+# averages over rounds.
 
 # %%
 pooled = [jax.vmap(al.pool)(jax.tree.map(lambda f: f.reshape(-1, 10), s)) for s in stats]
@@ -278,14 +278,14 @@ shown(
 )
 
 # %% [markdown]
-# Those were expected values; now runs with noisy tests. $B_\text{simple}$ rises from 2 to 900 over
-# 200 tests, each on as many examples as the run's batch has. The unbiased mode averages its sums
-# with decay 0.9, as a run does; the paper's mode uses each test alone. (For Gaussian examples
-# $\bar g$ and $\hat S$ are drawn directly.)
+# Now runs with noisy tests. $B_\text{simple}$ rises from 2 to 900 over 200 tests, each on as many
+# examples as the run's batch has. The unbiased mode averages its sums with decay 0.9, as a run
+# does; the paper's mode uses each test alone. (For Gaussian examples $\bar g$ and $\hat S$ are
+# drawn directly.)
 #
 # The unbiased mode follows the right batch with the delay of averaging. The paper's mode stays
 # above $B_\text{simple}(1/\eta^2 - 1)$ by chance: a batch that grew too large never shrinks again.
-# In a higher effective dimension tests scatter less, and the batch is closer to the line.
+# In a higher effective dimension it is closer to the line.
 
 # %%
 path = np.geomspace(2, 900, 200)
@@ -386,8 +386,7 @@ shown(
 #
 # the present batch over $\vartheta^2$ and the effective dimension, less than $b$. So with plug-in
 # estimates no batch ever grows, however weak the signal. The request with the true values exceeds a
-# batch of 8 from $B_\text{simple}\approx 600$ on. Curves are of the expected values of numerator
-# and denominator.
+# batch of 8 from $B_\text{simple}\approx 600$ on.
 #
 # The augmented test (eq. 3.3) also bounds the noise orthogonal to $G$, by $\nu$. In high dimension
 # that is nearly all noise, so it acts like a norm test with $\eta = \nu$.

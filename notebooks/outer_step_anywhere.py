@@ -58,9 +58,9 @@ from adloco_jax.study.chart import Curve
 # each input; labels are drawn from them. Their entropy is the lowest possible loss, which we can
 # compute.
 #
-# The network is in Flax NNX; `nnx.split` returns its parameters as a pytree. A dict of arrays, as
-# in plain JAX, Linen or Haiku, works as well. The only requirement: `loss_fn(params, batch)`
-# returns the mean loss over the examples of `batch`, any pytree of arrays.
+# The network is in Flax NNX; `nnx.split` returns its parameters as a pytree. A dict of arrays works
+# as well. The only requirement: `loss_fn(params, batch)` returns the mean loss over the examples of
+# `batch`, any pytree of arrays.
 
 # %%
 random = np.random.default_rng(0)
@@ -167,9 +167,8 @@ def one_round(ensemble, m, batch_size, tests):
 #
 # After four rounds the trainers merge into one (`choose_merge`, `merge`), and the workers are
 # divided again in proportion to the batch sizes of the trainers left (`allocate_workers`,
-# `reassign`). With a smaller `width` fewer merge at a time, as in the paper. After each round we
-# measure the loss of a merge of all trainers. A round of a trainer with several workers is one
-# communication, and so is a merge.
+# `reassign`). After each round we measure the loss of a merge of all trainers. A round of a trainer
+# with several workers is one communication, and so is a merge.
 
 # %%
 batch_sizes = [8] * 4
@@ -198,8 +197,8 @@ print(f"{samples:,} samples, {communications} communications, held out {adloco[-
 # %% [markdown]
 # ## The same samples, data-parallel
 #
-# Plain AdamW trains one model on as many samples at the same learning rate, with 8 samples of each
-# of eight workers and one communication per update.
+# Plain AdamW trains one model on as many samples at the same learning rate, 64 per update, each one
+# communication.
 
 
 # %%
