@@ -162,8 +162,8 @@ def load_corpus(
         options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
         manifest, (train, heldout) = _kept_rows(data, tokenizer, note, options)
     if data.attention == "document" and manifest.documents[0] < 2:
-        need = "set data.attention=row"
-        raise DataError(f"{where_of(data)}: a single document to train on; {need}")
+        where = where_of(data)
+        raise DataError(f"{where}: a single document to train on; set data.attention=row")
     order = order_of(settings, len(train), where=where_of(data))
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
     return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)
