@@ -162,7 +162,7 @@ class DataSettings(SettingsGroup):
     attention: Literal["row", "document"] = "row"
     """What a token attends to before it: its row, or only its own document in the row."""
     # Not a knob: the id that separates documents, -1 if not known (`run.folder.completed`).
-    separator: Annotated[int, RECORDED] = -1
+    separator: Annotated[int, Field(ge=-1, le=INT32), RECORDED] = -1
     num_sequences: Count | None = None
     """Upper limit of the training rows; unset: all."""
     heldout_frac: Part = 0.05
