@@ -355,9 +355,9 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """Return the path of a file that `index` names, unless a link leads out of the folder.
+    """Return the path of a file that the safetensors index `index` names.
 
-    Links of the hub's cache, to `blobs` of the same repository, are allowed.
+    Refuses names and links that lead out of the folder, except the hub cache's links to `blobs`.
     """
     if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(

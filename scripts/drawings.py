@@ -4,9 +4,11 @@ python scripts/drawings.py
 
 `method` shows the algorithm over time, and `architecture` the parts of the library. `front` shows
 the study of docs/RESULTS.md: communications against serial updates at equal loss. `barrier` shows
-the cost of merging. Letters have at least 11 pixels on a phone.
+the cost of merging, and `links` training over slow links. Letters have at least 11 pixels on a
+phone.
 """
 
+import json
 import re
 import statistics
 import sys
@@ -37,6 +39,9 @@ SHOWN = {
     "trunk": ("hand-tuned start", "c2"),
     "ours": ("recommended", "c0"),
 }
+# Of the runs over links: what the study calls each method.
+LINKED = {"one worker": "one worker", "data parallel": "data parallel"}
+LINKED |= {"DiLoCo": "DiLoCo", "recommended": "ours"}
 
 
 def front(theme: str) -> str:
@@ -59,6 +64,24 @@ def front(theme: str) -> str:
         panels.append(chart.chart(x, y, curves, title=title, height=150, label_px=FONT + 3))
     title = "Communications against serial updates at equal loss"
     return document(panels, title, theme)
+
+
+def links(theme: str) -> str:
+    """Held-out loss over measured seconds, a panel for each rate of the links, for one seed."""
+    runs = [json.loads(line) for line in (STUDIES / "links.jsonl").read_text("utf-8").splitlines()]
+    shown = [run for run in runs if run["seed"] == runs[0]["seed"] and run["method"] in LINKED]
+    x = chart.axis("seconds", [p["seconds"] for run in shown for p in run["curve"]], base=10)
+    y = chart.axis("nats per byte", [p["loss"] for run in shown for p in run["curve"]])
+    panels = []
+    for rate in sorted({run["rate"] for run in shown if run["rate"]}):
+        curves = []
+        for run in (run for run in shown if run["rate"] in (rate, None)):
+            label, color = SHOWN[LINKED[run["method"]]]
+            points = ([point[name] for point in run["curve"]] for name in ("seconds", "loss"))
+            curves.append(Curve(*points, color, label))
+        title = f"links of {rate} Mbit/s"
+        panels.append(chart.chart(x, y, curves, title=title, height=150, label_px=FONT + 3))
+    return document(panels, "Held-out loss over seconds, by the rate of the links", theme)
 
 
 def barrier(theme: str) -> str:
@@ -215,7 +238,7 @@ def svg(height: int, title: str, parts: list[str], theme: str) -> str:
 
 
 DRAWINGS: dict[str, Callable[[str], str]] = {
-    drawing.__name__: drawing for drawing in (method, architecture, front, barrier)
+    drawing.__name__: drawing for drawing in (method, architecture, front, barrier, links)
 }
 
 

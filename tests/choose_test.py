@@ -6,10 +6,11 @@ import types
 import pytest
 from toy import settings_of
 
+from adloco_jax import MERGE_POLICIES
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
-from adloco_jax.run import assemble
+from adloco_jax.run import assemble, plan
 from adloco_jax.run import choose as choose_module
 from adloco_jax.run.choose import (
     MODES,
@@ -164,3 +165,12 @@ def test_a_set_micro_batch_is_every_modes(monkeypatch):
     monkeypatch.setattr(choose_module, "_try", attempt)
     choice = choose(settings, spec, lambda *_: spec.loss_fn, size=3)
     assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3
+
+
+def test_a_policy_that_awaits_losses_plans_no_merge(monkeypatch):
+    monkeypatch.setitem(MERGE_POLICIES, "by_loss", lambda trainers, *, width: ())
+    settings = settings_of(
+        ensemble={"num_trainers": 2, "num_workers": 2}, merge={"policy": "by_loss"}
+    )
+    assert len(plan._pools(settings, 4)) == 1
+    assert choose_module._moves(settings, spec_of(tiny())) == {}

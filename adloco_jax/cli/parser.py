@@ -328,7 +328,7 @@ COMMANDS = {command: text.split("\n\n")[1] for command, text in _GRAMMAR.items()
 def override(config: ConfigDict, key: str, text: str) -> None:
     """Convert the text of a value on the command line, and set a key of a config to the value.
 
-    Text of another type, and keys that the config lacks, are left to `validate`.
+    Text that does not fit the key's type is set as it is, for `validate`; unknown keys are skipped.
     """
     group, _, name = key.rpartition(".")
     holder = config.get(group) if group else config

@@ -158,8 +158,8 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -
 def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
     """Yield the source files of Python's standard library, in the order of their paths.
 
-    The topics of Python's help are one document each. Tests, installed packages, and files that
-    differ by machine are left out.
+    Each topic of Python's help is a document. Tests, installed packages, and files that differ by
+    machine are left out.
     """
     for file in stdlib_files():
         if file.name == "topics.py":  # in the package pydoc_data; the file has one dict of texts

@@ -54,7 +54,7 @@ def names(epoch: int, handle: tuple[int, int], order: int) -> tuple[str, str]:
 
 
 def order_form(spec: Spec, message: dict[str, Any]) -> Any:
-    """Return the shapes, dtypes and types of an order.
+    """Return the form of a learner's order: shapes and dtypes of arrays, types of other values.
 
     `message["parts"]` has each worker's number of micro-batches, and whether an inner state is
     sent.
@@ -279,7 +279,7 @@ class BucketTransport:
     def submit(
         self, handle: tuple[int, int], method: str, *arguments: Any, aside: bool = False
     ) -> OrderCall:
-        """OrderCall a method of a learner without waiting for the result, which `poll` returns."""
+        """Call a method of a learner without waiting for the result, which `poll` returns."""
         place = self._places[handle[0]]
         if method in ("hello", "ping"):
             count = -1 if place.board is None else place.board["count"]

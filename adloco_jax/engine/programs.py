@@ -527,7 +527,7 @@ def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
-    """Compute `change(ensemble, *arguments)`, one of merged, spawned, taken, with less memory.
+    """Call `change` (the function merged, spawned or taken) on an ensemble, with less memory.
 
     Each part (`parts_of`) of the inner states is replaced, and its old arrays deleted, before the
     next; the rest of the ensemble comes last. If there is at most one part, nothing is deleted.

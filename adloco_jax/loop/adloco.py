@@ -209,10 +209,10 @@ def merge_trainers(
     settings: Settings,
     engine: Engine,
 ) -> tuple[State, list[dict]]:
-    """Merge `members`, the representative first, and reassign the workers (DoMerge).
+    """Merge `members` into the first of them, and reassign the workers (the paper's DoMerge).
 
-    A merge is refused if the merged loss exceeds the members' mean of `losses`, the guard losses of
-    all trainers, by more than `merge.max_barrier`. `merge.on_refusal` then decides: "keep" changes
+    A merge is refused if the merged loss exceeds the members' mean guard loss (`losses` has that of
+    each trainer) by more than `merge.max_barrier`. `merge.on_refusal` then decides: "keep" changes
     nothing; "retire" leaves only the representative, as it was, and reassigns the workers.
 
     Returns the state, and the ledger lines: flushes, then the merge or its refusal.

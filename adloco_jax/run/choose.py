@@ -266,8 +266,9 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
     shape = f"M={num_trainers} R={len(owners)}"
     if settings.merge.policy != "none" and num_trainers > 1:
         members = choose_members(control, [0.0] * num_trainers, settings)
-        after = tuple(after_merge(control, members).owners)
-        peaks[f"merge {shape}"] = merge_bytes(spec, owners, members, after)
+        if members:  # a policy may decide by losses, which are not known yet
+            after = tuple(after_merge(control, members).owners)
+            peaks[f"merge {shape}"] = merge_bytes(spec, owners, members, after)
     if settings.ensemble.initial_workers is not None and len(owners) > num_trainers:
         peaks[f"growth {shape}"] = spawn_bytes(spec, owners)
     return peaks

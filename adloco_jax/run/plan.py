@@ -157,6 +157,8 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
         pools.append(with_workers(pools[-1], fewest, count + min(count, free)))
     while settings.merge.policy != "none" and len(pools[-1].trainers) > 1:
         members = choose_members(pools[-1], [0.0] * len(pools[-1].trainers), settings)
+        if len(members) < 2:
+            break
         pools.append(after_merge(pools[-1], members))
     return pools
 
