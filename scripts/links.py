@@ -131,11 +131,14 @@ class Site:
         hosts.write_text(f"127.0.0.1 localhost\n{self.address} {os.uname().nodename}\n")
         group, per_period = _group(name), int((share or 0) * PERIOD_US)
         group.mkdir()
-        if per_period and (group / "cpu.max").exists():
-            (group / "cpu.max").write_text(f"{per_period} {PERIOD_US}")
-        elif per_period:
-            (group / "cpu.cfs_period_us").write_text(f"{PERIOD_US}")
-            (group / "cpu.cfs_quota_us").write_text(f"{per_period}")
+        if (group / "cpu.max").exists():
+            limits = {"cpu.weight": "10000"}  # before other processes of the machine
+            limits |= {"cpu.max": f"{per_period} {PERIOD_US}"} if per_period else {}
+        else:
+            limits = {"cpu.shares": "262144", "cpu.cfs_period_us": f"{PERIOD_US}"}
+            limits |= {"cpu.cfs_quota_us": f"{per_period}"} if per_period else {}
+        for key, value in limits.items():
+            (group / key).write_text(value)
 
     def start(self, *command: object, log: Path, **environ: str) -> subprocess.Popen:
         """Start a command in the site; its output is added to a file."""
