@@ -1,8 +1,9 @@
 """Write and read checkpoints, which are complete, verified and never overwritten.
 
-A checkpoint is staged, synced, renamed to its round's number, read back; then older ones go. Orbax
-would accept a flipped bit, so `manifest.json` has the SHA-256 of every file. Of several processes,
-each writes its own shards to a shared file system, and process 0 everything else.
+A checkpoint has `arrays/` (the ensemble, by Orbax), `host.json` (`restore.host_record`) and
+`manifest.json` (the SHA-256 of every file, because Orbax would accept a flipped bit). It is staged,
+synced, renamed to its round's number and read back; then older ones go. Of several processes, each
+writes its own shards to a shared file system, and process 0 everything else.
 """
 
 import concurrent.futures
