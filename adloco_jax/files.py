@@ -34,6 +34,17 @@ _WORDS = {
 }
 
 
+def requests_to_get(num_bytes: int) -> int:
+    """Return how many requests read an object of a bucket."""
+    return max(1, -(-num_bytes // PIECE_BYTES))
+
+
+def requests_to_put(num_bytes: int) -> int:
+    """Return how many requests write an object: one, or a start, its pieces and an end."""
+    pieces = -(-num_bytes // PIECE_BYTES)
+    return 1 if pieces == 1 else pieces + 2
+
+
 class Maybe(NamedTuple):
     """Marks a field that may be missing, in a mapping from fields to types that `fault` checks."""
 

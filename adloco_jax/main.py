@@ -24,6 +24,9 @@ from adloco_jax.cli.train import require_devices
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
 
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code, as of a program that SIGPIPE ends
+# By command, its module in `adloco_jax.cli`; other commands are in `commands`.
+_MODULES = {name: name for name in ("train", "compare", "prepare")}
+_MODULES |= {"plan": "train", "eval": "evaluate"}
 
 
 def command() -> NoReturn:
@@ -132,8 +135,7 @@ def _run(argv: Sequence[str]) -> int:
     varying = ("--coordinator=", "--num-processes=", "--process-id=")
     shared = [word for word in words if not word.replace("_", "-").startswith(varying)]
     line = without_secrets(shlex.join(["adloco", first, *shared]))
-    module = {"plan": "train", "eval": "evaluate"}.get(first, first)
-    module = module if module in ("train", "compare", "evaluate", "prepare") else "commands"
+    module = _MODULES.get(first, "commands")
     name = "evaluate" if first == "eval" else first  # eval is a function of Python
     return getattr(importlib.import_module(f"adloco_jax.cli.{module}"), name)(options, line) or 0
 

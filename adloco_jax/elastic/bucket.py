@@ -338,7 +338,7 @@ class BucketTransport:
         if not place.look.done():
             return
         board, place.look = place.look.result(), None
-        place.pause_s = min(1.5 * place.pause_s, store.LONGEST_PAUSE_S)
+        place.pause_s = store.longer(place.pause_s)
         if board is not None:
             if place.board is None or board["answered"] != place.board["answered"]:
                 place.pause_s = store.FIRST_PAUSE_S

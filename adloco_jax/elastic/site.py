@@ -53,7 +53,7 @@ def _read_run(bucket: Store) -> dict[str, Any]:
         print(f"{bucket.url}: waiting for a driver", flush=True)
     while data is None:
         time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, store.LONGEST_PAUSE_S)
+        pause_s = store.longer(pause_s)
         data = bucket.get("run.json")
     try:
         run = store.from_json(data, "run.json")
@@ -72,8 +72,7 @@ def _given(bucket: Store, run: dict[str, Any], own: Mapping[str, str]) -> Given:
             f" {__version__}; install the same"
         )
     values = files.with_tuples(run["settings"])
-    for key, value in own.items():
-        values["data"][key] = value
+    values["data"].update(own)
     settings = validate(values)
     corpus = load_data(settings, run["commit"])
     if corpus.fingerprint != run["fingerprint"]:
@@ -105,7 +104,7 @@ class Site:
         pause_s = store.FIRST_PAUSE_S
         with store.every(self._heartbeat_s / SIGNS, self.give_sign):
             while (what := self.step()) != "over":
-                pause_s = min(1.5 * pause_s, store.LONGEST_PAUSE_S)
+                pause_s = store.longer(pause_s)
                 if what == "done":
                     pause_s = store.FIRST_PAUSE_S
                 if self.learner.leaving and (self.place is None or not self._is_alive()):

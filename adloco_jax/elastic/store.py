@@ -21,10 +21,10 @@ from jaxtyping import PyTree
 from safetensors.numpy import save
 
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
-from adloco_jax.files import PIECE_BYTES
+from adloco_jax.files import PIECE_BYTES, requests_to_get, requests_to_put
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
@@ -112,7 +112,7 @@ class Store:
 
         data = self._patiently("read", read)
         size = len(data or b"")
-        self._count(max(1, -(-size // PIECE_BYTES)), down=size)
+        self._count(requests_to_get(size), down=size)
         return None if data is None else bytes(data)
 
     def read(
@@ -140,8 +140,7 @@ class Store:
         self._patiently(
             "write", lambda: obstore.put(self._store, name, data, chunk_size=PIECE_BYTES)
         )
-        parts = -(-len(data) // PIECE_BYTES)
-        self._count(1 if parts == 1 else parts + 2, up=len(data))
+        self._count(requests_to_put(len(data)), up=len(data))
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one; say whether this call has written it.
@@ -155,7 +154,9 @@ class Store:
             try:
                 obstore.put(self._store, name, data, mode="create")
             except AlreadyExistsError:  # perhaps by this call, whose answer was lost
-                return self.get(name, limit=2**62) == data
+                with contextlib.suppress(Refused):  # larger, so another's
+                    return self.get(name, limit=len(data)) == data
+                return False
             return True
 
         self._count(1, up=len(data))
@@ -236,6 +237,11 @@ class Store:
 def _cause(error: BaseException) -> str:
     """Return the first line of an error of obstore, whose later lines are Rust's."""
     return reason(RuntimeError(str(error).partition("\n")[0]), 200)
+
+
+def longer(pause_s: float) -> float:
+    """Return the next pause between looks at an object that has not changed."""
+    return min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
 
 @contextlib.contextmanager
@@ -321,10 +327,9 @@ def unpack(
                 arrays[key] = _view(memoryview(data)[end:], header[key], want, f"{name}: {key}")
         if _digest(about["message"], arrays) != about["sha256"]:
             raise Refused(f"{name}: damaged (SHA-256)")
-    # Deliberately broad: there are many ways in which an object can be damaged.
-    except Exception as error:
-        if isinstance(error, Refused):
-            raise
+    except Refused:
+        raise
+    except Exception as error:  # deliberately broad: an object can be damaged in many ways
         raise Refused(f"{name}: damaged ({type(error).__name__}: {reason(error, 100)})") from error
 
     def leaf(path, want):

@@ -9,7 +9,7 @@ from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
 from adloco_jax.errors import counted
-from adloco_jax.files import PIECE_BYTES
+from adloco_jax.files import requests_to_get, requests_to_put
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
@@ -46,16 +46,14 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     ]
 
 
-_THRESHOLDS = ("eta", "vartheta", "nu")
-
-
 def _growth(settings: Settings) -> str:
     """Describe what determines the batch size of a run, for the header of the run."""
     batching = settings.batching
     if not measures_gradients(settings):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
-    wanted, names = inspect.signature(BATCH_TESTS[batching.test].request).parameters, _THRESHOLDS
-    knobs = [f"{name} {getattr(batching, name)}" for name in names if name in wanted]
+    wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
+    knobs = {"eta": batching.eta, "vartheta": batching.vartheta, "nu": batching.nu}
+    knobs = [f"{name} {value}" for name, value in knobs.items() if name in wanted]
     least, given = least_test_sequences(settings), batching.test_batch_size
     if given is not None and given < least * settings.ensemble.num_workers:
         knobs.append(
@@ -137,9 +135,7 @@ def bucket_cost(spec: Spec) -> tuple[int, int, int]:
     Not counted: looks at the driver's board, and the learner's own signs of life.
     """
     down, up = spec.param_bytes, spec.sync_bytes
-    parts = -(-up // PIECE_BYTES)
-    requests = 2 + -(-down // PIECE_BYTES) + (1 if parts == 1 else parts + 2)
-    return down, up, requests
+    return down, up, 2 + requests_to_get(down) + requests_to_put(up)
 
 
 def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
