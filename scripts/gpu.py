@@ -228,7 +228,8 @@ def resume(size: Size) -> dict:
             command = [sys.executable, "-m", "adloco_jax.main", f"--workdir={workdir}"]
             command += [f"--config={ROOT}/configs/{size.config}.py"]
             command += [f"--config.{key}={value}" for key, value in changes.items()]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+                sys.exit(1)  # the last line of what the run said is the reason
             return workdir
 
         run("resumed", num_rounds=2)
@@ -313,9 +314,9 @@ PARTS: dict[str, Callable[[Size], dict]] = {
     "statistics": statistics,
     "round": whole_round,
     "trainers": trainers,
-    "memory": memory,
-    "programs": programs,
     "resume": resume,
+    "programs": programs,
+    "memory": memory,
     "compiler": compiler,
 }
 # As in runs. side_by_side.py sets this to false, because PyTorch uses the same GPU.
