@@ -102,7 +102,7 @@ def make_repository(name: str, *, private: bool) -> None:
 
     Raises:
       ConfigError: If the token in use may not write there, or if `private` and it is public.
-      Unreachable: If the hub does not answer.
+      Unreachable: If it fails otherwise, for instance because the hub does not answer.
     """
     with _pushing(name) as api:
         api.create_repo(name, private=private, exist_ok=True)

@@ -231,3 +231,15 @@ def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, k
         there._patiently(kind, fails)
     assert refusal.value.exit_code in (2, 5) and "\n" not in str(refusal.value)
     assert sum(waits) < 30
+
+
+def test_a_bucket_that_may_not_be_written_is_refused_before_anything_is_left(monkeypatch, tmp_path):
+    import obstore
+
+    def refuse(*_, **__):
+        raise RuntimeError("The operation lacked privileges: 403 Forbidden")
+
+    monkeypatch.setattr(obstore, "put", refuse)
+    with pytest.raises(ConfigError, match="no permission to write"):
+        bucket.check_possible(f"file://{tmp_path}/bucket", tmp_path / "r")
+    assert not (tmp_path / "r").exists()

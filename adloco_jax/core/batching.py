@@ -186,7 +186,8 @@ def next_batch_size(
     """Round a test's request up, and limit its growth and its size, in sequences per worker.
 
     A request that is not finite changes nothing. One test multiplies `batch_size` at most by
-    `max_growth`; `batch_cap` never reduces it. If not `monotone`, the batch may fall to 1.
+    `max_growth`. If `monotone`, the batch never falls, even above `batch_cap`; else it may fall to
+    1.
 
     Source: docs/algorithm.md, section 2. The reference code has no upper limit (section 7, defect
       7).

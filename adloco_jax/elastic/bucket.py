@@ -90,8 +90,8 @@ def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
     """Check that a run in a folder can use learners through the bucket at an address.
 
     Raises ConfigError if obstore is missing, the driver would be several processes, `fit` was given
-    model and rows, or the bucket cannot be read or holds another run; ResourceError if it cannot be
-    reached.
+    model and rows, or the bucket holds another run or cannot be read or written; ResourceError if
+    it cannot be reached.
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -104,7 +104,10 @@ def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
             "engine.kind = bucket: learners build model and data from settings; use adloco train,"
             " with a config file that adds entries of your own"
         )
-    _is_described(Store(address), folder / "learners" / "id")
+    bucket = Store(address)
+    if not _is_described(bucket, folder / "learners" / "id"):
+        bucket.put("driver/0.json", b"{}")  # finds out if this is permitted; no driver has number 0
+        bucket.delete("driver/0.json")
 
 
 @contextlib.contextmanager

@@ -99,7 +99,10 @@ def _end_with(parent: int) -> None:
 
 
 def check_possible(address: str = "", folder: Path = Path(), *, by_fit: bool = False) -> None:
-    """Raise ConfigError, with what to do, unless Ray is installed and the driver is one process."""
+    """Raise ConfigError if Ray is missing or in use here, or the driver is several processes.
+
+    The arguments are those of a bucket; Ray needs none.
+    """
     if jax.process_count() > 1:
         raise ConfigError(
             "engine.kind = ray: its driver is one process; leave out --distributed and"

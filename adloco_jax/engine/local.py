@@ -274,10 +274,11 @@ class LocalEngine:
 def count_skips(
     control: Control, outcomes: Sequence[Outcome], trainers: Sequence[int] | None = None
 ) -> tuple[Control, list[int]]:
-    """Count each worker's skipped updates in a row; return the positions of broken trainers too.
+    """Return `control` with each worker's skipped updates in a row, and who is broken.
 
-    A trainer is broken if each of its workers skipped its last `SKIPS_BEFORE_QUARANTINE` updates.
-    `control` must still have the trainers and workers that ran the round.
+    `outcomes` are those of the trainers at the positions `trainers` (None: all), which `control`
+    must still have with the workers that ran the round. A trainer is broken if each of its workers
+    skipped its last `SKIPS_BEFORE_QUARANTINE` updates; the second result lists their positions.
     """
     control = copy.deepcopy(control)
     broken = []

@@ -16,9 +16,10 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Workers times round length times batch; times `steps_per_round`, sequences in a round.
+        """Workers times round length times batch.
 
-        One batch-size test multiplies it at most by `batching.max_growth`.
+        Times `steps_per_round`, it is the sequences in a round. One batch-size test multiplies it
+        at most by `batching.max_growth`.
         """
         return self.num_workers * self.round_length * self.batch_size
 

@@ -138,14 +138,20 @@ def bucket_cost(spec: Spec) -> tuple[int, int, int]:
     return down, up, 2 + requests_to_get(down) + requests_to_put(up)
 
 
+# Bytes of a full Ethernet frame over those that TCP carries in it: 1,500 less 40 for the headers of
+# IP and TCP and 12 for timestamps.
+_FRAME_SHARE = 1514 / 1448
+
+
 def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
     if settings.engine.kind != "bucket":
         return []
-    down, up, requests = bucket_cost(spec)
+    *payload, requests = bucket_cost(spec)
+    down, up = (in_bytes(round(num * _FRAME_SHARE)) for num in payload)
     return [
-        f"bucket: a round of one worker costs a learner {in_bytes(down)} down and {in_bytes(up)} up"
-        f" in {counted(requests, 'request')}, and while it waits at most one request a second; the"
-        f" driver sends {in_bytes(down)} for each trainer, and receives what learners send"
+        f"bucket: a round of one worker costs a learner {down} down and {up} up in"
+        f" {counted(requests, 'request')}, and while it waits at most one request a second; the"
+        f" driver sends {down} for each trainer, and receives what learners send"
     ]
 
 

@@ -30,7 +30,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def require_utf8(option: str, path: Path) -> None:
-    """Raise ConfigError if a path is not UTF-8, since some libraries that write to it need that."""
+    """Raise ConfigError if a path is not UTF-8, which some libraries that write there need."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:

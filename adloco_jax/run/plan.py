@@ -309,7 +309,7 @@ _KINDS: dict[str, tuple[int, Rates, dict[int, str], dict]] = {
 
 
 def kinds() -> list[str]:
-    """Describe each kind of device in a line: name, memory, possible numbers of chips."""
+    """Describe each kind that `--device` can name in a line: memory, possible numbers of chips."""
     return [
         f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, chips))}"
         for kind, (memory, _, chips, _) in _KINDS.items()
