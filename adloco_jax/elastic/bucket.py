@@ -33,6 +33,7 @@ from adloco_jax.errors import ConfigError, ResourceError
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
+_LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
 # What a learner's board has, besides `hello`, which describes the learner.
 _BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
 _HELLO = {"process": list[Any], "fingerprint": str, "versions": dict[str, str], "devices": str}
@@ -341,7 +342,7 @@ class BucketTransport:
         if not place.look.done():
             return
         board, place.look = place.look.result(), None
-        place.pause_s = store.longer(place.pause_s)
+        place.pause_s = min(store.longer(place.pause_s), _LONGEST_PAUSE_S)
         if board is not None:
             if place.board is None or board["answered"] != place.board["answered"]:
                 place.pause_s = store.FIRST_PAUSE_S

@@ -165,25 +165,27 @@ class Evaluator:
         recorder, control = self.recorder, state.control
         is_due = control.round % recorder.settings.eval.every_rounds == 0
         if is_due or is_over(control, recorder.settings):
+            losses = []
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(state.ensemble, position)
-                self._record(control, trainer.id, params)
-            self.consensus(state, record=True)
+                losses.append(self._record(control, trainer.id, params))
+            self.consensus(state, losses)
             recorder.write_memory(control)
         recorder.show(state, boundary)
 
-    def consensus(self, state: State, *, record: bool = False) -> None:
-        """Choose the consensus and measure its loss; `record` it in the ledger."""
+    def consensus(self, state: State, losses: Sequence[float] = ()) -> None:
+        """Choose the consensus and measure its loss; record it if given the trainers' losses."""
         engine = self.recorder.engine
         self.params, source = evaluate.consensus(
             state.ensemble, engine.programs, engine.heldout, state.control.demands
         )
-        if record:
+        if losses:
             more: dict[str, Any] = {"source": source}
             if self.sample is not None:
                 more["sample"] = start, text = self.sample(self.params)
                 self.recorder.progress.note(f"  | {start} -> {text}")
-            loss = self._record(state.control, "consensus", self.params, **more)
+            known = losses[0] if source == "only" else None
+            loss = self._record(state.control, "consensus", self.params, known, **more)
             self.recorder.evaluated_round = state.control.round
         else:
             loss = evaluate.mean_loss(*self._given(self.params))
@@ -194,8 +196,15 @@ class Evaluator:
         engine = self.recorder.engine
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
-    def _record(self, control: Control, trainer: int | str, params: PyTree, **more: Any) -> float:
-        loss = evaluate.mean_loss(*self._given(params))
+    def _record(
+        self,
+        control: Control,
+        trainer: int | str,
+        params: PyTree,
+        known: float | None = None,
+        **more: Any,
+    ) -> float:
+        loss = evaluate.mean_loss(*self._given(params)) if known is None else known
         if self.unit == "nats/token":
             with np.errstate(over="ignore"):  # infinity becomes null in the ledger
                 more["perplexity"] = float(np.exp(loss))
