@@ -131,7 +131,7 @@ def fault(value: Any, kind: Any, name: str) -> str:
 def with_tuples(value: Any) -> Any:
     """Replace the lists of a JSON value by tuples, which settings have.
 
-    Pydantic would do so for JSON text, but refuses surrogates in names of files that are not UTF-8.
+    Pydantic would do so for JSON text, but refuses the surrogates in file names that are no UTF-8.
     """
     if isinstance(value, dict):
         return {key: with_tuples(item) for key, item in value.items()}

@@ -553,5 +553,5 @@ def default_of(key: str) -> Any:
 
 
 def meaning(key: str) -> str:
-    """Return the text about a knob, on one line."""
+    """Return the text below a knob, such as `inner.tx`, on one line."""
     return " ".join((KNOBS[key].description or "").split())

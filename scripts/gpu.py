@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -209,13 +210,7 @@ def programs(size: Size) -> dict:
         peaks[str(key)] = {"planned": needed_bytes(compiled[key]), "measured": peak}
         peaks[str(key)] |= {"seconds": seconds, "least_seconds": least}
         print(f"{key}: compiled {peaks[str(key)]['planned']}, measured {peak} bytes", flush=True)
-    texts = (
-        f"{key}: {peak['planned'] / 2**30:.2f}, {peak['measured'] / 2**30:.2f} GiB,"
-        f" {peak['seconds']:.4f} s"
-        + (f" (at least {peak['least_seconds']:.4f})" if peak["least_seconds"] else "")
-        for key, peak in peaks.items()
-    )
-    return {"programs": {"text": "; ".join(texts), "bytes": peaks}}
+    return {"programs": peaks}
 
 
 def resume(size: Size) -> dict:
@@ -346,12 +341,6 @@ ROWS = (
         *("memory", "peak", "{ratio:.2f} ({planned:.2f} of {measured:.2f} GiB, batch {batch})"),
     ),
     (
-        "compiled and measured GiB, seconds and their bound, of each program",
-        "programs",
-        "programs",
-        "{text}",
-    ),
-    (
         "four stacked trainers over four times one",
         *("trainers", "trainers", "{time:.2f} in time, {memory:.2f} in memory"),
     ),
@@ -398,6 +387,14 @@ def table(lines: list[dict], peak: float | None) -> str:
         else:
             text = f"not measured: {value}" if value else "not measured"
         rows.append(f"| {name} | {text} |")
+    if peaks := last.get("programs", {}).get("programs"):
+        rows += ["", "| program | GiB compiled | GiB measured | ms | ms at least |"]
+        rows += ["|---|---|---|---|---|"]
+        rows += [
+            f"| {key} | {peak['planned'] / 2**30:.2f} | {peak['measured'] / 2**30:.2f}"
+            f" | {1e3 * peak['seconds']:.1f} | {1e3 * (peak['least_seconds'] or math.nan):.1f} |"
+            for key, peak in peaks.items()
+        ]
     where = last["machine"]["machine"] if "machine" in last else "no GPU was at hand"
     return "\n".join([*rows, "", f"Machine: {where}.", ""])
 

@@ -32,7 +32,16 @@ FIGURES = {
         "peak": {"planned": 50.0, "measured": 40.0, "ratio": 1.25, "batch": 96},
         "batch": {"found": 96, "largest": 128},
     },
-    "programs": {"programs": {"text": "steps M=1 R=1 B=8: 1.00, 1.10"}},
+    "programs": {
+        "programs": {
+            "steps M=1": {
+                "planned": 2**30,
+                "measured": 2**31,
+                "seconds": 0.1,
+                "least_seconds": 0.05,
+            }
+        }
+    },
     "resume": {"resume": {"verdict": "yes, every bit"}},
     "compiler": {"compiler": {"text": "`O1` 0.980", "best": "as shipped"}},
 }
@@ -158,14 +167,15 @@ def test_the_true_batch_is_searched_from_the_one_found(monkeypatch, limit, large
 def test_each_programs_peak_and_seconds_stand_beside_the_compilers(monkeypatch):
     monkeypatch.setitem(gpu.RATES, "cpu", gpu.Rates(1e15, 1e15, 1e-9))
     found = gpu.programs(gpu.SIZES["toy"])["programs"]
-    kinds = {name.split()[0] for name in found["bytes"]}
+    kinds = {name.split()[0] for name in found}
     assert kinds == {"stats", "start", "steps", "outer", "loss"}
-    for peak in found["bytes"].values():
+    for peak in found.values():
         # on a CPU the peak is that of the whole process
         assert (
             0 < peak["planned"] < peak["measured"] and 0 < peak["least_seconds"] < peak["seconds"]
         )
-    assert all(f"{name}: " in found["text"] for name in found["bytes"])
+    text = gpu.table([H200 | {"part": "programs", "programs": found}], None)
+    assert all(f"| {name} |" in text for name in found)
 
 
 @pytest.mark.parametrize("size", gpu.SIZES.values(), ids=gpu.SIZES)

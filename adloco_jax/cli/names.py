@@ -24,7 +24,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def runs_in(folder: str | Path) -> list[Path]:
-    """Return the folders of the runs in a folder, the newest first."""
+    """Return the folders of the runs in a folder, the last changed first."""
     found = [path for path in Path(folder).glob("*") if is_run(path)]
     return sorted(found, key=lambda run: run.stat().st_mtime, reverse=True)
 

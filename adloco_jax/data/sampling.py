@@ -1,6 +1,6 @@
 """Compute the order in which workers read rows, by permutations that are never stored.
 
-Integer arithmetic only: the order is the same on every platform and NumPy version.
+By integers and single operations of float64: the same on every platform and NumPy version.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 def interleave(labels: np.ndarray) -> np.ndarray:
     """Order labelled items so that every stretch has about the same mix of labels.
 
-    Takes integers [N]; returns positions, int64[N]. Items of one label keep their order.
+    Takes integers [N]; returns the order as indices, int64[N]. Items of one label keep their order.
     """
     share = np.zeros(len(labels))
     for label in np.unique(labels):

@@ -103,7 +103,7 @@ class ElasticEngine:
             self._poll()
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> dict[int, Round]:
-        """Take the ended rounds of some trainers out of the engine; learners read the rows."""
+        """Take out the ended rounds of `plans` and judge their answers; learners read the rows."""
         trainers = state.control.trainers
         ended = {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
         for each in ended.values():

@@ -83,9 +83,10 @@ def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_siz
 def class_report(
     programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int, num_classes: int
 ) -> dict:
-    """Measure accuracy, and each class's precision, recall and F1 (None if undefined) and support.
+    """Measure `accuracy`; in `classes`, each one's `precision`, `recall`, `f1` and `support`.
 
-    The predicted class is the label with which the row has the smallest loss.
+    A score is None if it is undefined. The predicted class is the label with which the row has the
+    smallest loss.
     """
 
     def losses_under(label: int) -> np.ndarray:

@@ -250,7 +250,7 @@ def run_layers(
       x_BLD: Activations, the input of the first layer.
       *shared: Further arguments, the same for every layer.
       form: What the compiled program does: "scan" over the layers, "call" each layer as a function,
-        which is fastest on a CPU, or "inline" every layer, which is fastest on other devices.
+        which is fastest on a CPU, or "inline" every layer, which gives a GPU the fewest kernels.
     """
     if form == "scan" or layers.is_initializing():
         return layers(x_BLD, *shared)[0]
