@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from adloco_jax import hub
-from adloco_jax.data import remote
+from adloco_jax.data.files import checkpoint, is_address
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.files import read_json, replaced_folder
@@ -122,7 +122,7 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
     architecture with a weight map (`models.weight_maps`).
 
     Args:
-      path_or_name: A folder, its address (`data.remote`), or a repository on the hub, with
+      path_or_name: A folder, its address (`data.files`), or a repository on the hub, with
         `config.json` and `model.safetensors`, safetensors files with an index, or
         `pytorch_model.bin`. What is in the cache is not downloaded again.
       head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
@@ -259,7 +259,7 @@ def _weight_maps() -> list[WeightMap]:
 
 def _local(name: str) -> Path | None:
     """Return the folder with this name, or None if the name can only be remote."""
-    if remote.is_address(name):
+    if is_address(name):
         return None
     path = Path(name).expanduser()
     try:
@@ -278,8 +278,8 @@ def _local(name: str) -> Path | None:
 def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
     files, hint = ("config.json", "*.safetensors.index.json"), "" if _has_torch() else _TORCH
-    if remote.is_address(name):
-        with remote.checkpoint(name, files, one_of=one_of, key=key, hint=hint) as folder:
+    if is_address(name):
+        with checkpoint(name, files, one_of=one_of, key=key, hint=hint) as folder:
             yield folder
     elif (folder := _local(name)) is not None:
         yield folder

@@ -19,7 +19,7 @@ from toy import data_settings
 
 from adloco_jax import hf
 from adloco_jax.cli.prepare import guess_source
-from adloco_jax.data import check_corpus, load_corpus, load_tokenizer, remote, rows
+from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer, rows
 from adloco_jax.data.files import shard_changes
 from adloco_jax.data.tokenizers import default_tokenizer
 from adloco_jax.errors import ConfigError, DataError, ResourceError
@@ -102,10 +102,8 @@ def test_an_address_gives_the_rows_and_records_of_the_files(tmp_path, bucket, so
 
 
 def test_rows_are_kept_until_an_object_is_rewritten(tmp_path, bucket, monkeypatch):
-    copied, real = [], remote._copy
-    monkeypatch.setattr(
-        remote, "_copy", lambda file, to: (copied.append(file.name), real(file, to))
-    )
+    copied, real = [], files._copy
+    monkeypatch.setattr(files, "_copy", lambda file, to: (copied.append(file.name), real(file, to)))
     write_jsonl(tmp_path / "folder")
     address = bucket(tmp_path / "folder", "data")
     first = load(address)
@@ -122,7 +120,7 @@ def test_a_killed_preparation_continues_with_the_next_file(tmp_path, bucket, mon
     write_jsonl(tmp_path / "folder")
     address = bucket(tmp_path / "folder", "data")
     monkeypatch.setattr(rows, "_CHUNK_CHARS", 500)
-    copied, real = [], remote._copy
+    copied, real = [], files._copy
 
     def copy(file, to):
         copied.append(file.name)
@@ -130,7 +128,7 @@ def test_a_killed_preparation_continues_with_the_next_file(tmp_path, bucket, mon
         if len(copied) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(remote, "_copy", copy)
+    monkeypatch.setattr(files, "_copy", copy)
     with pytest.raises(KeyboardInterrupt):
         load(address)
     assert load(address).fingerprint == load(tmp_path / "folder").fingerprint
@@ -222,10 +220,8 @@ def test_weights_come_from_an_address(tmp_path, bucket, monkeypatch):
     hf.save(params, tmp_path / "model", load_tokenizer("bytes"), network=network)
     (tmp_path / "model" / "notes.txt").write_text("not copied")
     address = bucket(tmp_path / "model", "model")
-    copied, real = [], remote._copy
-    monkeypatch.setattr(
-        remote, "_copy", lambda file, to: (copied.append(file.name), real(file, to))
-    )
+    copied, real = [], files._copy
+    monkeypatch.setattr(files, "_copy", lambda file, to: (copied.append(file.name), real(file, to)))
     assert hf.inspect(address)[:3] == (network, True, False) and copied == ["config.json"]
     for _ in range(2):
         jax.tree.map(np.testing.assert_array_equal, hf.load(address).params, params)

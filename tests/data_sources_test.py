@@ -16,7 +16,7 @@ from toy import data_settings
 from adloco_jax import main as cli
 from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import load_corpus, sources
-from adloco_jax.data.files import find_files, shard_changes
+from adloco_jax.data.files import find, shard_changes
 from adloco_jax.errors import ConfigError, DataError
 
 DATA = data_settings(label_column="").data
@@ -29,7 +29,7 @@ def write(path, content):
 
 
 def names(path):
-    return list(find_files(str(path), key="data.path"))
+    return list(find(str(path), key="data.path"))
 
 
 def corpus(path, **options):
@@ -100,7 +100,7 @@ def test_a_path_without_regular_files_is_refused(tmp_path):
         assert str(error.value).startswith(f"data.path={tmp_path / path}")
     with pytest.raises(ConfigError, match="data.path is empty"):
         names("")
-    with pytest.raises(ConfigError, match="data.path: is an address") as refused:
+    with pytest.raises(ConfigError, match="data.path: has a user") as refused:
         names("https://user:secret@host/a.txt")
     assert "secret" not in str(refused.value)
 

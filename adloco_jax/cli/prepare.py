@@ -6,9 +6,9 @@ from pathlib import Path
 
 from adloco_jax import hub
 from adloco_jax.config import default_config, validate
-from adloco_jax.data import Corpus, prepared, remote, rows
+from adloco_jax.data import Corpus, prepared, rows
 from adloco_jax.data.corpus import make_job
-from adloco_jax.data.files import local_path
+from adloco_jax.data.files import find, local_path
 from adloco_jax.data.sampling import order_of
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
@@ -38,7 +38,7 @@ def guess_source(path: str, key: str = "path") -> str:
     if is_name and not local_path(path, key=key).exists():
         return "hf"
     kinds = {}
-    for name in remote.find(path, key=key):
+    for name in find(path, key=key):
         ending = _ending(name)
         if ending in _REFUSED:
             raise ConfigError(

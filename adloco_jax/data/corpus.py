@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from adloco_jax import hub
-from adloco_jax.data import prepared, remote, rows, sources
-from adloco_jax.data.files import cache_folder, local_path
+from adloco_jax.data import prepared, rows, sources
+from adloco_jax.data.files import File, RemoteFile, cache_folder, find, local_path
 from adloco_jax.data.prepared import Manifest
-from adloco_jax.data.remote import File, RemoteFile
 from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
@@ -297,9 +296,9 @@ def find_sides(data: DataSettings) -> tuple[dict[str, File], dict[str, File]]:
     """
     if "path" not in DATA_SOURCES[data.source].needs:
         return {}, {}
-    files, heldout = remote.find(data.path, key="data.path"), {}
+    files, heldout = find(data.path, key="data.path"), {}
     if data.heldout_path:
-        heldout = remote.find(data.heldout_path, key="data.heldout_path")
+        heldout = find(data.heldout_path, key="data.heldout_path")
     if "dataset_dict.json" in files:
         raise ConfigError(
             f"{where_of(data)}: a saved data set of several splits; name the folder of one split"

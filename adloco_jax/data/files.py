@@ -1,13 +1,55 @@
-"""Files on this machine: find the files of a path, compare two reads, locate the user's cache."""
+"""The files of a path or an address: find them, and copy those on servers to this machine.
 
+fsspec reads buckets, the hub and web servers. A file is copied as a whole before it is read, so
+that hashes, checksums and the readers of tables work as for files on this machine.
+"""
+
+import contextlib
+import dataclasses
 import errno
 import fnmatch
 import glob
+import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from adloco_jax.errors import ConfigError, DataError
+import filelock
+
+from adloco_jax import hub
+from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, reason
+from adloco_jax.files import replaced_folder
+
+KINDS = ("s3", "gs", "az", "hf", "https", "http")
+# What the servers call the properties of a file that differ after its content has changed.
+_VERSIONS = ("blob_id", "content-md5", "etag", "generation", "last-modified", "last_modified")
+_VERSIONS += ("lastmodified", "updated", "versionid")
+_LOST = {"ConnectionError", "TimeoutError", "HTTPClientError", "ClientConnectionError"}
+_LOST |= {"ClientPayloadError", "TransportError", "ServiceRequestError", "ServiceResponseError"}
+_REFUSED = {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file on a server: its full address, its size in bytes if known, and its version.
+
+    `version` is what the server says about the content: its hash, the time of its last change.
+    """
+
+    address: str
+    size: int | None
+    version: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return PurePosixPath(self.address).name
+
+
+File = Path | RemoteFile
 
 
 def cache_folder(name: str) -> Path:
@@ -31,41 +73,47 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
     return lines
 
 
+def is_address(path: str) -> bool:
+    """Whether a value of the config is an address, and not a path or a name on the hub."""
+    return "://" in path
+
+
 def local_path(name: str, *, key: str) -> Path:
     """Convert the value of a config's `key` to a path, with `~` expanded; it need not exist.
 
-    Raises:
-      ConfigError: If the value is an address, which the message does not repeat: it may contain a
-        password.
-      DataError: If the path cannot be followed.
+    Raises DataError if the path cannot be followed.
     """
-    if "://" in name:
-        raise ConfigError(f"{key}: is an address; give a path, or a name on the Hugging Face hub")
     try:
         path = Path(name).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{key}={name[:200]}: not a readable path ({reason})") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{key}={name[:200]}: not a readable path ({why})") from error
     return path
 
 
-def find_files(path: str, *, key: str) -> dict[str, Path]:
-    """Find the files of a path, a folder (at any depth) or a glob (with `**`), sorted by path.
+def find(path: str, *, key: str) -> dict[str, File]:
+    """Find the files of a path or an address: of a file, a folder (at any depth) or a glob.
 
-    Links are followed, and a file is read once. Names that begin with a dot are left out unless the
-    glob contains the dot. A path that exists is never interpreted as a glob.
+    A glob may have `**`. Links are followed, and a file is read once. Names that begin with a dot
+    are left out unless the glob contains the dot. What exists is never interpreted as a glob.
 
     Returns:
-      The files, at least one. A key is the path relative to the folder, or to the part of the glob
-      before the first wildcard.
+      The files, at least one, sorted by path. A key is the path relative to the folder, or to the
+      part of the glob before the first wildcard.
 
     Raises:
-      ConfigError: If `path` is empty.
-      DataError: If there is no file, or a link leads nowhere.
+      ConfigError: If `path` is empty, or an address of a kind that is not supported or not
+        installed, or has a password or signature.
+      DataError: If there is no file, no access to it, or a link leads nowhere.
+      ResourceError: If the server does not answer.
     """
     if not path:
         raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
+    return _find_remote(path, key) if is_address(path) else _find_local(path, key)
+
+
+def _find_local(path: str, key: str) -> dict[str, File]:
     start = local_path(path, key=key)
     base, parts, files = start, ["**"], {}
     if not start.is_dir():
@@ -107,3 +155,179 @@ def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
                 yield from _expand(entry, parts if part == "**" else rest, entered)
         elif not rest and part != "**":
             yield entry
+
+
+def _find_remote(path: str, key: str) -> dict[str, File]:
+    where, kind = f"{key}={path}", path.partition("://")[0]
+    with _faults(where):
+        system, path = _file_system(path, key)
+        system.invalidate_cache()
+        base, missing = path.rstrip("/"), "no such file or folder"
+        try:
+            about = system.info(path)
+            missing = "an empty folder"
+        except FileNotFoundError as error:
+            if _kind(error) != "missing":
+                raise
+            about = {"type": "missing"}
+        if about["type"] == "file":
+            base, found = path.rpartition("/")[0], {path: about}
+        elif about["type"] == "missing" and glob.has_magic(path):
+            parts = path.split("/")
+            first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+            base, missing = "/".join(parts[:first]), "no file matches"
+            found = system.glob(path, detail=True)
+        else:
+            found = system.find(path, detail=True)
+    names = {name.removeprefix(base).lstrip("/"): name for name in sorted(found)}
+    shows_hidden = "/." in path.removeprefix(base)
+    files: dict[str, File] = {
+        short: _remote_file(kind, found[name])
+        for short, name in names.items()
+        if found[name]["type"] == "file" and short and not name.endswith("/")
+        if shows_hidden or about["type"] == "file" or not f"/{short}".count("/.")
+    }
+    if not files:
+        raise DataError(f"{where}: {missing}")
+    return files
+
+
+def _file_system(address: str, key: str) -> tuple[Any, str]:
+    import fsspec
+
+    kind, _, rest = address.partition("://")
+    if kind not in KINDS:
+        raise ConfigError(
+            f"{key}: is an address; give a path, a name on the Hugging Face hub, or an address that"
+            f" begins with {'://, '.join(KINDS[:-1])}://"
+        )
+    has_user = "@" in rest.partition("/")[0] and kind != "az"
+    if has_user or (kind.startswith("http") and "?" in rest):
+        raise ConfigError(
+            f"{key}: has a user or a query; a run records its addresses, so leave these out, and"
+            " give access by the environment"
+        )
+    try:
+        return fsspec.url_to_fs(address)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}: {kind}:// needs an extra ({reason(error)}): pip install 'adloco-jax[remote]'"
+        ) from error
+
+
+def _remote_file(kind: str, about: Mapping[str, Any]) -> RemoteFile:
+    name = about["name"]
+    address = name if is_address(name) else f"{kind}://{name}"
+    version = (f"{key}={about[key]}" for key in sorted(about) if key.lower() in _VERSIONS)
+    return RemoteFile(address, about.get("size"), tuple(version))
+
+
+@contextlib.contextmanager
+def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | None]:
+    """Copy a remote file to `folder` for the `with` block; yield its path, or the given path.
+
+    A `DataError` of the block names the address instead of the path of the copy.
+    """
+    if not isinstance(file, RemoteFile):
+        yield file
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    _copy(file, folder / file.name)
+    with _named(folder / file.name, file.address):
+        yield folder / file.name
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def checkpoint(
+    address: str, wanted: Sequence[str], *, one_of: Sequence[str], key: str, hint: str = ""
+) -> Iterator[Path]:
+    """Copy files of a remote folder to the user's cache, unless they are there; yield the copy.
+
+    A `DataError` of the `with` block names the address instead of the copy.
+
+    Args:
+      address: The address of the folder.
+      wanted: Patterns of files that are copied if they exist.
+      one_of: Patterns, in order of preference; files of the first that matches are copied.
+      key: The config's key, for messages.
+      hint: What the message advises if no file matches a pattern of `one_of`.
+
+    Raises:
+      hub.NoSuchFile: If no file matches a pattern of `one_of`.
+      UserError: As from `find`.
+    """
+    found: Any = find(address, key=key)
+    best = next((pattern for pattern in one_of if fnmatch.filter(found, pattern)), None)
+    if best is None:
+        missing = f"the folder has no file {' or '.join(one_of)}"
+        raise hub.NoSuchFile(f"{key}={address}: {missing}{hint and '; '}{hint}")
+    names = {name for pattern in (*wanted, best) for name in fnmatch.filter(found, pattern)}
+    files = {name: found[name] for name in sorted(names) if "/" not in name}
+    content = json.dumps([dataclasses.astuple(file) for file in files.values()])
+    folder = cache_folder("checkpoints") / hashlib.sha256(content.encode()).hexdigest()[:32]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            with replaced_folder(folder) as partial:
+                for name, file in files.items():
+                    _copy(file, partial / name)
+    with _named(folder, address.rstrip("/")):
+        yield folder
+
+
+def _copy(file: RemoteFile, path: Path) -> None:
+    with _faults(file.address):
+        system, name = _file_system(file.address, "address")
+        system.get_file(name, str(path))
+    size = path.stat().st_size
+    if file.size not in (None, size):
+        raise DataError(f"{file.address}: changed or cut while it was read; run it again")
+
+
+@contextlib.contextmanager
+def _named(path: Path, address: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace(str(path), address)) from error
+
+
+@contextlib.contextmanager
+def _faults(where: str) -> Iterator[None]:
+    """Turn errors of fsspec and the libraries behind it into `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # deliberately broad, because each library raises its own
+        kind, why = _kind(error), reason(error)
+        if kind == "missing":
+            raise DataError(f"{where}: no such file or folder") from error
+        if isinstance(error, OSError) and error.filename and error.errno:  # of this machine's disk
+            raise
+        if kind == "refused":
+            raise DataError(
+                f"{where}: no access ({why}); set credentials in the environment, or log in"
+            ) from error
+        if kind == "lost":
+            raise ResourceError(
+                f"{where}: the server does not answer ({why}); once it does, run the same command"
+                " again"
+            ) from error
+        raise DataError(f"{where}: cannot be read ({why})") from error
+
+
+def _kind(error: BaseException) -> str:
+    chain = [error]
+    while len(chain) < 20 and (cause := chain[-1].__cause__):
+        chain.append(cause)
+    names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
+    answers = [cause for error in chain for cause in (error, getattr(error, "response", None))]
+    codes = {getattr(a, "status", getattr(a, "status_code", 0)) for a in answers}
+    if names & _REFUSED or 403 in codes:
+        return "refused"
+    if names & _LOST:
+        return "lost"
+    return "missing" if "FileNotFoundError" in names else ""

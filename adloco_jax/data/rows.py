@@ -22,8 +22,8 @@ import numpy as np
 from tqdm import tqdm
 
 from adloco_jax.data import prepared, sources
+from adloco_jax.data.files import local_copy
 from adloco_jax.data.prepared import DOCUMENT, FORMAT, MANIFEST, Kept, Manifest, require_same
-from adloco_jax.data.remote import local_copy
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adloco_jax import hub
-from adloco_jax.data.remote import File
+from adloco_jax.data.files import File
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.settings import DataSettings
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from adloco_jax import hub
-from adloco_jax.data import remote
-from adloco_jax.data.files import local_path
+from adloco_jax.data.files import checkpoint, is_address, local_path
 from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.files import read_json
 from adloco_jax.settings import Settings
@@ -79,7 +78,7 @@ def load_tokenizer(
     Args:
       name: "bytes" (an id is a UTF-8 byte, and 256 ends a text), a `tokenizer.json`, a
         SentencePiece `.model`, a folder in Hugging Face layout, the address of one
-        (`data.remote`), or a repository on the hub. An existing path takes precedence.
+        (`data.files`), or a repository on the hub. An existing path takes precedence.
       text_length: Upper limit of tokens of a text to be classified; the tokenizer then has a
         prefix and a suffix, if need be its classification token and end-of-text token. Else None.
       key: The key of the config that gave the name, for messages.
@@ -100,7 +99,7 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
         raise ConfigError(f'{key} is empty: give "bytes", a path or a hub name')
     if name == "bytes":
         return _bytes_tokenizer(text_length)
-    if remote.is_address(name):
+    if is_address(name):
         with _fetched(name, key) as folder:
             return _hugging_face_tokenizer(folder, text_length, key)
     path = local_path(name, key=key)
@@ -118,8 +117,8 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
 
 @contextlib.contextmanager
 def _fetched(name: str, key: str) -> Iterator[Path]:
-    if remote.is_address(name):
-        with remote.checkpoint(name, _HUB_FILES, one_of=_VOCABULARIES, key=key) as folder:
+    if is_address(name):
+        with checkpoint(name, _HUB_FILES, one_of=_VOCABULARIES, key=key) as folder:
             yield folder
     else:
         yield hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"{key}={name}")
@@ -166,7 +165,7 @@ def default_tokenizer(init_from: str) -> str:
     """
     if not init_from:
         return "bytes"
-    if not remote.is_address(init_from):
+    if not is_address(init_from):
         folder = local_path(init_from, key="model.init_from")
         if folder.is_dir():
             has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
