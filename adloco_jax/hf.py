@@ -24,8 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
-from adloco_jax import hub
-from adloco_jax.data.files import checkpoint, is_address
+from adloco_jax.data.files import fetched, is_address, is_on_hub
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.files import read_json, replaced_folder
@@ -159,18 +158,18 @@ def inspect(path_or_name: str | Path) -> Description:
     Of an address or a repository on the hub only `config.json` is read. Checks and errors are those
     of `load(..., head=False)`, except for weights that are not finite.
     """
-    folder = _local(str(path_or_name))
-    if folder is None:
-        with _folder(str(path_or_name), ["config.json"], key="model.init_from") as folder:
-            network, names, config = _described(folder)
-        # If config.json lists no class, the class that is supported here is assumed. The weights
-        # then have the head of this class.
-        name = names.classes[config["model_type"]]
-        is_whole = name in (config.get("architectures") or [name])
-        return Description(network, is_whole, has_tensors=False, config=config)
-    network, stored, _, config = _checked(folder, needs_head=False)
-    modules = {tensor.path[0] for tensor in stored}
-    return Description(network, has_head(network, modules), has_tensors=True, config=config)
+    name, key = str(path_or_name), "model.init_from"
+    with _folder(name, ["config.json"], key=key) as folder:
+        if not is_address(name) and not is_on_hub(name, key=key):
+            network, stored, _, config = _checked(folder, needs_head=False)
+            modules = {tensor.path[0] for tensor in stored}
+            return Description(network, has_head(network, modules), has_tensors=True, config=config)
+        network, names, config = _described(folder)
+    # If config.json lists no class, the class that is supported here is assumed. The weights then
+    # have the head of this class.
+    name = names.classes[config["model_type"]]
+    is_whole = name in (config.get("architectures") or [name])
+    return Description(network, is_whole, has_tensors=False, config=config)
 
 
 def save(
@@ -257,34 +256,18 @@ def _weight_maps() -> list[WeightMap]:
     return [known.weight_map for known in ARCHITECTURES.values() if known.weight_map is not None]
 
 
-def _local(name: str) -> Path | None:
-    """Return the folder with this name, or None if the name can only be remote."""
-    if is_address(name):
-        return None
-    path = Path(name).expanduser()
-    try:
-        if path.is_dir():
-            return path
-        if path.is_file():
-            raise DataError(f"{path}: a file; give a folder with config.json and model.safetensors")
-    except (OSError, ValueError) as error:  # the name is too long, or has a NUL in it
-        raise DataError(f"{name[:200]!r}: {error}") from error
-    if not hub.NAME.fullmatch(name):
-        raise DataError(f"{name}: no such folder")
-    return None
-
-
 @contextlib.contextmanager
 def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
     files, hint = ("config.json", "*.safetensors.index.json"), "" if _has_torch() else _TORCH
-    if is_address(name):
-        with checkpoint(name, files, one_of=one_of, key=key, hint=hint) as folder:
-            yield folder
-    elif (folder := _local(name)) is not None:
+    with fetched(name, files, one_of=one_of, key=key, hint=hint) as folder:
+        if folder.is_file():
+            raise DataError(
+                f"{folder}: a file; give a folder with config.json and model.safetensors"
+            )
+        if not folder.is_dir():
+            raise DataError(f"{name}: no such folder")
         yield folder
-    else:
-        yield hub.download(name, files, one_of=one_of, where=f"{key}={name}", hint=hint)
 
 
 # --- config.json --------------------------------------------------------------------------------

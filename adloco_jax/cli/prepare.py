@@ -4,11 +4,10 @@ import argparse
 import shlex
 from pathlib import Path
 
-from adloco_jax import hub
 from adloco_jax.config import default_config, validate
 from adloco_jax.data import Corpus, prepared, rows
 from adloco_jax.data.corpus import make_job
-from adloco_jax.data.files import find, local_path
+from adloco_jax.data.files import find, is_on_hub
 from adloco_jax.data.sampling import order_of
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
@@ -34,8 +33,7 @@ def guess_source(path: str, key: str = "path") -> str:
     """
     if path == "stdlib":
         return path
-    is_name = hub.NAME.fullmatch(path) and _ending(path) not in {*SOURCES, *_REFUSED, "txt"}
-    if is_name and not local_path(path, key=key).exists():
+    if _ending(path) not in {*SOURCES, *_REFUSED, "txt"} and is_on_hub(path, key=key):
         return "hf"
     kinds = {}
     for name in find(path, key=key):

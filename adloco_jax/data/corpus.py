@@ -19,7 +19,7 @@ import numpy as np
 
 from adloco_jax import hub
 from adloco_jax.data import prepared, rows, sources
-from adloco_jax.data.files import File, RemoteFile, cache_folder, find, local_path
+from adloco_jax.data.files import File, RemoteFile, cache_folder, find, is_on_hub
 from adloco_jax.data.prepared import Manifest
 from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
@@ -240,7 +240,7 @@ def check_corpus(settings: Settings) -> list[str]:
     if source.is_folder:
         _open_prepared(data, tokenizer)
         return []
-    on_hub = source.is_hub and is_on_hub(data)
+    on_hub = source.is_hub and _is_on_hub(data)
     if on_hub:
         return [f"{where_of(data)}: whether the hub has it, and its content"]
     sides = find_sides(data)
@@ -262,12 +262,9 @@ def check_corpus(settings: Settings) -> list[str]:
     return [f"{where_of(data)}: its content after the first text"]
 
 
-def is_on_hub(data: DataSettings) -> bool:
+def _is_on_hub(data: DataSettings) -> bool:
     """Whether `data.path` names a data set on the hub; ConfigError if other keys do not agree."""
-    on_hub = bool(hub.NAME.fullmatch(data.path))
-    if on_hub:
-        path = local_path(data.path, key="data.path")
-        on_hub = not path.exists() and path.suffix not in sources.FILE_ENDINGS
+    on_hub = is_on_hub(data.path, key="data.path", endings=sources.FILE_ENDINGS)
     if on_hub and data.heldout_path:
         raise ConfigError(f"{where_of(data)}: has splits; set data.heldout_split, not heldout_path")
     if not on_hub and (data.name or data.heldout_split):
@@ -345,7 +342,7 @@ def make_job(
     source, where = DATA_SOURCES[data.source], (where_of(data), where_of(data, heldout=True))
     if num_classes is None:
         data = data.model_copy(update={"label_column": ""})
-    on_hub = source.is_hub and is_on_hub(data)
+    on_hub = source.is_hub and _is_on_hub(data)
     files, heldout_files = ({}, {}) if on_hub else find_sides(data)
     if on_hub and not commit:
         commit = data.revision

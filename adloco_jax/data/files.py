@@ -92,6 +92,17 @@ def local_path(name: str, *, key: str) -> Path:
     return path
 
 
+def is_on_hub(name: str, *, key: str, endings: Sequence[str] = ()) -> bool:
+    """Whether a value of the config's `key` is no path here, and may be a name on the hub.
+
+    `endings` are those of files, which no name on the hub has. Raises as `local_path`.
+    """
+    if not hub.NAME.fullmatch(name):
+        return False
+    path = local_path(name, key=key)
+    return not path.exists() and path.suffix not in endings
+
+
 def find(path: str, *, key: str) -> dict[str, File]:
     """Find the files of a path or an address: of a file, a folder (at any depth) or a glob.
 
@@ -240,24 +251,44 @@ def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | 
 
 
 @contextlib.contextmanager
-def checkpoint(
-    address: str, wanted: Sequence[str], *, one_of: Sequence[str], key: str, hint: str = ""
+def fetched(
+    name: str,
+    wanted: Sequence[str],
+    *,
+    one_of: Sequence[str],
+    key: str,
+    hint: str = "",
+    endings: Sequence[str] = (),
 ) -> Iterator[Path]:
-    """Copy files of a remote folder to the user's cache, unless they are there; yield the copy.
+    """Yield a path, or the copy in the user's cache of a remote folder or a repository on the hub.
 
     A `DataError` of the `with` block names the address instead of the copy.
 
     Args:
-      address: The address of the folder.
+      name: A path, which need not exist, an address, or a name on the hub.
       wanted: Patterns of files that are copied if they exist.
       one_of: Patterns, in order of preference; files of the first that matches are copied.
       key: The config's key, for messages.
       hint: What the message advises if no file matches a pattern of `one_of`.
+      endings: As in `is_on_hub`.
 
     Raises:
       hub.NoSuchFile: If no file matches a pattern of `one_of`.
-      UserError: As from `find`.
+      UserError: As from `find` or `hub.download`.
     """
+    if is_address(name):
+        folder = _copied(name, wanted, one_of=one_of, key=key, hint=hint)
+        with _named(folder, name.rstrip("/")):
+            yield folder
+    elif is_on_hub(name, key=key, endings=endings):
+        yield hub.download(name, wanted, one_of=one_of, where=f"{key}={name}", hint=hint)
+    else:
+        yield local_path(name, key=key)
+
+
+def _copied(
+    address: str, wanted: Sequence[str], *, one_of: Sequence[str], key: str, hint: str
+) -> Path:
     found: Any = find(address, key=key)
     best = next((pattern for pattern in one_of if fnmatch.filter(found, pattern)), None)
     if best is None:
@@ -273,8 +304,7 @@ def checkpoint(
             with replaced_folder(folder) as partial:
                 for name, file in files.items():
                     _copy(file, partial / name)
-    with _named(folder, address.rstrip("/")):
-        yield folder
+    return folder
 
 
 def _copy(file: RemoteFile, path: Path) -> None:

@@ -11,14 +11,14 @@ import importlib.util
 import os
 import shutil
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from adloco_jax import hub
-from adloco_jax.data.files import checkpoint, is_address, local_path
+from adloco_jax.data.files import fetched
 from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.files import read_json
 from adloco_jax.settings import Settings
@@ -99,29 +99,14 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
         raise ConfigError(f'{key} is empty: give "bytes", a path or a hub name')
     if name == "bytes":
         return _bytes_tokenizer(text_length)
-    if is_address(name):
-        with _fetched(name, key) as folder:
-            return _hugging_face_tokenizer(folder, text_length, key)
-    path = local_path(name, key=key)
-    if path.is_file() and path.suffix not in _FILES:
-        raise ConfigError(
-            f"{key}={name}: a file must be a tokenizer.json or a SentencePiece .model"
-        )
-    if path.exists():
+    with fetched(name, _HUB_FILES, one_of=_VOCABULARIES, key=key, endings=_FILES) as path:
+        if path.is_file() and path.suffix not in _FILES:
+            raise ConfigError(
+                f"{key}={name}: a file must be a tokenizer.json or a SentencePiece .model"
+            )
+        if not path.exists():
+            raise DataError(f"{key}={name}: no such file or folder")
         return _hugging_face_tokenizer(path, text_length, key)
-    if not hub.NAME.fullmatch(name) or path.suffix in _FILES:
-        raise DataError(f"{key}={name}: no such file or folder")
-    with _fetched(name, key) as folder:
-        return _hugging_face_tokenizer(folder, text_length, key)
-
-
-@contextlib.contextmanager
-def _fetched(name: str, key: str) -> Iterator[Path]:
-    if is_address(name):
-        with checkpoint(name, _HUB_FILES, one_of=_VOCABULARIES, key=key) as folder:
-            yield folder
-    else:
-        yield hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"{key}={name}")
 
 
 def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenizer:
@@ -165,16 +150,12 @@ def default_tokenizer(init_from: str) -> str:
     """
     if not init_from:
         return "bytes"
-    if not is_address(init_from):
-        folder = local_path(init_from, key="model.init_from")
-        if folder.is_dir():
-            has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
-            return init_from if has_one else "bytes"
     try:
-        with _fetched(init_from, "model.init_from"):
-            return init_from
+        with fetched(init_from, _HUB_FILES, one_of=_VOCABULARIES, key="model.init_from") as folder:
+            has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
     except hub.NoSuchFile:
-        return "bytes"
+        has_one = False
+    return init_from if has_one else "bytes"
 
 
 def _facts(tokenizer: Tokenizer) -> tuple:
