@@ -1,23 +1,16 @@
 """Read folders of prepared rows: `train.npy`, `heldout.npy`, and `prepared.json`, written last.
 
-A run checks only the sizes of the arrays, not their hashes, so that it starts quickly. A killed
-preparation continues from the tokens that `Kept` has saved.
+A run checks only the sizes of the arrays, not their hashes, so that it starts quickly.
 """
 
-import contextlib
 import dataclasses
-import json
 import typing
-import zipfile
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.files import FileRecord, fault, read_json, replaced_file
+from adloco_jax.errors import DataError
+from adloco_jax.files import FileRecord, fault, read_json
 
 MANIFEST = "prepared.json"
 FORMAT = 3
@@ -119,98 +112,3 @@ def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]
             )
         arrays.append(rows)
     return arrays[0], arrays[1]
-
-
-DOCUMENT = np.dtype(
-    [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
-)
-"""The description of a document. `length` is the number of tokens, with the end of text.
-`num_bytes` is the number of UTF-8 bytes. `digest` is a hash of the token ids, without the end of
-text. `label` is the class. `side` is 1 if the document is from separate held-out text, else 0."""
-
-
-class Kept:
-    """The documents that an unfinished preparation has tokenised and saved, in pieces of many.
-
-    Attributes:
-      part: Index of the file of text that is read next.
-      documents: Number of documents of this file that are already saved.
-      files: Records of the files that were read to their end.
-      num_tokens: Number of tokens of all saved documents.
-    """
-
-    def __init__(self, partial: Path, request: dict):
-        """Read the pieces that a killed preparation has saved in the folder `partial`, if any.
-
-        Raises:
-          ConfigError: If that preparation had another request (other settings or text).
-          DataError: If a piece is damaged.
-        """
-        self._folder, self._about = partial, [np.empty(0, DOCUMENT)]
-        self._counts: list[int] = []
-        self.files: list[dict] = []
-        self.part = self.documents = self.num_tokens = 0
-        path = partial / "request.json"
-        if path.exists():
-            require_same(partial, json.loads(path.read_bytes()), request)
-        with replaced_file(path) as file:
-            file.write(json.dumps(request).encode())
-        while (path := self._path(len(self._counts))).exists():
-            with self._opened(path) as content:
-                self._note(content["about"], **json.loads(str(content["progress"])))
-
-    @property
-    def about(self) -> np.ndarray:
-        """The description (`DOCUMENT`) of each saved document, [N]."""
-        self._about = [np.concatenate(self._about)]
-        return self._about[0]
-
-    def add(
-        self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
-    ) -> None:
-        """Save another piece; `about` describes its documents (`DOCUMENT`).
-
-        `files` are those now read to their end, and `position` the new `part` and `documents`.
-        """
-        progress = np.array(json.dumps({"files": files} | position))
-        arrays = {"tokens": tokens, "about": about, "progress": progress}
-        with replaced_file(self._path(len(self._counts))) as file:
-            np.savez(file, **arrays)
-        self._note(about, files, **position)
-
-    def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield the tokens of each saved piece, and the slice of `about` with its documents."""
-        first = 0
-        for number, count in enumerate(self._counts):
-            with self._opened(self._path(number)) as content:
-                yield content["tokens"], slice(first, first + count)
-            first += count
-
-    def _note(self, about: np.ndarray, files: list[dict], part: int, documents: int) -> None:
-        self._about.append(about)
-        self._counts.append(len(about))
-        self.num_tokens += int(about["length"].sum())
-        self.files += files
-        self.part, self.documents = part, documents
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number}.npz"
-
-    @contextlib.contextmanager
-    def _opened(self, path: Path) -> Iterator[Any]:
-        try:
-            # Reading also compares the checksums in the file.
-            with open(path, "rb") as file, np.load(file) as content:
-                yield content
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"{path}: damaged ({error}); delete {self._folder}") from error
-
-
-def require_same(folder: Path, there: dict, wanted: dict) -> None:
-    """Raise ConfigError if the rows in a folder were made, or begun, with other settings."""
-    keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
-    if keys:
-        raise ConfigError(
-            f"{folder}: was made, or begun, with another setting of {', '.join(keys)}; it is never"
-            " overwritten: name another folder"
-        )

@@ -13,7 +13,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,12 +25,12 @@ from tqdm import tqdm
 
 from adloco_jax.data import prepared, sources
 from adloco_jax.data.files import local_copy
-from adloco_jax.data.prepared import DOCUMENT, FORMAT, MANIFEST, Kept, Manifest, require_same
+from adloco_jax.data.prepared import FORMAT, MANIFEST, Manifest
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.files import file_sha256, sync
+from adloco_jax.files import file_sha256, replaced_file, sync
 from adloco_jax.settings import DataSettings
 
 # Most held-out rows measure reported losses; guard rows decide about merges.
@@ -113,7 +115,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if (manifest := _finished(folder, job.request)) is None:
-            kept = Kept(partial, job.request)
+            kept = _Kept(partial, job.request)
             _tokenise(job, kept, partial, note)
             manifest = _write_folder(job, kept, partial / "whole")
             os.rename(partial / "whole", folder)
@@ -129,14 +131,110 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
     if not prepared.is_prepared(folder):
         raise ConfigError(f"{folder}: exists and is not a prepared folder; name another folder")
     manifest = prepared.read_prepared(folder)
-    require_same(folder, manifest.request, request)
+    _require_same(folder, manifest.request, request)
     return manifest
+
+
+def _require_same(folder: Path, there: dict, wanted: dict) -> None:
+    keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
+    if keys:
+        raise ConfigError(
+            f"{folder}: was made, or begun, with another setting of {', '.join(keys)}; it is never"
+            " overwritten: name another folder"
+        )
+
+
+# -- The documents of an unfinished preparation ----------------------------------------------
+
+_DOCUMENT = np.dtype(
+    [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
+)
+"""The description of a document. `length` is the number of tokens, with the end of text.
+`num_bytes` is the number of UTF-8 bytes. `digest` is a hash of the token ids, without the end of
+text. `label` is the class. `side` is 1 if the document is from separate held-out text, else 0."""
+
+
+class _Kept:
+    """The documents that an unfinished preparation has tokenised and saved, in pieces of many.
+
+    Attributes:
+      part: Index of the file of text that is read next.
+      documents: Number of documents of this file that are already saved.
+      files: Records of the files that were read to their end.
+      num_tokens: Number of tokens of all saved documents.
+    """
+
+    def __init__(self, partial: Path, request: dict):
+        """Read the pieces that a killed preparation has saved in the folder `partial`, if any.
+
+        Raises:
+          ConfigError: If that preparation had another request (other settings or text).
+          DataError: If a piece is damaged.
+        """
+        self._folder, self._about = partial, [np.empty(0, _DOCUMENT)]
+        self._counts: list[int] = []
+        self.files: list[dict] = []
+        self.part = self.documents = self.num_tokens = 0
+        path = partial / "request.json"
+        if path.exists():
+            _require_same(partial, json.loads(path.read_bytes()), request)
+        with replaced_file(path) as file:
+            file.write(json.dumps(request).encode())
+        while (path := self._path(len(self._counts))).exists():
+            with self._opened(path) as content:
+                self._note(content["about"], **json.loads(str(content["progress"])))
+
+    @property
+    def about(self) -> np.ndarray:
+        """The description (`_DOCUMENT`) of each saved document, [N]."""
+        self._about = [np.concatenate(self._about)]
+        return self._about[0]
+
+    def add(
+        self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
+    ) -> None:
+        """Save another piece; `about` describes its documents (`_DOCUMENT`).
+
+        `files` are those now read to their end, and `position` the new `part` and `documents`.
+        """
+        progress = np.array(json.dumps({"files": files} | position))
+        arrays = {"tokens": tokens, "about": about, "progress": progress}
+        with replaced_file(self._path(len(self._counts))) as file:
+            np.savez(file, **arrays)
+        self._note(about, files, **position)
+
+    def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
+        """Yield the tokens of each saved piece, and the slice of `about` with its documents."""
+        first = 0
+        for number, count in enumerate(self._counts):
+            with self._opened(self._path(number)) as content:
+                yield content["tokens"], slice(first, first + count)
+            first += count
+
+    def _note(self, about: np.ndarray, files: list[dict], part: int, documents: int) -> None:
+        self._about.append(about)
+        self._counts.append(len(about))
+        self.num_tokens += int(about["length"].sum())
+        self.files += files
+        self.part, self.documents = part, documents
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number}.npz"
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        try:
+            # Reading also compares the checksums in the file.
+            with open(path, "rb") as file, np.load(file) as content:
+                yield content
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"{path}: damaged ({error}); delete {self._folder}") from error
 
 
 # -- Reading and tokenising ------------------------------------------------------------------
 
 
-def _tokenise(job: Job, kept: Kept, partial: Path, note: Callable[[str], None]) -> None:
+def _tokenise(job: Job, kept: _Kept, partial: Path, note: Callable[[str], None]) -> None:
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
     if kept.num_tokens:
@@ -155,7 +253,7 @@ def no_text(where: str) -> str:
 
 
 def _tokenise_side(
-    job: Job, kept: Kept, parts: list[Part], side: int, partial: Path, bar: tqdm
+    job: Job, kept: _Kept, parts: list[Part], side: int, partial: Path, bar: tqdm
 ) -> None:
     """Read, tokenise and save the documents of one side, until there is enough text."""
     pending: list[Document] = []
@@ -198,7 +296,7 @@ def _tokenise_side(
     keep(len(parts), 0)
 
 
-def _is_enough(job: Job, kept: Kept, side: int) -> bool:
+def _is_enough(job: Job, kept: _Kept, side: int) -> bool:
     limit = job.heldout_limit if side else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
@@ -219,7 +317,7 @@ def _is_enough(job: Job, kept: Kept, side: int) -> bool:
 def _encode(
     documents: Sequence[Document], encoder: Tokenizer, side: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise documents; return all tokens in one array, and a `DOCUMENT` entry for each."""
+    """Tokenise documents; return all tokens in one array, and a `_DOCUMENT` entry for each."""
     texts = [document.text for document in documents]
     ids = encoder.encode_batch(texts)
     end_of_text = np.array([encoder.eot_id], np.int32)
@@ -230,7 +328,7 @@ def _encode(
             f"data.tokenizer={encoder.name}: gives ids from {tokens.min()} to {tokens.max()}, "
             f"need 0 to {encoder.vocab_size - 1}"
         )
-    about = np.empty(len(ids), DOCUMENT)
+    about = np.empty(len(ids), _DOCUMENT)
     about["length"] = [len(document) + 1 for document in ids]
     about["num_bytes"] = [len(text.encode()) for text in texts]
     hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
@@ -280,7 +378,7 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # -- Rows ------------------------------------------------------------------------------------
 
 
-def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
+def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     encoder, about, is_packed = job.encoder, kept.about, job.num_classes is None
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
@@ -326,7 +424,7 @@ def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
 Masks = tuple[np.ndarray, np.ndarray]
 
 
-def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
+def _write_packed(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
     lengths, ends, shapes = kept.about["length"], [], []
     dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
     for file, mask, limit in zip(
@@ -348,7 +446,7 @@ def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks)
     return shapes
 
 
-def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
+def _write_labelled(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
     """Write one row [class, n, tokens...] for each labelled text; return both shapes."""
     about, longest = kept.about, job.data.sequence_length
     prefix, suffix = job.encoder.prefix, job.encoder.suffix
