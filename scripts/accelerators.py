@@ -27,7 +27,8 @@ from ml_collections import ConfigDict  # noqa: E402
 
 from adloco_jax.cli.names import load_config  # noqa: E402
 from adloco_jax.config import validate  # noqa: E402
-from adloco_jax.engine.programs import lower, num_turns, placement  # noqa: E402
+from adloco_jax.engine.programs import lower  # noqa: E402
+from adloco_jax.engine.sharding import num_turns, placement  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.engine.work import Work, count  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402

@@ -13,8 +13,8 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
 from adloco_jax.engine.inputs import classes
-from adloco_jax.engine.programs import lower, needed_bytes, num_turns, placement
-from adloco_jax.engine.sharding import arrange, fetch, reshard
+from adloco_jax.engine.programs import lower, needed_bytes
+from adloco_jax.engine.sharding import arrange, fetch, num_turns, placement, reshard
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start

@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
-from adloco_jax.engine.programs import num_turns, placement
-from adloco_jax.engine.sharding import reshard
+from adloco_jax.engine.sharding import num_turns, placement, reshard
 from adloco_jax.engine.spec import Kind, Machine, ProgramKey, Spec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import (

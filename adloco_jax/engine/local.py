@@ -31,9 +31,9 @@ from adloco_jax.engine.inputs import (
     reads,
     whole_pool,
 )
-from adloco_jax.engine.programs import Programs, merged, placement, replace, spawned, taken
+from adloco_jax.engine.programs import Programs, merged, replace, spawned, taken
 from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
-from adloco_jax.engine.sharding import reshard
+from adloco_jax.engine.sharding import placement, reshard
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.loop.adloco import State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round

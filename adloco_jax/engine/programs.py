@@ -1,4 +1,4 @@
-"""The compiled programs of a run: what they compute, and the devices on which their arrays are.
+"""The compiled programs of a run: what they compute, and how they are called.
 
 `start` begins a round, `steps` runs a fixed number of micro-batches, `outer` synchronises;
 Streaming DiLoCo calls `fragment` (inner steps, then one synchronisation) instead of `outer`.
@@ -25,10 +25,20 @@ from adloco_jax.contrib.streaming import flush_workers, fragment_steps
 from adloco_jax.core.arguments import fold_in_each, with_fixed_key
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.merge import merge, reassign, spawn
-from adloco_jax.core.outer import inner_steps, outer_update, start_round
-from adloco_jax.core.types import Ensemble, Workers, init, take
+from adloco_jax.core.outer import inner_steps, outer_update
+from adloco_jax.core.types import Ensemble, Workers, take
 from adloco_jax.data.files import cache_folder
-from adloco_jax.engine.sharding import POOL, Placement, arrange, reshard
+from adloco_jax.engine.sharding import (
+    POOL,
+    Placement,
+    begin_workers,
+    ensemble_spec,
+    num_turns,
+    params_spec,
+    placement,
+    reshard,
+    workers_spec,
+)
 from adloco_jax.engine.spec import Compiled, Compiling, Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
@@ -139,53 +149,6 @@ def _note_cache_hit(event: str, **_: str | int) -> None:
 jax.monitoring.register_event_listener(_note_cache_hit)
 
 
-def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """Make the mesh of a program's devices, with the shardings of arrays on this mesh."""
-    size = max(key.micro_batch_size, 1)
-    first, count = key.devices or (0, len(spec.machine.devices))
-    devices = spec.machine.devices[first : first + count]
-    return arrange(key.owners, size, devices=devices, model_shards=spec.model_shards)
-
-
-def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
-    """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated."""
-    make = functools.partial(
-        init,
-        num_trainers=max(owners) + 1,
-        num_workers=len(owners),
-        inner_tx=spec.inner_tx,
-        outer_tx=spec.outer_tx,
-        owner_R=owners,
-        own_params=spec.outer.own_params,
-    )
-    shapes = jax.eval_shape(make, spec.params)
-    return _with_shardings(shapes, at.ensemble(shapes))
-
-
-def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
-    """Make the shapes, dtypes and shardings of a program's workers in the middle of a round."""
-    ensemble = ensemble_spec(spec, key.owners, at)
-    shapes = jax.eval_shape(functools.partial(_begin, spec, key, at), ensemble)
-    return _with_shardings(shapes, at.by_worker(shapes))
-
-
-def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
-    """Number of turns in which a device's workers run one after another; 1 if all run at once."""
-    num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
-    in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
-    return len(key.owners) // num_groups if in_turn else 1
-
-
-def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
-    """Start a round (`core.start_round`): make the arrays with which the workers begin."""
-    reset_tx = spec.inner_tx if spec.reset_inner_state else None
-    workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
-    step = num_turns(spec, key, at)
-    sums = (workers.grad_sum_R, workers.finite_R)
-    grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::step], sums)
-    return workers.replace(grad_sum_R=grad_sum, finite_R=finite)
-
-
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
     """Trace the program of `key`, and lower it to XLA's input language; it is not compiled yet."""
     at = placement(spec, key)
@@ -208,7 +171,7 @@ def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None)
     if spec.outer.own_params:
         bare = bare.replace(params_M=None)
-    start = functools.partial(_begin, spec, key, at)
+    start = functools.partial(begin_workers, spec, key, at)
     donated = (0,) if spec.outer.own_params else ()
     return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
 
@@ -332,7 +295,7 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _loss(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    params = _with_shardings(spec.params, at.params(spec.params))
+    params = params_spec(spec, at)
     loss_fn = with_fixed_key(spec.loss_fn)
     shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))
@@ -474,12 +437,6 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
     assert memory is not None, "the compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
-
-
-def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda leaf, at: leaf.update(sharding=at, weak_type=False), shapes, shardings
-    )
 
 
 def _shardings(shapes: PyTree) -> PyTree:

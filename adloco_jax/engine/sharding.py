@@ -1,4 +1,4 @@
-"""The device mesh of a compiled program, each array's sharding on the mesh, and resharding.
+"""The device mesh of a compiled program, each array's shape and sharding on it, and resharding.
 
 The mesh axes: `trainer` divides trainers, `worker` workers, `data` a worker's batch, `model` its
 parameters and state (and the batch, if divisible); along `idle`, devices repeat the same work.
@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from adloco_jax.core.compress import Packed
-from adloco_jax.core.types import Ensemble, block_size
+from adloco_jax.core.outer import start_round
+from adloco_jax.core.types import Ensemble, Workers, block_size, init
+from adloco_jax.engine.spec import ProgramKey, Spec
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
 POOL = ("trainer", "worker")
@@ -206,6 +208,64 @@ def arrange(
     # the same order.
     grid = chosen.reshape(trainer, worker, data, model_shards, -1)
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
+
+
+def placement(spec: Spec, key: ProgramKey) -> Placement:
+    """Make the mesh of a program's devices, with the shardings of arrays on this mesh."""
+    size = max(key.micro_batch_size, 1)
+    first, count = key.devices or (0, len(spec.machine.devices))
+    devices = spec.machine.devices[first : first + count]
+    return arrange(key.owners, size, devices=devices, model_shards=spec.model_shards)
+
+
+def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
+    """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated."""
+    make = functools.partial(
+        init,
+        num_trainers=max(owners) + 1,
+        num_workers=len(owners),
+        inner_tx=spec.inner_tx,
+        outer_tx=spec.outer_tx,
+        owner_R=owners,
+        own_params=spec.outer.own_params,
+    )
+    shapes = jax.eval_shape(make, spec.params)
+    return _with_shardings(shapes, at.ensemble(shapes))
+
+
+def params_spec(spec: Spec, at: Placement) -> PyTree:
+    """Make the shapes, dtypes and shardings of one model's parameters."""
+    return _with_shardings(spec.params, at.params(spec.params))
+
+
+def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
+    """Make the shapes, dtypes and shardings of a program's workers in the middle of a round."""
+    ensemble = ensemble_spec(spec, key.owners, at)
+    shapes = jax.eval_shape(functools.partial(begin_workers, spec, key, at), ensemble)
+    return _with_shardings(shapes, at.by_worker(shapes))
+
+
+def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
+    """Number of turns in which a device's workers run one after another; 1 if all run at once."""
+    num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
+    in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
+    return len(key.owners) // num_groups if in_turn else 1
+
+
+def begin_workers(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
+    """Start a round (`core.start_round`): make the arrays with which the workers begin."""
+    reset_tx = spec.inner_tx if spec.reset_inner_state else None
+    workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
+    step = num_turns(spec, key, at)
+    sums = (workers.grad_sum_R, workers.finite_R)
+    grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::step], sums)
+    return workers.replace(grad_sum_R=grad_sum, finite_R=finite)
+
+
+def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf, at: leaf.update(sharding=at, weak_type=False), shapes, shardings
+    )
 
 
 def reshard(tree: PyTree, shardings: PyTree) -> PyTree:

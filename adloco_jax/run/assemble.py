@@ -28,8 +28,7 @@ from adloco_jax.data.corpus import readable
 from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.engine.evaluate import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
-from adloco_jax.engine.programs import placement
-from adloco_jax.engine.sharding import fetch
+from adloco_jax.engine.sharding import fetch, placement
 from adloco_jax.engine.spec import Kernel, Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, start

@@ -17,16 +17,8 @@ from jaxtyping import PyTree
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
-from adloco_jax.engine.programs import (
-    Programs,
-    ensemble_spec,
-    merged,
-    needed_bytes,
-    parts_of,
-    placement,
-    spawned,
-    workers_spec,
-)
+from adloco_jax.engine.programs import Programs, merged, needed_bytes, parts_of, spawned
+from adloco_jax.engine.sharding import ensemble_spec, placement, workers_spec
 from adloco_jax.engine.spec import Kernel, Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start

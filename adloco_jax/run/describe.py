@@ -6,7 +6,7 @@ import numpy as np
 
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.inputs import classes
-from adloco_jax.engine.programs import ensemble_spec, placement
+from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
 from adloco_jax.errors import counted
 from adloco_jax.files import requests_to_get, requests_to_put

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import validate
-from adloco_jax.engine.programs import num_turns, placement
+from adloco_jax.engine.sharding import num_turns, placement
 from adloco_jax.engine.spec import TAKEN, Compiled, Compiling, Machine, OnCompile, here
 from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError, counted

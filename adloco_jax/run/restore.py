@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from adloco_jax import files
 from adloco_jax.data.files import shard_changes
-from adloco_jax.engine.programs import Programs, ensemble_spec, placement
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, State, Trainer, start
