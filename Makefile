@@ -34,7 +34,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check format dist extras faults mutants clean
+.PHONY: demo environment test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check format dist extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -42,8 +42,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL)
 
+environment: $(INSTALLED)
+
 slow: $(INSTALLED)
-	$(RUN) -m pytest -q $(PARALLEL) -m slow
+	$(if $(OTHER),$(MAKE) PYTHON=$(OTHER) VENV=.venv-other environment)
+	$(if $(OTHER),OTHER_PYTHON=.venv-other/bin/python) $(RUN) -m pytest -q $(PARALLEL) -m slow
 
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py

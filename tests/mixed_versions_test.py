@@ -1,7 +1,7 @@
 """Learners with different versions of Python and jax in one run, through a folder.
 
-OTHER_PYTHON is the interpreter of an environment with adloco_jax's dependencies and another jax,
-made for instance by `make PYTHON=python3.12 VENV=.venv-312 .venv-312/installed-312`.
+OTHER_PYTHON is the interpreter of an environment with adloco_jax's dependencies and another jax;
+`make slow OTHER=python3.12` makes it.
 """
 
 import json
