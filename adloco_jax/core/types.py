@@ -73,11 +73,11 @@ class Workers(struct.PyTreeNode):
 
 
 class RoundMetrics(struct.PyTreeNode):
-    """What a round measures: losses, skipped updates, and norms of outer gradients."""
+    """What a round measures: losses, skipped updates, pseudo-gradients' norms, auxiliary output."""
 
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
     skipped_SR: Array  # bool [S, R]: whether an update was skipped as not finite
-    pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's outer gradient
+    pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's pseudo-gradient
     aux: PyTree = None  # [S, R, ...] auxiliary output: means over an update's micro-batches
 
 

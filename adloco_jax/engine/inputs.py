@@ -61,9 +61,10 @@ class Rows(Protocol):
         """Tokens per UTF-8 byte of the held-out text; None if the data are known only as tokens."""
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Return rows of one data stream from position `start` on: int32 [count, L + 1].
+        """Return `count` rows of a data stream from row `start` on: int32 [count, L + 1].
 
-        Trainer id and permanent worker id (`stream`) together identify the data stream.
+        Trainer id and permanent worker id (`stream`) together identify the stream, which has no
+        end. Labelled rows have L + 2 integers.
         """
 
 
@@ -298,9 +299,9 @@ def make_batch(
 def calls_of(
     group: Group, rows_TRBL: np.ndarray, rate_TR: np.ndarray, reads_R3: np.ndarray, spec: Spec
 ) -> list[Call]:
-    """Divide the rows of a group's round into calls of `steps`, and send them to the devices.
+    """Divide a group's round into calls of the program `steps`; send the rows to the devices.
 
-    `reads_R3` has the worker's trainer id, its stream, and the position of its first row there.
+    `reads_R3` has each worker's trainer id, its stream, and the position of its first row there.
     """
     size, steps, key = group.plan.micro_batch_size, spec.num_micro_batches, group.steps_key()
     devices = placement(spec, key)

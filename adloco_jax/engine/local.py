@@ -178,7 +178,7 @@ class LocalEngine:
         return state.ensemble
 
     def close(self) -> None:
-        """End nothing: the run itself closes its programs."""
+        """Do nothing: the run, which made the programs, closes them."""
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
         ensemble, measured, norms = state.ensemble, [], []

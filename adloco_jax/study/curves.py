@@ -148,7 +148,7 @@ def loss_unit(run: RunRecord) -> str:
 
 
 def is_classifier(run: RunRecord) -> bool:
-    """Whether the run trains a classifier: its evaluations then have accuracies."""
+    """Whether an evaluation so far has an accuracy, which only a classifier's have."""
     return any("accuracy" in e for e in lines(run.events, "eval"))
 
 

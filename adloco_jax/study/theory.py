@@ -16,7 +16,7 @@ from adloco_jax.study import curves
 
 
 class Constants(NamedTuple):
-    """The constants L, Delta0 = F(x0) - F*, sigma^2 and eta, all above 0; only L Delta0 matters."""
+    """L, Delta0 = F(x0) - F*, sigma^2 and eta, all above 0; L and Delta0 enter as a product."""
 
     smoothness: float  # L, nats/token per squared distance of parameters
     gap: float  # Delta0 = F(x0) - F*, nats/token
