@@ -102,7 +102,7 @@ def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> lis
     state = resting_bytes(spec, key.owners) - resting_bytes(spec, key.owners, own_params=False)
     if memory.alias_size_in_bytes < state:
         faults.append(f"{key}: {memory.alias_size_in_bytes} bytes are aliased, of {state}")
-    turns = num_turns(spec, key, at)
+    turns = num_turns(spec, key)
     workers = len(key.owners) // (at.mesh.shape["trainer"] * at.mesh.shape["worker"]) // turns
     most = workers * MOST_TEMPORARIES[spec.in_turn]
     if memory.temp_size_in_bytes > most:

@@ -68,7 +68,7 @@ def after_steps(num_workers, **spread):
     tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
     rates = np.full(shape[:2], 1e-3, np.float32)
     key, steps = compiled("steps", pool, **spread)
-    turns = num_turns(spec, key, placement(spec, key))
+    turns = num_turns(spec, key)
     workers, loss_TR = start_round(ensemble), np.zeros(shape[:2], np.float32)
     for turn in range(turns):
         chosen = slice(turn, None, turns)

@@ -315,7 +315,7 @@ def calls_of(
             None if spec.key_seed is None else reads_R3[chosen] + t * read_3,
             turn,
         )
-        for chosen, turn in _turns(group, num_turns(spec, key, devices))
+        for chosen, turn in _turns(group, num_turns(spec, key))
         for t in range(0, group.plan.num_micro_batches, steps)
     ]
 

@@ -218,45 +218,45 @@ def placement(spec: Spec, key: ProgramKey) -> Placement:
     return arrange(key.owners, size, devices=devices, model_shards=spec.model_shards)
 
 
-def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
-    """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated."""
+def ensemble_spec(spec: Spec, key: ProgramKey) -> Ensemble:
+    """Make the shapes, dtypes and shardings of a program's ensemble; nothing is allocated."""
     make = functools.partial(
         init,
-        num_trainers=max(owners) + 1,
-        num_workers=len(owners),
+        num_trainers=max(key.owners) + 1,
+        num_workers=len(key.owners),
         inner_tx=spec.inner_tx,
         outer_tx=spec.outer_tx,
-        owner_R=owners,
+        owner_R=key.owners,
         own_params=spec.outer.own_params,
     )
     shapes = jax.eval_shape(make, spec.params)
-    return _with_shardings(shapes, at.ensemble(shapes))
+    return _with_shardings(shapes, placement(spec, key).ensemble(shapes))
 
 
-def params_spec(spec: Spec, at: Placement) -> PyTree:
+def params_spec(spec: Spec, key: ProgramKey) -> PyTree:
     """Make the shapes, dtypes and shardings of one model's parameters."""
-    return _with_shardings(spec.params, at.params(spec.params))
+    return _with_shardings(spec.params, placement(spec, key).params(spec.params))
 
 
-def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
+def workers_spec(spec: Spec, key: ProgramKey) -> Workers:
     """Make the shapes, dtypes and shardings of a program's workers in the middle of a round."""
-    ensemble = ensemble_spec(spec, key.owners, at)
-    shapes = jax.eval_shape(functools.partial(begin_workers, spec, key, at), ensemble)
-    return _with_shardings(shapes, at.by_worker(shapes))
+    begin = functools.partial(begin_workers, spec, key)
+    shapes = jax.eval_shape(begin, ensemble_spec(spec, key))
+    return _with_shardings(shapes, placement(spec, key).by_worker(shapes))
 
 
-def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
+def num_turns(spec: Spec, key: ProgramKey) -> int:
     """Number of turns in which a device's workers run one after another; 1 if all run at once."""
-    num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
+    mesh = placement(spec, key).mesh.shape
     in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
-    return len(key.owners) // num_groups if in_turn else 1
+    return len(key.owners) // (mesh["trainer"] * mesh["worker"]) if in_turn else 1
 
 
-def begin_workers(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
+def begin_workers(spec: Spec, key: ProgramKey, ensemble: Ensemble) -> Workers:
     """Start a round (`core.start_round`): make the arrays with which the workers begin."""
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
-    step = num_turns(spec, key, at)
+    step = num_turns(spec, key)
     sums = (workers.grad_sum_R, workers.finite_R)
     grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::step], sums)
     return workers.replace(grad_sum_R=grad_sum, finite_R=finite)

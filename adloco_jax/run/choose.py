@@ -323,9 +323,7 @@ def accumulates(settings: Settings, size: int) -> bool:
 
 def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
     """Bytes of a device's memory in use while a program runs, with all trainers' arrays on it."""
-    state = ensemble_spec(
-        programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
-    )
+    state = ensemble_spec(programs.spec, ProgramKey("stats", owners))
     taken = dict.fromkeys(_TAKES[key.kind])
     try:
         needed = needed_bytes(programs[key])
@@ -360,19 +358,17 @@ def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = Fals
 def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> int:
     """Bytes of ensemble and workers' parameters on one device in the middle of a round."""
     key = ProgramKey("steps", owners, accumulates=accumulates)
-    at = placement(spec, key)
-    workers = workers_spec(spec, key, at).replace(inner_state_R=None)
+    workers = workers_spec(spec, key).replace(inner_state_R=None)
     if spec.outer.own_params:
         workers = workers.replace(params_R=None)
-    return _bytes_here((ensemble_spec(spec, owners, at), workers))
+    return _bytes_here((ensemble_spec(spec, key), workers))
 
 
 def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
     """Bytes of the ensemble on one device between programs, perhaps with workers' parameters."""
     key = ProgramKey("steps", owners)
-    at = placement(spec, key)
-    ensemble = ensemble_spec(spec, owners, at)
-    params_R = workers_spec(spec, key, at).params_R
+    ensemble = ensemble_spec(spec, key)
+    params_R = workers_spec(spec, key).params_R
     return _bytes_here(ensemble.replace(params_R=params_R) if own_params else ensemble)
 
 
@@ -395,8 +391,7 @@ def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
 
 def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
     """Compute a device's peak memory while `replace` applies `change` to an ensemble."""
-    at = placement(spec, ProgramKey("stats", owners))
-    ensemble = ensemble_spec(spec, owners, at)
+    ensemble = ensemble_spec(spec, ProgramKey("stats", owners))
     leaves = jax.tree.leaves(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
     if len(parts) <= 1:

@@ -90,7 +90,7 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     first = batching.initial_batch_size
     control = start(settings, first, whole_pool=True)
     owners = tuple(control.owners)
-    state = ensemble_spec(spec, owners, placement(spec, ProgramKey("stats", owners)))
+    state = ensemble_spec(spec, ProgramKey("stats", owners))
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
     begins = start(settings, first).owners

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import validate
-from adloco_jax.engine.sharding import num_turns, placement
+from adloco_jax.engine.sharding import num_turns
 from adloco_jax.engine.spec import TAKEN, Compiled, Compiling, Machine, OnCompile, here
 from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError, counted
@@ -210,7 +210,7 @@ def _record(settings: Settings, tried: Tried, device: str) -> dict:
     control = start(settings, size, whole_pool=True)
     keys = first_keys(control, settings, spec, size, accumulates=False)
     key = next(key for key in keys if key.kind in ("steps", "fragment"))
-    at_once = len(key.owners) // num_turns(spec, key, placement(spec, key))
+    at_once = len(key.owners) // num_turns(spec, key)
     work = count(tried.programs[key].as_text()).times(1 / spec.num_micro_batches)
     tokens_per_s = at_once * size * spec.sequence_length / rates(device).least_seconds(work)
     return record | work._asdict() | {"most_tokens_per_s": tokens_per_s}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from adloco_jax import files
 from adloco_jax.data.files import shard_changes
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.sharding import ensemble_spec, placement
+from adloco_jax.engine.sharding import ensemble_spec
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, State, Trainer, start
@@ -43,8 +43,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     if fault := files.fault(host, _HOST, "host"):
         raise Damaged(f"{path}: {fault}")
     control = read_control(path, host["control"], settings)
-    owners = tuple(control.owners)
-    template = ensemble_spec(spec, owners, placement(spec, ProgramKey("stats", owners)))
+    template = ensemble_spec(spec, ProgramKey("stats", tuple(control.owners)))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
 
