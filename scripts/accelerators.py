@@ -28,12 +28,12 @@ from ml_collections import ConfigDict  # noqa: E402
 from adloco_jax.cli.names import load_config  # noqa: E402
 from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.engine.programs import lower  # noqa: E402
-from adloco_jax.engine.sharding import num_turns, placement  # noqa: E402
+from adloco_jax.engine.sharding import bytes_here, num_turns, placement, workers_spec  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.engine.work import Work, count  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
 from adloco_jax.run.assemble import spec_of  # noqa: E402
-from adloco_jax.run.choose import Mode, resting_bytes  # noqa: E402
+from adloco_jax.run.choose import Mode  # noqa: E402
 from adloco_jax.run.plan import described, device_plan  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)
@@ -99,7 +99,7 @@ def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> lis
     if inside and not is_shared:
         faults.append(f"{key}: in the loop: {inside[0].line[:150]}")
     faults += [f"{key}: {line}" for line in float32_products(text)]
-    state = resting_bytes(spec, key.owners) - resting_bytes(spec, key.owners, own_params=False)
+    state = bytes_here(workers_spec(spec, key).params_R)
     if memory.alias_size_in_bytes < state:
         faults.append(f"{key}: {memory.alias_size_in_bytes} bytes are aliased, of {state}")
     turns = num_turns(spec, key)

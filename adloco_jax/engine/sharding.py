@@ -262,6 +262,14 @@ def begin_workers(spec: Spec, key: ProgramKey, ensemble: Ensemble) -> Workers:
     return workers.replace(grad_sum_R=grad_sum, finite_R=finite)
 
 
+def bytes_here(shapes: PyTree) -> int:
+    """Bytes that one device holds of arrays with these shapes and shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf, at: leaf.update(sharding=at, weak_type=False), shapes, shardings

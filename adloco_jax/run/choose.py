@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
 from adloco_jax.engine.programs import Programs, merged, needed_bytes, parts_of, spawned
-from adloco_jax.engine.sharding import ensemble_spec, placement, workers_spec
+from adloco_jax.engine.sharding import bytes_here, ensemble_spec, placement, workers_spec
 from adloco_jax.engine.spec import Kernel, Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
@@ -175,7 +174,7 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         return max(peak.total for peak in needs[size].values())
 
     if least <= budget:
-        moves, resting = _moves(settings, spec), resting_bytes(spec, owners)
+        moves, resting = _moves(settings, spec), held_bytes(spec, owners)
         busy = max(STEP_TOKENS // tokens_of_a_row(spec, owners), 1)
         how = {"sizes": sizes, "budget": budget, "resting": resting, "busy": busy}
         if (largest := find_max_batch(largest_peak, **how)) is not None:
@@ -274,7 +273,7 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
     )
     plans[len(plans) - 1] = plans[0]._replace(num_accum_steps=2)
     group = max(group_trainers(control, plans, spec), key=lambda group: len(group.workers))
-    kept = resting_bytes(spec, tuple(control.owners), own_params=False)
+    kept = bytes_here(ensemble_spec(spec, ProgramKey("stats", tuple(control.owners))))
     keys = [group.key("start"), group.steps_key(), group.key("outer")]
     if spec.outer.own_params:
         keys = [group.steps_key()._replace(kind="fragment", owners=group.owners)]
@@ -332,7 +331,7 @@ def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
         if stated is None:
             raise
         needed = int(float(stated[1]) * 2 ** {"M": 20, "G": 30}[stated[2]])
-    return Peak(needed, _bytes_here(state.replace(**taken)))
+    return Peak(needed, bytes_here(state.replace(**taken)))
 
 
 def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
@@ -344,32 +343,22 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
         tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs the least
-        if _round_bytes(tried, owners, accumulates=True) <= budget:
+        if held_bytes(tried, owners, accumulates=True) <= budget:
             return shards
     return count
 
 
 def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
     """A lower bound of a run's bytes on a device, without activations and without compiling."""
-    held = _round_bytes(spec, owners, accumulates=accumulates)
+    held = held_bytes(spec, owners, accumulates=accumulates)
     return held + spec.param_bytes // spec.model_shards
 
 
-def _round_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool) -> int:
-    """Bytes of ensemble and workers' parameters on one device in the middle of a round."""
+def held_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
+    """Bytes of the ensemble, workers' parameters, and sums of gradients if any, on one device."""
     key = ProgramKey("steps", owners, accumulates=accumulates)
-    workers = workers_spec(spec, key).replace(inner_state_R=None)
-    if spec.outer.own_params:
-        workers = workers.replace(params_R=None)
-    return _bytes_here((ensemble_spec(spec, key), workers))
-
-
-def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
-    """Bytes of the ensemble on one device between programs, perhaps with workers' parameters."""
-    key = ProgramKey("steps", owners)
-    ensemble = ensemble_spec(spec, key)
-    params_R = workers_spec(spec, key).params_R
-    return _bytes_here(ensemble.replace(params_R=params_R) if own_params else ensemble)
+    ensemble = ensemble_spec(spec, key).replace(params_R=None)  # the workers have them
+    return bytes_here((ensemble, workers_spec(spec, key).replace(inner_state_R=None)))
 
 
 def merge_bytes(
@@ -396,16 +385,9 @@ def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments
     parts = list(parts_of(leaves))
     if len(parts) <= 1:
         return Peak(needed_bytes(change.lower(ensemble, *arguments).compile()), 0)
-    all_here, largest = _bytes_here(leaves), max(parts, key=num_bytes)
+    all_here, largest = bytes_here(leaves), max(parts, key=num_bytes)
     alone = ensemble.replace(params_R=None, inner_state_R=largest)
     rest = ensemble.replace(inner_state_R=None)
     needs = [needed_bytes(change.lower(part, *arguments).compile()) for part in (alone, rest)]
-    others = all_here - _bytes_here(largest) + _bytes_here(ensemble.params_R)
+    others = all_here - bytes_here(largest) + bytes_here(ensemble.params_R)
     return max(Peak(needs[0], others), Peak(needs[1], all_here), key=lambda peak: peak.total)
-
-
-def _bytes_here(shapes: PyTree) -> int:
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(shapes)
-    )
