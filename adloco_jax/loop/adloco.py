@@ -167,18 +167,13 @@ def adloco(
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
-    """Return the host's data before the first round, with workers divided evenly among trainers.
-
-    Memory is planned for the `whole_pool`, which includes workers that join later.
-    """
+    """Return the host's data before the first round, perhaps with the workers that join later."""
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
-    initial = None if whole_pool else ensemble.initial_workers
-    num_workers = initial or ensemble.num_workers
-    owners = np.arange(num_workers) * ensemble.num_trainers // num_workers
+    owners = ensemble.owners(whole_pool=whole_pool)
     return Control(
         trainers=[Trainer(id=i, requested_batch_size=first) for i in range(ensemble.num_trainers)],
-        owners=owners.tolist(),
-        streams=list(range(num_workers)),
+        owners=list(owners),
+        streams=list(range(len(owners))),
         max_batch_size=max_batch_size,
         eval_batch_size=max_batch_size,
     )

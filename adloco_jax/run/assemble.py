@@ -31,7 +31,7 @@ from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.sharding import fetch, placement
 from adloco_jax.engine.spec import Kernel, Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
-from adloco_jax.loop.adloco import Control, start
+from adloco_jax.loop.adloco import Control
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import llama
@@ -334,8 +334,7 @@ def program_spec(
     ensemble, num_devices = settings.ensemble, len(machine.devices)
     shards = ensemble.model_shards
     if shards is None:
-        owners = tuple(start(settings, 1, whole_pool=True).owners)
-        shards = fewest_model_shards(spec, owners, memory_frac=batching.memory_frac)
+        shards = fewest_model_shards(spec, ensemble.owners(), memory_frac=batching.memory_frac)
     elif num_devices % shards:
         raise ConfigError(
             f"ensemble.model_shards = {shards}: does not divide the {num_devices} devices"

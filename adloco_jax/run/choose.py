@@ -125,7 +125,6 @@ def choose(
     allowed = modes(settings, platform) if allowed is None else allowed
     sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
     sizes = sizes if size is None else [size]
-    control = start(settings, sizes[0], whole_pool=True)
     tried: list[Tried] = []
     fits: list[tuple[float, Choice]] = []
     for mode in allowed:
@@ -139,7 +138,7 @@ def choose(
         if largest is None:
             programs.close()
             continue
-        tokens = largest * tokens_of_a_row(chosen, tuple(control.owners))
+        tokens = largest * tokens_of_a_row(chosen, settings.ensemble.owners())
         is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu"
         fits.append((math.inf if is_enough else tokens, Choice(programs, largest, tried)))
         if is_enough:
@@ -165,7 +164,7 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
-    owners = tuple(start(settings, first, whole_pool=True).owners)
+    owners = settings.ensemble.owners()
     least = least_bytes(spec, owners, accumulates=accumulates(settings, first))
     needs: dict[int, dict[str, Peak]] = {first: {}}
 
@@ -226,8 +225,8 @@ def find_max_batch(
 def require_memory(spec: Spec, settings: Settings) -> None:
     """Raise ResourceError, naming a config that fits, if states and one gradient do not fit."""
     machine = spec.machine
-    owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
-    needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
+    owners, budget = settings.ensemble.owners(), machine.budget(settings.batching.memory_frac)
+    needed = least_bytes(spec, owners)
     if needed > budget:
         raise ResourceError(
             f"memory: {counted(max(owners) + 1, 'trainer')} with {counted(len(owners), 'worker')}"

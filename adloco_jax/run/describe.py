@@ -22,7 +22,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     """Describe model, trainers, batches and fragments in at most four lines."""
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
-    owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
+    owners = ensemble.owners(whole_pool=False)
     at = placement(spec, ProgramKey("steps", owners, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
     pool = ensemble.num_workers - len(owners)
@@ -93,7 +93,7 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     state = ensemble_spec(spec, ProgramKey("stats", owners))
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
-    begins = start(settings, first).owners
+    begins = ensemble.owners(whole_pool=False)
     costs = [
         sync_cost(count, spec.sync_bytes, spec.outer.fragments)
         for count in np.bincount(begins).tolist()
