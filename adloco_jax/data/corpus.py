@@ -19,7 +19,7 @@ import numpy as np
 
 from adloco_jax import hub
 from adloco_jax.data import prepared, rows, sources
-from adloco_jax.data.files import File, RemoteFile, cache_folder, find, is_on_hub
+from adloco_jax.data.files import File, RemoteFile, cache_folder, find, identity, is_on_hub
 from adloco_jax.data.prepared import Manifest
 from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
@@ -28,7 +28,6 @@ from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.settings import DataSettings, Settings
 
-_SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
 Note = Callable[[str], None]
 Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
 
@@ -357,8 +356,8 @@ def make_job(
         "source": [data.source, source.version],
         "path": data.path if on_hub else "",
         "commit": commit,
-        "files": [_identity(file) for file in files.values()],
-        "heldout_files": [_identity(file) for file in heldout_files.values()],
+        "files": [identity(file) for file in files.values()],
+        "heldout_files": [identity(file) for file in heldout_files.values()],
         "num_classes": num_classes or 0,
         "num_heldout_rows": limit or 0,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
@@ -384,25 +383,8 @@ def make_job(
     return Job(data, tokenizer, num_classes, request, parts, where, limit, cuts)
 
 
-def _identity(file: File) -> list:
-    """Return what changes with a file; no program can set the change time `st_ctime_ns`."""
-    if isinstance(file, RemoteFile):
-        return [file.address, file.size, *file.version]
-    try:
-        with open(file, "rb") as content:
-            stat = os.fstat(content.fileno())
-            ends = content.read(_SAMPLE_BYTES)
-            content.seek(max(len(ends), stat.st_size - _SAMPLE_BYTES))
-            ends += content.read(_SAMPLE_BYTES)
-    except OSError as error:
-        raise DataError(f"{file}: unreadable ({error.strerror})") from error
-    times = [stat.st_mtime_ns, stat.st_ctime_ns]
-    sha256 = hashlib.sha256(ends).hexdigest()
-    return [str(file.resolve()), stat.st_size, stat.st_ino, *times, sha256]
-
-
 def _python_identity() -> str:
-    files = json.dumps([_identity(file) for file in sources.stdlib_files()])
+    files = json.dumps([identity(file) for file in sources.stdlib_files()])
     return f"{sys.version} {hashlib.sha256(files.encode()).hexdigest()}"
 
 

@@ -27,6 +27,7 @@ KINDS = ("s3", "gs", "az", "hf", "https", "http")
 # What the servers call the properties of a file that differ after its content has changed.
 _VERSIONS = ("blob_id", "content-md5", "etag", "generation", "last-modified", "last_modified")
 _VERSIONS += ("lastmodified", "updated", "versionid")
+_SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
 _LOST = {"ConnectionError", "TimeoutError", "HTTPClientError", "ClientConnectionError"}
 _LOST |= {"ClientPayloadError", "TransportError", "ServiceRequestError", "ServiceResponseError"}
 _REFUSED = {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}
@@ -233,6 +234,26 @@ def _remote_file(kind: str, about: Mapping[str, Any]) -> RemoteFile:
     return RemoteFile(address, about.get("size"), tuple(version))
 
 
+def identity(file: File) -> list:
+    """Return, as plain JSON, what changes with a file's content.
+
+    No program can set the change time `st_ctime_ns`. Raises DataError if the file is unreadable.
+    """
+    if isinstance(file, RemoteFile):
+        return [file.address, file.size, *file.version]
+    try:
+        with open(file, "rb") as content:
+            stat = os.fstat(content.fileno())
+            ends = content.read(_SAMPLE_BYTES)
+            content.seek(max(len(ends), stat.st_size - _SAMPLE_BYTES))
+            ends += content.read(_SAMPLE_BYTES)
+    except OSError as error:
+        raise DataError(f"{file}: unreadable ({error.strerror})") from error
+    times = [stat.st_mtime_ns, stat.st_ctime_ns]
+    sha256 = hashlib.sha256(ends).hexdigest()
+    return [str(file.resolve()), stat.st_size, stat.st_ino, *times, sha256]
+
+
 @contextlib.contextmanager
 def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | None]:
     """Copy a remote file to `folder` for the `with` block; yield its path, or the given path.
@@ -280,10 +301,10 @@ def fetched(
         folder = _copied(name, wanted, one_of=one_of, key=key, hint=hint)
         with _named(folder, name.rstrip("/")):
             yield folder
-    elif is_on_hub(name, key=key, endings=endings):
-        yield hub.download(name, wanted, one_of=one_of, where=f"{key}={name}", hint=hint)
-    else:
+    elif not is_on_hub(name, key=key, endings=endings):
         yield local_path(name, key=key)
+    else:
+        yield hub.download(name, wanted, one_of=one_of, where=f"{key}={name}", hint=hint)
 
 
 def _copied(
