@@ -3,6 +3,7 @@
 Of a row's L+1 tokens, the first is only an input and the last only a target.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,7 +21,7 @@ import numpy as np
 from adloco_jax import hub
 from adloco_jax.data import prepared, rows, sources
 from adloco_jax.data.files import File, RemoteFile, cache_folder, find, identity, is_on_hub
-from adloco_jax.data.prepared import Manifest
+from adloco_jax.data.prepared import Manifest, Opened
 from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
@@ -29,7 +30,6 @@ from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.settings import DataSettings, Settings
 
 Note = Callable[[str], None]
-Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,21 +148,21 @@ def load_corpus(
       ResourceError: If the hub does not answer.
     """
     data = settings.data
+    where = where_of(data)
     tokenizer = tokenizer_of(settings, num_classes)
-    if DATA_SOURCES[data.source].is_folder:
-        manifest, (train, heldout) = _open_prepared(data, tokenizer)
-        for array in (train, heldout):  # ids are checked, because others may have made the folder
-            if array.max() >= tokenizer.vocab_size:
-                raise DataError(f"{where_of(data)}: token id {array.max()}; prepare the data again")
-        train = train[: data.num_sequences]
-    else:
+    if not DATA_SOURCES[data.source].is_folder:
         options = {"num_classes": num_classes, "commit": commit}
         options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
         manifest, (train, heldout) = _kept_rows(data, tokenizer, note, options)
+    else:
+        manifest, (train, heldout) = prepared.open_named(data, tokenizer)
+        for array in (train, heldout):  # ids are checked, because others may have made the folder
+            if array.max() >= tokenizer.vocab_size:
+                raise DataError(f"{where}: token id {array.max()}; prepare the data again")
+        train = train[: data.num_sequences]
     if data.attention == "document" and manifest.documents[0] < 2:
-        where = where_of(data)
         raise DataError(f"{where}: a single document to train on; set data.attention=row")
-    order = order_of(settings, len(train), where=where_of(data))
+    order = order_of(settings, len(train), where=where)
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
     return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)
 
@@ -181,48 +181,26 @@ def _kept_rows(
                 note(f"{where_of(data)}: the hub does not answer; using the rows made last")
                 return manifest, prepared.open_rows(path.parent, manifest)
         raise
-    if DATA_SOURCES[data.source].version is not None:
-        try:
-            folder = cache_folder("data") / job.key
+    with contextlib.ExitStack() as stack:
+        folder, manifest = Path(), None
+        if DATA_SOURCES[data.source].version is not None:
+            try:
+                folder = cache_folder("data") / job.key
+                manifest = rows.prepare(job, folder, note=note)
+            except OSError as error:
+                note(f"rows cannot be kept for later runs ({error})")
+        if manifest is None:
+            # The memory-mapped arrays stay readable after the folder is deleted.
+            temporary = tempfile.TemporaryDirectory(prefix="adloco-rows-")
+            folder = Path(stack.enter_context(temporary)) / job.key
             manifest = rows.prepare(job, folder, note=note)
-        except OSError as error:
-            note(f"rows cannot be kept for later runs ({error})")
         else:
             size = sum(file.stat().st_size for file in folder.iterdir())
             note(
                 f"rows are kept for later runs, {size / 1e6:.1f} MB; to delete them: rm -r"
                 f" {shlex.quote(str(folder))}"
             )
-            return manifest, prepared.open_rows(folder, manifest)
-    # The memory-mapped arrays stay readable after the folder is deleted.
-    with tempfile.TemporaryDirectory(prefix="adloco-rows-") as temporary:
-        folder = Path(temporary) / job.key
-        manifest = rows.prepare(job, folder, note=note)
         return manifest, prepared.open_rows(folder, manifest)
-
-
-def _open_prepared(data: DataSettings, tokenizer: Tokenizer) -> Opened:
-    """Open the rows in the folder `data.path`, which `adloco prepare` made."""
-    where = where_of(data)
-    if not prepared.is_prepared(data.path):
-        raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
-    folder = Path(data.path).expanduser()
-    manifest = prepared.read_prepared(folder)
-    arrays, have = prepared.open_rows(folder, manifest), manifest.fingerprint
-    if arrays[0].shape[1] != data.sequence_length + 1:
-        length = arrays[0].shape[1] - 1
-        raise ConfigError(
-            f"{where}: rows of {length} tokens, data.sequence_length={data.sequence_length}; set"
-            f" data.sequence_length={length} or prepare the data again"
-        )
-    if (have, manifest.vocab_size) != (tokenizer.fingerprint, tokenizer.vocab_size):
-        raise ConfigError(
-            f"{where}: made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} ids,"
-            f" fingerprint {have[:12]}), data.tokenizer={tokenizer.name} has"
-            f" {tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to"
-            " the one it was made with, or prepare the data again"
-        )
-    return manifest, arrays
 
 
 def check_corpus(settings: Settings) -> list[str]:
@@ -237,7 +215,7 @@ def check_corpus(settings: Settings) -> list[str]:
     data, source = settings.data, DATA_SOURCES[settings.data.source]
     tokenizer = tokenizer_of(settings)
     if source.is_folder:
-        _open_prepared(data, tokenizer)
+        prepared.open_named(data, tokenizer)
         return []
     on_hub = source.is_hub and _is_on_hub(data)
     if on_hub:

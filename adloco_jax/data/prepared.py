@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from adloco_jax.errors import DataError
+from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import FileRecord, fault, read_json
+from adloco_jax.settings import DataSettings
 
 MANIFEST = "prepared.json"
 FORMAT = 3
@@ -51,6 +53,10 @@ class Manifest:
     files: list[dict]
     copies: int
     truncated: int
+
+
+Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
+"""The description of rows, and the memory-mapped rows to train on and held-out rows."""
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
@@ -112,3 +118,32 @@ def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]
             )
         arrays.append(rows)
     return arrays[0], arrays[1]
+
+
+def open_named(data: DataSettings, tokenizer: Tokenizer) -> Opened:
+    """Open the rows in the folder `data.path`, which `adloco prepare` made.
+
+    Raises:
+      ConfigError: If they have another length, or are from another tokenizer.
+      DataError: If there is no such folder, or as from `open_rows`.
+    """
+    where = f"data.path={data.path}"
+    if not is_prepared(data.path):
+        raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
+    folder = Path(data.path).expanduser()
+    manifest = read_prepared(folder)
+    arrays, have = open_rows(folder, manifest), manifest.fingerprint
+    if arrays[0].shape[1] != data.sequence_length + 1:
+        length = arrays[0].shape[1] - 1
+        raise ConfigError(
+            f"{where}: rows of {length} tokens, data.sequence_length={data.sequence_length}; set"
+            f" data.sequence_length={length} or prepare the data again"
+        )
+    if (have, manifest.vocab_size) != (tokenizer.fingerprint, tokenizer.vocab_size):
+        raise ConfigError(
+            f"{where}: made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} ids,"
+            f" fingerprint {have[:12]}), data.tokenizer={tokenizer.name} has"
+            f" {tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to"
+            " the one it was made with, or prepare the data again"
+        )
+    return manifest, arrays
