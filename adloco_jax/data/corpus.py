@@ -217,19 +217,18 @@ def check_corpus(settings: Settings) -> list[str]:
     if source.is_folder:
         prepared.open_named(data, tokenizer)
         return []
-    on_hub = source.is_hub and _is_on_hub(data)
-    if on_hub:
-        return [f"{where_of(data)}: whether the hub has it, and its content"]
-    sides = find_sides(data)
-    if any(isinstance(file, RemoteFile) for side in sides for file in side.values()):
-        return [f"{where_of(data)}: its content"]
-    if any(sides):
-        job = make_job(data, tokenizer)
-        for parts, where in zip(job.parts(), reversed(job.where), strict=True):
+    if "path" in source.needs:
+        job = make_job(data, tokenizer, commit="any")  # any commit, so that the hub is not asked
+        if job.is_on_hub:
+            return [f"{where_of(data)}: whether the hub has it, and its content"]
+        sides = job.parts()
+        if any(isinstance(part.file, RemoteFile) for side in sides for part in side):
+            return [f"{where_of(data)}: its content"]
+        for parts, where in zip(sides, reversed(job.where), strict=True):
             documents = (
                 document
                 for part in parts
-                if not isinstance(part.file, RemoteFile)
+                if isinstance(part.file, Path)
                 for document in sources.documents_of(
                     part.read(part.file), job.data, where=where, num_classes=None
                 )
@@ -239,19 +238,6 @@ def check_corpus(settings: Settings) -> list[str]:
     return [f"{where_of(data)}: its content after the first text"]
 
 
-def _is_on_hub(data: DataSettings) -> bool:
-    """Whether `data.path` names a data set on the hub; ConfigError if other keys do not agree."""
-    on_hub = is_on_hub(data.path, key="data.path", endings=sources.FILE_ENDINGS)
-    if on_hub and data.heldout_path:
-        raise ConfigError(f"{where_of(data)}: has splits; set data.heldout_split, not heldout_path")
-    if not on_hub and (data.name or data.heldout_split):
-        raise ConfigError(
-            f"{where_of(data)}: files have no configurations and no splits; leave data.name and"
-            " data.heldout_split empty, and set data.heldout_path"
-        )
-    return on_hub
-
-
 def where_of(data: DataSettings, *, heldout: bool = False) -> str:
     """Return "key=value" of the setting that says where the text, or the held-out text, is from."""
     if heldout and data.heldout_path:
@@ -259,23 +245,28 @@ def where_of(data: DataSettings, *, heldout: bool = False) -> str:
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
-def find_sides(data: DataSettings) -> tuple[dict[str, File], dict[str, File]]:
-    """Find the files with training text and those with held-out text, in reading order.
+def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, File]]:
+    """Say whether the text is on the hub; else find its files and those of held-out text.
 
-    Both dicts are empty if the source of the text needs no path.
-
-    Raises:
-      ConfigError: If a file is both training text and held-out text.
-      DataError: If a path leads to no file.
+    The files are in reading order. There are none if the source of the text needs no path.
     """
-    if "path" not in DATA_SOURCES[data.source].needs:
-        return {}, {}
+    source, where = DATA_SOURCES[data.source], where_of(data)
+    on_hub = source.is_hub and is_on_hub(data.path, key="data.path", endings=sources.FILE_ENDINGS)
+    if on_hub and data.heldout_path:
+        raise ConfigError(f"{where}: has splits; set data.heldout_split, not heldout_path")
+    if source.is_hub and not on_hub and (data.name or data.heldout_split):
+        raise ConfigError(
+            f"{where}: files have no configurations and no splits; leave data.name and"
+            " data.heldout_split empty, and set data.heldout_path"
+        )
+    if on_hub or "path" not in source.needs:
+        return on_hub, {}, {}
     files, heldout = find(data.path, key="data.path"), {}
     if data.heldout_path:
         heldout = find(data.heldout_path, key="data.heldout_path")
     if "dataset_dict.json" in files:
         raise ConfigError(
-            f"{where_of(data)}: a saved data set of several splits; name the folder of one split"
+            f"{where}: a saved data set of several splits; name the folder of one split"
         )
     # A data set that the library `datasets` saved has rows only in its .arrow files.
     files, heldout = (
@@ -291,7 +282,7 @@ def find_sides(data: DataSettings) -> tuple[dict[str, File], dict[str, File]]:
             f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
             f" {file.name}: text that is trained on cannot be held out"
         )
-    return files, heldout
+    return False, files, heldout
 
 
 def make_job(
@@ -319,13 +310,14 @@ def make_job(
     source, where = DATA_SOURCES[data.source], (where_of(data), where_of(data, heldout=True))
     if num_classes is None:
         data = data.model_copy(update={"label_column": ""})
-    on_hub = source.is_hub and _is_on_hub(data)
-    files, heldout_files = ({}, {}) if on_hub else find_sides(data)
+    on_hub, files, heldout_files = _find_text(data)
+    found, heldout_found = (
+        [identity(file) for file in side.values()] for side in (files, heldout_files)
+    )
     if on_hub and not commit:
-        commit = data.revision
+        commit, revision = data.revision, f"{where[0]}, data.revision={data.revision}"
         if not hub.COMMIT.fullmatch(commit):
-            revision = f"{where[0]}, data.revision={data.revision}"
-            commit = hub.commit_of(data.path, data.revision, where=revision)
+            commit = hub.commit_of(data.path, commit, where=revision)
     limit = num_heldout_rows if on_hub and data.heldout_split and num_classes is None else None
     keys = ("name", "split", "heldout_split", "text_column", "label_column")
     keys += ("sequence_length", "num_sequences", "heldout_frac")
@@ -334,15 +326,15 @@ def make_job(
         "source": [data.source, source.version],
         "path": data.path if on_hub else "",
         "commit": commit,
-        "files": [identity(file) for file in files.values()],
-        "heldout_files": [identity(file) for file in heldout_files.values()],
+        "files": found,
+        "heldout_files": heldout_found,
         "num_classes": num_classes or 0,
         "num_heldout_rows": limit or 0,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
         "python": "" if files or on_hub else _python_identity(),
     }
-    sizes = [size for _, size, *_ in request["files"]]
-    cuts = source.cuts_single_file and not heldout_files and sum(size != 0 for size in sizes) == 1
+    num_texts = sum(size != 0 for _, size, *_ in found)
+    cuts = source.cuts_single_file and not heldout_files and num_texts == 1
 
     def parts() -> tuple[list[Part], list[Part]]:
         documents: Any = source.documents

@@ -68,6 +68,11 @@ class Job:
     cuts: bool = False
 
     @property
+    def is_on_hub(self) -> bool:
+        """Whether the text is a data set on the hub."""
+        return bool(self.request["path"])
+
+    @property
     def row_length(self) -> int:
         """Number of tokens in a packed row."""
         return self.data.sequence_length + 1
