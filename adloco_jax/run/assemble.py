@@ -36,7 +36,7 @@ from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import llama
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.choose import Mode, fewest_model_shards, modes
+from adloco_jax.run.choose import Mode, fewest_model_shards
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
@@ -363,7 +363,6 @@ class Run:
     by_fit: bool  # whether the caller gave model and data, so that the config describes neither
     accept_data_change: bool
     unit: str  # unit of the loss; empty for a plain number
-    modes: tuple[Mode, ...]  # ways to run a device's workers, from which one is chosen
     make_engine: Callable[..., Any]  # of the run, its programs, held-out rows, and a callback
 
 
@@ -392,31 +391,26 @@ def assemble(
     `unit` None: nats/example for a classifier, nats/token if the corpus knows its tokens per byte,
     else none. Raises DataError if there are too few held-out rows.
     """
-    allowed = modes(settings, spec.machine.platform)
-    if not model.can_remat:
-        allowed = list(dict.fromkeys(mode._replace(remat=False) for mode in allowed))
     if unit is None:
         is_text = model.num_classes is None and corpus.tokens_per_byte is not None
         unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
-    heldout = split_heldout(
-        corpus.heldout_rows,
-        num_sequences=settings.eval.num_sequences,
-        batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
-        num_classes=model.num_classes,
-        num_trainers=settings.ensemble.num_trainers,
-    )
     return Run(
         settings=settings,
         model=model,
         spec=for_rows(spec, corpus),
         corpus=corpus,
-        heldout=heldout,
+        heldout=split_heldout(
+            corpus.heldout_rows,
+            num_sequences=settings.eval.num_sequences,
+            batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
+            num_classes=model.num_classes,
+            num_trainers=settings.ensemble.num_trainers,
+        ),
         workdir=workdir,
         command=command,
         by_fit=by_fit,
         accept_data_change=accept_data_change,
         unit=unit,
-        modes=tuple(allowed),
         make_engine=make_engine,
     )
 

@@ -96,9 +96,9 @@ class Choice(NamedTuple):
     tried: list[Tried]  # the results for all modes that were tried, with the chosen one
 
 
-def modes(settings: Settings, platform: str) -> list[Mode]:
+def modes(settings: Settings, platform: str, *, can_remat: bool = True) -> list[Mode]:
     """List the modes that a run's settings allow, the preferred first; on a CPU always in turn."""
-    remat = settings.model.remat
+    remat = settings.model.remat if can_remat else False
     return [
         mode
         for mode in MODES
@@ -225,8 +225,8 @@ def find_max_batch(
 def require_memory(spec: Spec, settings: Settings) -> None:
     """Raise ResourceError, naming a config that fits, if states and one gradient do not fit."""
     machine = spec.machine
-    owners, budget = settings.ensemble.owners(), machine.budget(settings.batching.memory_frac)
-    needed = least_bytes(spec, owners)
+    owners = settings.ensemble.owners()
+    needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
     if needed > budget:
         raise ResourceError(
             f"memory: {counted(max(owners) + 1, 'trainer')} with {counted(len(owners), 'worker')}"

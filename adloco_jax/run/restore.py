@@ -15,7 +15,7 @@ from adloco_jax.loop.adloco import Control, State, Trainer, start
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.choose import Choice, Mode, choose
+from adloco_jax.run.choose import Choice, Mode, choose, modes
 from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import Settings
@@ -80,6 +80,7 @@ def begin_control(
     too.
     """
     settings = run.settings
+    allowed = modes(settings, run.spec.machine.platform, can_remat=run.model.can_remat)
     size, control = settings.batching.max_batch_size, restored.state.control if restored else None
     if restored and control and (size is None or size == restored.host["max_batch_size_given"]):
         size = control.max_batch_size
@@ -89,13 +90,13 @@ def begin_control(
         how = {"size": size, "allowed": allowed, "on_compile": on_compile}
         return choose(settings, run.spec, run.model.loss_of, **how)
 
-    choice = chosen(run.modes)
+    choice = chosen(allowed)
     mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
     # All processes use the most frugal mode that one has chosen, the last in preference.
-    last = max(processes.gather(run.modes.index(mode)))
-    if run.modes[last] != mode:
+    last = max(processes.gather(allowed.index(mode)))
+    if allowed[last] != mode:
         choice.programs.close()
-        choice = chosen(run.modes[last : last + 1])
+        choice = chosen([allowed[last]])
     size = min(processes.gather(choice.max_batch_size))
     if control is None:
         return start(settings, size), choice.programs
