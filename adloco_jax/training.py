@@ -55,7 +55,7 @@ from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import completed, exclusive, recorded_commit, require_usable
 from adloco_jax.run.observers import RunEngine
 from adloco_jax.run.trackers import check_installed
-from adloco_jax.settings import EngineSettings, Settings
+from adloco_jax.settings import Settings
 from adloco_jax.study import report
 
 
@@ -114,7 +114,8 @@ def train(
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config, workdir)
     check_installed(settings.log)
-    make_engine = _engine_of(settings.engine, folder)
+    if transport := TRANSPORTS.get(settings.engine.kind):
+        transport.check_possible(settings.engine.address, folder)
     use_compilation_cache()
     machine = here()
 
@@ -137,7 +138,6 @@ def train(
             spec,
             corpus,
             workdir=folder,
-            make_engine=make_engine,
             command=command,
             accept_data_change=accept_data_change,
         )
@@ -196,7 +196,8 @@ def fit(
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
-    make_engine = _engine_of(settings.engine, Path(workdir), by_fit=True)
+    if transport := TRANSPORTS.get(settings.engine.kind):
+        transport.check_possible(settings.engine.address, Path(workdir), by_fit=True)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     check_installed(settings.log)
@@ -217,7 +218,6 @@ def fit(
             program_spec(settings, model, here(), inner_tx=inner_tx, outer_tx=outer_tx),
             corpus,
             workdir=Path(workdir),
-            make_engine=make_engine,
             unit=loss_unit,
             command=command,
             by_fit=True,
@@ -252,7 +252,7 @@ def _last_attempt(run: Run) -> Result:
         while True:
             # The newest checkpoint restores everything that a failed round has changed.
             with contextlib.ExitStack() as stack:
-                attempt = begin(run, stack, stop, failures)
+                attempt = begin(run, stack, stop, failures, _make_engine)
                 try:
                     state = _execute(run, attempt)
                     params, loss = attempt.evaluator.params, attempt.recorder.loss
@@ -306,16 +306,9 @@ def _execute(run: Run, attempt: Attempt) -> State:
             ) from None
 
 
-def _engine_of(
-    rule: EngineSettings, folder: Path, *, by_fit: bool = False
-) -> Callable[..., RunEngine]:
-    if rule.kind == "local":
-        return _local_engine
-    TRANSPORTS[rule.kind].check_possible(rule.address, folder, by_fit=by_fit)
-    return lambda run, programs, heldout, on_call: ElasticEngine(run, programs, heldout)
-
-
-def _local_engine(
+def _make_engine(
     run: Run, programs: Programs, heldout: evaluate.HeldOut, on_call: OnCall
-) -> LocalEngine:
+) -> RunEngine:
+    if run.settings.engine.kind in TRANSPORTS:
+        return ElasticEngine(run, programs, heldout)
     return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout, on_call)

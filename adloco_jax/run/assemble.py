@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -363,7 +363,6 @@ class Run:
     by_fit: bool  # whether the caller gave model and data, so that the config describes neither
     accept_data_change: bool
     unit: str  # unit of the loss; empty for a plain number
-    make_engine: Callable[..., Any]  # of the run, its programs, held-out rows, and a callback
 
 
 def for_rows(spec: Spec, corpus: Rows) -> Spec:
@@ -380,7 +379,6 @@ def assemble(
     corpus: Rows,
     *,
     workdir: Path,
-    make_engine: Callable[..., Any],
     unit: str | None = None,
     command: str = "",
     by_fit: bool = False,
@@ -411,7 +409,6 @@ def assemble(
         by_fit=by_fit,
         accept_data_change=accept_data_change,
         unit=unit,
-        make_engine=make_engine,
     )
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -60,12 +61,16 @@ class Attempt:
 
 
 def begin(
-    run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
+    run: Run,
+    stack: contextlib.ExitStack,
+    stop: threading.Event,
+    failures: Failures,
+    make_engine: Callable[..., observers.RunEngine],
 ) -> Attempt:
     """Begin an attempt: restore the newest checkpoint, or else start the run.
 
-    `stack` closes what the attempt opens; `stop` is set by a signal. Raises UserError as `train`
-    does.
+    `stack` closes what the attempt opens; `stop` is set by a signal; `make_engine` is given the
+    run, its programs, the held-out rows and a callback. Raises UserError as `train` does.
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     sample = sampler(run)
@@ -89,7 +94,7 @@ def begin(
     spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     on_call = progress.call if progress.shows_bar else None
-    engine = run.make_engine(run, programs, heldout, on_call)
+    engine = make_engine(run, programs, heldout, on_call)
     stack.callback(engine.close)
     engine.underway = control
     began_s = start_s - host["wall_s"]
