@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
     dtype. params: Its parameters, float32 NumPy arrays. stored_as: Dtypes of the weights in the
     checkpoint, such as `("bfloat16",)`. left_out: Names of tensors that were not read: they belong
     to a head that the model lacks. config: The content of the checkpoint's `config.json`, for
-    `save`.
+    `save`. lacks: Name of the head among the parameters, if the checkpoint has none; else empty.
     """
 
     network: nn.Module
@@ -57,6 +57,12 @@ class Loaded(NamedTuple):
     stored_as: tuple[str, ...]
     left_out: tuple[str, ...]
     config: dict[str, Any]
+    lacks: str
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the checkpoint has the model's head, perhaps tied."""
+        return not self.lacks
 
 
 class Description(NamedTuple):
@@ -77,13 +83,6 @@ class Description(NamedTuple):
 def weight_map(network: nn.Module) -> WeightMap | None:
     """Return the Hugging Face names of a model's parameters, if an architecture has any."""
     return next((known for known in _weight_maps() if type(network) is known.model), None)
-
-
-def has_head(network: nn.Module, modules: Container[str]) -> bool:
-    """Whether a parameter tree's top modules include the head, as those of a tied model do."""
-    names = weight_map(network)
-    assert names is not None, "a network of this module has names"
-    return names.head in modules or getattr(network, "tied", False)
 
 
 class Tensor(NamedTuple):
@@ -149,7 +148,8 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
                 raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
             leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
             tensor.of(leaf)[...] = array
-        return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)), left_out, config)
+        params, lacks = unflatten_dict(leaves), _lacking(network, stored)
+        return Loaded(network, params, tuple(sorted(kinds)), left_out, config, lacks)
 
 
 def inspect(path_or_name: str | Path) -> Description:
@@ -162,8 +162,7 @@ def inspect(path_or_name: str | Path) -> Description:
     with _folder(name, ["config.json"], key=key) as folder:
         if not is_address(name) and not is_on_hub(name, key=key):
             network, stored, _, config = _checked(folder, needs_head=False)
-            modules = {tensor.path[0] for tensor in stored}
-            return Description(network, has_head(network, modules), has_tensors=True, config=config)
+            return Description(network, not _lacking(network, stored), True, config)
         network, names, config = _described(folder)
     # If config.json lists no class, the class that is supported here is assumed. The weights then
     # have the head of this class.
@@ -481,6 +480,14 @@ def _checked(
         raise DataError(_listed(faults))
     found = {tensor: stored[name] for tensor, name in wanted.items()}
     return network, found, tuple(sorted(left_out)), config
+
+
+def _lacking(network: nn.Module, stored: Iterable[Tensor]) -> str:
+    """Return the name of the head, unless it is among the tensors, or tied."""
+    names = weight_map(network)
+    assert names is not None, "a network of this module has names"
+    is_there = getattr(network, "tied", False) or names.head in {t.path[0] for t in stored}
+    return "" if is_there else names.head
 
 
 def _listed(faults: list[str], most: int = 12) -> str:

@@ -190,21 +190,18 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     """
     source = settings.model.init_from
     loaded = hf.load(source, head=False)
-    names = hf.weight_map(loaded.network)
-    assert names is not None
+    require_same_network(settings, loaded)
     params, lines = loaded.params, []
-    has_head = hf.has_head(loaded.network, params)
-    require_same_network(settings, hf.Description(loaded.network, has_head, True, loaded.config))
-    if not has_head:
+    if head := loaded.lacks:
         init_fn, _ = build_model(settings)
-        params |= {names.head: jax.jit(init_fn)(jax.random.key(settings.seed))[names.head]}
-        lines.append(f"model.init_from = {source}: has no {names.head}; a random one is used")
+        params |= {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
+        lines.append(f"model.init_from = {source}: has no {head}; a random one is used")
     if loaded.left_out:
         lines.append(f"model.init_from = {source}: left out: {', '.join(loaded.left_out)}")
     return params, lines
 
 
-def require_same_network(settings: Settings, found: hf.Description) -> None:
+def require_same_network(settings: Settings, found: hf.Description | hf.Loaded) -> None:
     """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
     model, network = settings.model, build_network(settings)
     names = hf.weight_map(network)
