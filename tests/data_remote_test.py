@@ -20,7 +20,7 @@ from toy import data_settings
 from adloco_jax import hf
 from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer, rows
-from adloco_jax.data.files import shard_changes
+from adloco_jax.data.prepared import shard_changes
 from adloco_jax.data.tokenizers import default_tokenizer
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama

@@ -16,7 +16,8 @@ from toy import data_settings
 from adloco_jax import main as cli
 from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import load_corpus, sources
-from adloco_jax.data.files import find, shard_changes
+from adloco_jax.data.files import find
+from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import ConfigError, DataError
 
 DATA = data_settings(label_column="").data

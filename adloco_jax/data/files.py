@@ -62,18 +62,6 @@ def cache_folder(name: str) -> Path:
     return Path(home) / "adloco_jax" / name
 
 
-def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """Describe, file by file, how the records `Manifest.files` have changed between two reads."""
-    old = {record["name"]: record.get("sha256") for record in before}
-    new = {record["name"]: record.get("sha256") for record in after}
-    lines = [f"{name}: no longer there" for name in old if name not in new]
-    lines += [f"{name}: was not there before" for name in new if name not in old]
-    lines += [f"{name}: edited" for name in old if name in new and old[name] != new[name]]
-    if not lines and list(old) != list(new):
-        lines.append("the same files in another order")
-    return lines
-
-
 def is_address(path: str) -> bool:
     """Whether a value of the config is an address, and not a path or a name on the hub."""
     return "://" in path
@@ -102,6 +90,9 @@ def is_on_hub(name: str, *, key: str, endings: Sequence[str] = ()) -> bool:
         return False
     path = local_path(name, key=key)
     return not path.exists() and path.suffix not in endings
+
+
+# -- Find files ------------------------------------------------------------------------------
 
 
 def find(path: str, *, key: str) -> dict[str, File]:
@@ -254,6 +245,9 @@ def identity(file: File) -> list:
     return [str(file.resolve()), stat.st_size, stat.st_ino, *times, sha256]
 
 
+# -- Copy files ------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | None]:
     """Copy a remote file to `folder` for the `with` block; yield its path, or the given path.
@@ -343,6 +337,9 @@ def _named(path: Path, address: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(str(error).replace(str(path), address)) from error
+
+
+# -- Faults ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ A run checks only the sizes of the arrays, not their hashes, so that it starts q
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,18 @@ class Manifest:
     files: list[dict]
     copies: int
     truncated: int
+
+
+def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
+    """Describe, file by file, how `Manifest.files` has changed between two reads."""
+    old = {record["name"]: record.get("sha256") for record in before}
+    new = {record["name"]: record.get("sha256") for record in after}
+    lines = [f"{name}: no longer there" for name in old if name not in new]
+    lines += [f"{name}: was not there before" for name in new if name not in old]
+    lines += [f"{name}: edited" for name in old if name in new and old[name] != new[name]]
+    if not lines and list(old) != list(new):
+        lines.append("the same files in another order")
+    return lines
 
 
 Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]

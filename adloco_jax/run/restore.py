@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adloco_jax import files
-from adloco_jax.data.files import shard_changes
+from adloco_jax.data.prepared import shard_changes
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
