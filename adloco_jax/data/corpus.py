@@ -337,16 +337,13 @@ def make_job(
     cuts = source.cuts_single_file and not heldout_files and num_texts == 1
 
     def parts() -> tuple[list[Part], list[Part]]:
-        documents: Any = source.documents
         if on_hub:
             read = functools.partial(sources.hub_parts, data, commit=commit, where=where[0])
             return read(data.heldout_split) if data.heldout_split else [], read(data.split)
-        if not files:
-            return [], [Part(data.source, None, lambda path: documents(path, data))]
-        read: Any = _cut_file if cuts else documents
+        read: Any = _cut_file if cuts else source.documents
         heldout, rest = (
             [Part(name, file, lambda path: read(path, data)) for name, file in side.items()]
-            for side in (heldout_files, files)
+            for side in (heldout_files, files or {data.source: None})
         )
         return heldout, rest
 
