@@ -218,18 +218,22 @@ def placement(spec: Spec, key: ProgramKey) -> Placement:
     return arrange(key.owners, size, devices=devices, model_shards=spec.model_shards)
 
 
-def ensemble_spec(spec: Spec, key: ProgramKey) -> Ensemble:
-    """Make the shapes, dtypes and shardings of a program's ensemble; nothing is allocated."""
-    make = functools.partial(
-        init,
-        num_trainers=max(key.owners) + 1,
-        num_workers=len(key.owners),
+def first_ensemble(spec: Spec, owners: tuple[int, ...], params: PyTree) -> Ensemble:
+    """Make the parameters and optimizer states of trainers that all start from `params`."""
+    return init(
+        params,
+        num_trainers=max(owners) + 1,
+        num_workers=len(owners),
         inner_tx=spec.inner_tx,
         outer_tx=spec.outer_tx,
-        owner_R=key.owners,
+        owner_R=owners,
         own_params=spec.outer.own_params,
     )
-    shapes = jax.eval_shape(make, spec.params)
+
+
+def ensemble_spec(spec: Spec, key: ProgramKey) -> Ensemble:
+    """Make the shapes, dtypes and shardings of a program's ensemble; nothing is allocated."""
+    shapes = jax.eval_shape(functools.partial(first_ensemble, spec, key.owners), spec.params)
     return _with_shardings(shapes, placement(spec, key).ensemble(shapes))
 
 

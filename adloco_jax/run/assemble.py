@@ -22,13 +22,13 @@ from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.inner import label_by_shape
 from adloco_jax.core.outer import Aggregator
-from adloco_jax.core.types import Ensemble, LossFn, init, of_owners
+from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.corpus import readable
 from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.engine.evaluate import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
-from adloco_jax.engine.sharding import fetch, placement
+from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control
@@ -440,17 +440,12 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
     """Make parameters and optimizer states at the start of a run, where they are needed."""
-    settings, spec = run.settings.ensemble, run.spec
-    key = jax.random.key(run.settings.seed)
+    spec, stats = run.spec, ProgramKey("stats", tuple(control.owners))
 
     def make(key, params):
-        sizes = {"num_trainers": settings.num_trainers, "num_workers": len(control.owners)}
-        txs = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
-        stack = init(run.model.init_fn(key) if params is None else params, **sizes, **txs)
-        if spec.outer.own_params:
-            stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
-        return stack
+        params = run.model.init_fn(key) if params is None else params
+        return first_ensemble(spec, stats.owners, params)
 
-    at = placement(spec, ProgramKey("stats", tuple(control.owners)))
-    shardings = at.ensemble(jax.eval_shape(make, key, run.model.params))
+    shardings = placement(spec, stats).ensemble(ensemble_spec(spec, stats))
+    key = jax.random.key(run.settings.seed)
     return jax.jit(make, out_shardings=shardings)(key, run.model.params)
