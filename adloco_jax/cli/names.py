@@ -50,7 +50,8 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
     """Run the Python file of a config, call one of its functions, and return the result.
 
     Raises:
-      ConfigError: If the file raises an error or lacks the function, or the result is no `kind`.
+      ConfigError: If the file raises an error or lacks the function, or the result's type is not
+        `kind` itself.
     """
     made = _run(path, function)
     if type(made) is not kind:

@@ -45,7 +45,7 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """Bind a fixed key to a loss that takes `key`: values then differ only by params and data."""
+    """If a loss takes `key`, bind a fixed one: values then differ only by params and data."""
     return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
 
 

@@ -199,7 +199,7 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
 
 def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Add workers at the end of the pool, until a trainer has `num_workers`.
+    """Add workers at the end of the pool, until the trainer at a position has `num_workers`.
 
     They start at the trainer's parameters, with the mean inner state of its workers (`reassign`).
     ValueError if the trainer does not exist or has more workers already.

@@ -78,7 +78,7 @@ class Job:
         return self.data.sequence_length + 1
 
     def lengths(self, about: np.ndarray) -> np.ndarray:
-        """Number of tokens of each labelled text with the tokenizer's prefix and suffix, uncut."""
+        """Uncut length in tokens, with prefix and suffix, of the labelled texts in `about`."""
         text = about["length"] - 1  # without the end-of-text token of packed text
         return text + len(self.encoder.prefix) + len(self.encoder.suffix)
 

@@ -198,10 +198,10 @@ class _Place:
 
 @dataclasses.dataclass
 class Reference:
-    """Parameters that are being written to the bucket."""
+    """Where in the bucket a trainer's parameters are, or will be once they are written."""
 
     name: str
-    sha256: str = ""  # empty until they are written
+    sha256: str = ""  # empty until they are packed
 
 
 class BucketTransport:

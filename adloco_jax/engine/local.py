@@ -96,7 +96,7 @@ class LocalEngine:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the states that trainers send in a merge, and that joining workers receive."""
+        """Bytes of the parameters and optimizer states that are sent in merges and joins."""
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:

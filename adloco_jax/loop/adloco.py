@@ -68,7 +68,7 @@ class Engine(Protocol):
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the states that are sent when trainers merge or workers move."""
+        """Bytes of the parameters and optimizer states that are sent in merges and joins."""
 
     def ready(self, state: State) -> list[int]:
         """Return the positions of the trainers whose round the loop runs next.

@@ -271,7 +271,7 @@ class Llama(nn.Module):
     def hidden(
         self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
     ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
-        """Return the head's input (the normalised output of the last layer) and the head's tap."""
+        """Return what `logits` takes: the last layer's normalised output, and the head's tap."""
         length = tokens_BL.shape[1]
         check_length(length, min(self.max_length, self.window or self.max_length))
         frequencies = rotary_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)

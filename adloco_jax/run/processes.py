@@ -51,9 +51,10 @@ def connect(
 ) -> None:
     """Connect this process with the others; JAX must not have been used before.
 
-    Without `coordinator` (HOST:PORT of process 0), JAX asks the launcher: Slurm, Open MPI,
-    Kubernetes. Raises ConfigError if arguments are contradictory or missing, ResourceError if
-    connecting fails; after `timeout_s` seconds the process exits with ResourceError's code.
+    Give `coordinator` (HOST:PORT of process 0), `num_processes` and `process_id`, or none of them:
+    JAX then asks the launcher (Slurm, Open MPI, Kubernetes). Raises ConfigError if arguments are
+    contradictory or missing, ResourceError if connecting fails; after `timeout_s` seconds the
+    process exits with ResourceError's code.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):

@@ -16,7 +16,7 @@ from adloco_jax.study import curves
 
 
 class Constants(NamedTuple):
-    """L, Delta0 = F(x0) - F*, sigma^2 and eta, all above 0; L and Delta0 enter as a product."""
+    """L, Delta0 = F(x0) - F*, sigma^2 and eta, all above 0; the bounds use only L times Delta0."""
 
     smoothness: float  # L, nats/token per squared distance of parameters
     gap: float  # Delta0 = F(x0) - F*, nats/token
