@@ -148,7 +148,7 @@ def load_corpus(
       ResourceError: If the hub does not answer.
     """
     data = settings.data
-    where = where_of(data)
+    where = _where_of(data)
     tokenizer = tokenizer_of(settings, num_classes)
     if not DATA_SOURCES[data.source].is_folder:
         options = {"num_classes": num_classes, "commit": commit}
@@ -178,7 +178,7 @@ def _kept_rows(
         for path in sorted(found, key=os.path.getmtime, reverse=True):
             manifest = prepared.read_prepared(path.parent)
             if manifest.request | {"commit": "any"} == wanted:
-                note(f"{where_of(data)}: the hub does not answer; using the rows made last")
+                note(f"{_where_of(data)}: the hub does not answer; using the rows made last")
                 return manifest, prepared.open_rows(path.parent, manifest)
         raise
     with contextlib.ExitStack() as stack:
@@ -220,10 +220,10 @@ def check_corpus(settings: Settings) -> list[str]:
     if "path" in source.needs:
         job = make_job(data, tokenizer, commit="any")  # any commit, so that the hub is not asked
         if job.is_on_hub:
-            return [f"{where_of(data)}: whether the hub has it, and its content"]
+            return [f"{_where_of(data)}: whether the hub has it, and its content"]
         sides = job.parts()
         if any(isinstance(part.file, RemoteFile) for side in sides for part in side):
-            return [f"{where_of(data)}: its content"]
+            return [f"{_where_of(data)}: its content"]
         for parts, where in zip(sides, reversed(job.where), strict=True):
             documents = (
                 document
@@ -235,13 +235,11 @@ def check_corpus(settings: Settings) -> list[str]:
             )
             if parts and next(documents, None) is None:
                 raise DataError(rows.no_text(where))
-    return [f"{where_of(data)}: its content after the first text"]
+    return [f"{_where_of(data)}: its content after the first text"]
 
 
-def where_of(data: DataSettings, *, heldout: bool = False) -> str:
-    """Return "key=value" of the setting that says where the text, or the held-out text, is from."""
-    if heldout and data.heldout_path:
-        return f"data.heldout_path={data.heldout_path}"
+def _where_of(data: DataSettings) -> str:
+    """Return "key=value" of the setting that says where the text is from, for messages."""
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
@@ -250,7 +248,7 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
 
     The files are in reading order. There are none if the source of the text needs no path.
     """
-    source, where = DATA_SOURCES[data.source], where_of(data)
+    source, where = DATA_SOURCES[data.source], _where_of(data)
     on_hub = source.is_hub and is_on_hub(data.path, key="data.path", endings=sources.FILE_ENDINGS)
     if on_hub and data.heldout_path:
         raise ConfigError(f"{where}: has splits; set data.heldout_split, not heldout_path")
@@ -307,7 +305,8 @@ def make_job(
       DataError: If a path leads to no file.
       Unreachable: If the hub does not answer.
     """
-    source, where = DATA_SOURCES[data.source], (where_of(data), where_of(data, heldout=True))
+    source, where = DATA_SOURCES[data.source], _where_of(data)
+    heldout_where = f"data.heldout_path={data.heldout_path}" if data.heldout_path else where
     if num_classes is None:
         data = data.model_copy(update={"label_column": ""})
     on_hub, files, heldout_files = _find_text(data)
@@ -315,7 +314,7 @@ def make_job(
         [identity(file) for file in side.values()] for side in (files, heldout_files)
     )
     if on_hub and not commit:
-        commit, revision = data.revision, f"{where[0]}, data.revision={data.revision}"
+        commit, revision = data.revision, f"{where}, data.revision={data.revision}"
         if not hub.COMMIT.fullmatch(commit):
             commit = hub.commit_of(data.path, commit, where=revision)
     limit = num_heldout_rows if on_hub and data.heldout_split and num_classes is None else None
@@ -338,7 +337,7 @@ def make_job(
 
     def parts() -> tuple[list[Part], list[Part]]:
         if on_hub:
-            read = functools.partial(sources.hub_parts, data, commit=commit, where=where[0])
+            read = functools.partial(sources.hub_parts, data, commit=commit, where=where)
             return read(data.heldout_split) if data.heldout_split else [], read(data.split)
         read: Any = _cut_file if cuts else source.documents
         heldout, rest = (
@@ -347,7 +346,7 @@ def make_job(
         )
         return heldout, rest
 
-    return Job(data, tokenizer, num_classes, request, parts, where, limit, cuts)
+    return Job(data, tokenizer, num_classes, request, parts, (where, heldout_where), limit, cuts)
 
 
 def _python_identity() -> str:
@@ -357,4 +356,4 @@ def _python_identity() -> str:
 
 def _cut_file(file: Path, data: DataSettings) -> Iterator[str]:
     if text := sources.read_text(file):
-        yield from sources.cut_in_two(text, where=where_of(data), heldout_frac=data.heldout_frac)
+        yield from sources.cut_in_two(text, where=_where_of(data), heldout_frac=data.heldout_frac)

@@ -23,7 +23,7 @@ from adloco_jax import hub
 from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, reason
 from adloco_jax.files import replaced_folder
 
-KINDS = ("s3", "gs", "az", "hf", "https", "http")
+_KINDS = ("s3", "gs", "az", "hf", "https", "http")
 # What the servers call the properties of a file that differ after its content has changed.
 _VERSIONS = ("blob_id", "content-md5", "etag", "generation", "last-modified", "last_modified")
 _VERSIONS += ("lastmodified", "updated", "versionid")
@@ -67,11 +67,7 @@ def is_address(path: str) -> bool:
     return "://" in path
 
 
-def local_path(name: str, *, key: str) -> Path:
-    """Convert the value of a config's `key` to a path, with `~` expanded; it need not exist.
-
-    Raises DataError if the path cannot be followed.
-    """
+def _local_path(name: str, *, key: str) -> Path:
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -84,11 +80,12 @@ def local_path(name: str, *, key: str) -> Path:
 def is_on_hub(name: str, *, key: str, endings: Sequence[str] = ()) -> bool:
     """Whether a value of the config's `key` is no path here, and may be a name on the hub.
 
-    `endings` are those of files, which no name on the hub has. Raises as `local_path`.
+    `endings` are those of files, which no name on the hub has. Raises DataError if the path cannot
+    be followed.
     """
     if not hub.NAME.fullmatch(name):
         return False
-    path = local_path(name, key=key)
+    path = _local_path(name, key=key)
     return not path.exists() and path.suffix not in endings
 
 
@@ -117,7 +114,7 @@ def find(path: str, *, key: str) -> dict[str, File]:
 
 
 def _find_local(path: str, key: str) -> dict[str, File]:
-    start = local_path(path, key=key)
+    start = _local_path(path, key=key)
     base, parts, files = start, ["**"], {}
     if not start.is_dir():
         base = next(p for p in start.parents if not glob.has_magic(str(p)))
@@ -199,10 +196,10 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
     import fsspec
 
     kind, _, rest = address.partition("://")
-    if kind not in KINDS:
+    if kind not in _KINDS:
         raise ConfigError(
             f"{key}: is an address; give a path, a name on the Hugging Face hub, or an address that"
-            f" begins with {'://, '.join(KINDS[:-1])}://"
+            f" begins with {'://, '.join(_KINDS[:-1])}://"
         )
     has_user = "@" in rest.partition("/")[0] and kind != "az"
     if has_user or (kind.startswith("http") and "?" in rest):
@@ -296,7 +293,7 @@ def fetched(
         with _named(folder, name.rstrip("/")):
             yield folder
     elif not is_on_hub(name, key=key, endings=endings):
-        yield local_path(name, key=key)
+        yield _local_path(name, key=key)
     else:
         yield hub.download(name, wanted, one_of=one_of, where=f"{key}={name}", hint=hint)
 

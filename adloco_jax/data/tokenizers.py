@@ -124,16 +124,19 @@ def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenize
     with contextlib.suppress(*(UserError,) if name else ()):
         if source and default_tokenizer(source) == source:
             own = load_tokenizer(source, key="model.init_from", **options)
-    tokenizer = own or load_tokenizer(name or "bytes", **options)
-    if own and name and name != source:
-        named = load_tokenizer(name, **options)
-        if _facts(named) != _facts(own):
+    if own and (not name or name == source):
+        tokenizer = own
+    else:
+        tokenizer = load_tokenizer(name or "bytes", **options)
+        if own and _facts(tokenizer) != _facts(own):
             raise ConfigError(
-                f"data.tokenizer={name}: {named.vocab_size} ids, and other ids for a text than the"
-                f" tokenizer of model.init_from={source} with {own.vocab_size}, for which the"
+                f"data.tokenizer={name}: {tokenizer.vocab_size} ids, and other ids for a text than"
+                f" the tokenizer of model.init_from={source} with {own.vocab_size}, for which the"
                 " weights were made; leave --config.data.tokenizer unset (=none)"
             )
-        tokenizer = dataclasses.replace(own, name=name, fingerprint=named.fingerprint)
+        if own:
+            fingerprint = tokenizer.fingerprint
+            tokenizer = dataclasses.replace(own, name=tokenizer.name, fingerprint=fingerprint)
     if tokenizer.vocab_size > settings.model.vocab_size:
         raise ConfigError(
             f"data.tokenizer={tokenizer.name} has {tokenizer.vocab_size} ids, model.vocab_size is "
