@@ -10,7 +10,7 @@ from toy import data_settings, tiny_config
 
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus, load_tokenizer
-from adloco_jax.data.tokenizers import check_round_trip, tokenizer_of
+from adloco_jax.data.tokenizers import check_round_trip, default_tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
 TEXTS = [
@@ -141,9 +141,11 @@ def test_a_path_that_does_not_exist_is_a_data_error():
     for name in ("/no/such/tokenizer", "lost.json", "x/y.model"):
         with pytest.raises(DataError, match=f"data.tokenizer={name}: no such file or folder"):
             load_tokenizer(name)
+    with pytest.raises(DataError, match="model.init_from=no/such/model: no such folder"):
+        default_tokenizer("no/such/model")
 
 
-def test_a_cached_hub_tokenizer_needs_no_network(tmp_path, monkeypatch):
+def test_a_cached_hub_tokenizer_needs_no_network_and_yields_to_a_path(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--somebody--words" / "snapshots" / ("0" * 40)
     refs = tmp_path / "models--somebody--words" / "refs"
     refs.mkdir(parents=True)
@@ -152,7 +154,12 @@ def test_a_cached_hub_tokenizer_needs_no_network(tmp_path, monkeypatch):
     save_folder(byte_level_tokenizer("</s>"), snapshot, eos_token="</s>")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert_round_trip(load_tokenizer("somebody/words"))
+    cached = load_tokenizer("somebody/words")
+    assert_round_trip(cached)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "somebody").mkdir()
+    save_folder(byte_level_tokenizer("</s>", "<s>"), tmp_path / "somebody/words", eos_token="</s>")
+    assert load_tokenizer("somebody/words").fingerprint != cached.fingerprint
 
 
 def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path):

@@ -149,12 +149,14 @@ def default_tokenizer(init_from: str) -> str:
     """Return what applies if `data.tokenizer` is unset: the checkpoint if it has one, else "bytes".
 
     Raises:
-      UserError: If the checkpoint is remote, and the server does not answer or lacks it.
+      UserError: If there is no such checkpoint, or the server does not answer.
     """
     if not init_from:
         return "bytes"
     try:
         with fetched(init_from, _HUB_FILES, one_of=_VOCABULARIES, key="model.init_from") as folder:
+            if not folder.is_dir():
+                raise DataError(f"model.init_from={init_from}: no such folder")
             has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
     except hub.NoSuchFile:
         has_one = False
