@@ -10,7 +10,8 @@ from toy import data_settings, tiny_config
 
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus, load_tokenizer
-from adloco_jax.data.tokenizers import check_round_trip, default_tokenizer, tokenizer_of
+from adloco_jax.data.rows import check_round_trip
+from adloco_jax.data.tokenizers import default_tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
 TEXTS = [

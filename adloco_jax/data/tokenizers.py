@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from adloco_jax.settings import Settings
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
 _FILES = (".json", ".model")
-# How many documents, and how many characters of each, `check_round_trip` encodes and decodes.
-_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14
 # The files of a repository on the hub that are downloaded: a vocabulary, in order of preference,
 # and the files that describe it.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
@@ -166,36 +163,6 @@ def default_tokenizer(init_from: str) -> str:
 def _facts(tokenizer: Tokenizer) -> tuple:
     (ids,) = tokenizer.encode_batch([_SAMPLE])
     return tokenizer.vocab_size, tokenizer.eot_id, ids.tolist()
-
-
-def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Encode and decode the beginnings of some texts; refuse a tokenizer that loses most of them.
-
-    The bytes that come back are counted in any order, without case and accents, which some
-    tokenizers drop on purpose.
-
-    Raises:
-      DataError: If less than half of the bytes come back.
-    """
-    step = max(1, len(texts) // _SAMPLED_DOCUMENTS)
-    sample = [text[:_SAMPLED_CHARS] for text in texts[::step][:_SAMPLED_DOCUMENTS]]
-    num_bytes = num_back = 0
-    for text, ids in zip(sample, tokenizer.encode_batch(sample), strict=True):
-        before, after = map(_count_plain_bytes, (text, tokenizer.decode(ids)))
-        num_bytes += int(before.sum())
-        num_back += int(np.minimum(before, after).sum())
-    if 2 * num_back < num_bytes:
-        raise DataError(
-            f"data.tokenizer={tokenizer.name}: of {len(sample)} sampled documents, encoded and"
-            f" decoded again, {num_back} of {num_bytes} bytes come back"
-            f" ({num_back / num_bytes:.1%}), need half: the tokenizer was not made for such text;"
-            " name another one, or data.tokenizer=bytes, which accepts any text"
-        )
-
-
-def _count_plain_bytes(text: str) -> np.ndarray:
-    plain = unicodedata.normalize("NFKD", text).casefold().encode()
-    return np.bincount(np.frombuffer(plain, np.uint8), minlength=256)
 
 
 def _bytes_tokenizer(text_length: int | None) -> Tokenizer:
