@@ -273,7 +273,7 @@ class OuterSettings(SettingsGroup):
     learning_rate: Rate = 0.7
     """Rate of the pseudo-gradient (DiLoCo: 0.7)."""
     momentum: Decay = 0.9
-    """Decay of earlier pseudo-gradients; nesterov only."""
+    """Decay of earlier pseudo-gradients; not for sgd and adamw."""
     skip_single: bool = False
     """Whether a trainer with one worker takes the worker's parameters without outer.tx."""
     aggregator: Annotated[str, Entry("AGGREGATORS", "mean rda")] = "mean"
@@ -317,7 +317,8 @@ class BatchingSettings(SettingsGroup):
     scope: Literal["trainer", "worker"] = "trainer"
     """Gradient that is tested. trainer: the mean of the trainer's workers. worker: of one."""
     eta: Rate = 0.8
-    """Largest ratio of noise to signal in the norm test (AdLoCo table A.2)."""
+    """Largest ratio of the mean gradient's deviation to the gradient's norm in the norm test
+    (AdLoCo table A.2)."""
     vartheta: Rate = 0.9
     """Largest noise along the gradient that inner-product tests allow; AdLoCo: 0.01."""
     nu: Rate = 1.0
@@ -336,8 +337,8 @@ class BatchingSettings(SettingsGroup):
     """What grows with the request, in this order: workers (at most twofold at a time), the length
     of rounds (up to inner.max_steps_per_round), the batch."""
     max_blind_growth: Count | None = None
-    """Largest growth while the estimated signal is not positive, as a factor over the last batch
-    with a positive signal. Unset: no limit."""
+    """Largest growth while the estimated signal is not positive, as a factor over the last workers
+    x round length x batch with a positive signal. Unset: no limit."""
     smoothing: Decay = 0.9
     """Decay of the moving averages of each test's gradient statistics."""
     test_batch_size: Annotated[int | None, Field(ge=8, le=INT32), AUTO] = None

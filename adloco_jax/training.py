@@ -166,8 +166,9 @@ def fit(
     """Run AdLoCo on the caller's model and rows of tokens, or resume such a run, as `train` does.
 
     Args:
-      settings: The result of `validate`. The groups `model` and `data` are only recorded, but for
-        the few settings that `ArrayRows.ordered` lists.
+      settings: The result of `validate`. Of the groups `model` and `data` training uses only
+        `model.arch` (labels of parameters), `model.remat`, `model.width` (passes on a CPU),
+        `data.sequence_length` and `data.subset_frac`.
       corpus: The rows to train on and the held-out rows: `ArrayRows`, or an object with the methods
         of `engine.inputs.Rows`.
       init_fn: Makes one trainer's parameters from a PRNG key.

@@ -50,7 +50,7 @@ config.model.max_length = 256  # bytes that it can read, and write
 config.data.sequence_length = 64
 config.data.num_sequences = 40_000
 config.ensemble.num_trainers = config.ensemble.num_workers = 3
-config.batching.eta = 0.3  # the allowed ratio of gradient noise to signal
+config.batching.eta = 0.3  # the allowed deviation of the mean gradient over its norm
 config.batching.initial_batch_size = 4
 config.batching.max_batch_size = 8  # what one worker holds at once
 config.batching.buckets = (4, 8)  # the micro-batch sizes to compile for

@@ -29,7 +29,7 @@ WIDTH, FONT = 540, 17  # pixels; a phone shows two thirds of them
 PANELS = (
     ("0.08 M parameters, code", "small", 1.6),
     ("0.08 M parameters, prose", "prose", 1.76),
-    ("0.55 M parameters, code", "half", 1.32),
+    ("0.61 M parameters, code", "half", 1.32),
 )
 # What the picture calls each method, and its colour.
 SHOWN = {

@@ -57,7 +57,7 @@ LINEAR = {"inner.schedule": "linear"}
 ONE = {"ensemble.num_workers": 1, **AVERAGE}
 
 WORKERS, BATCH = 4, 4
-WIDTH = {"small": 48, "half": 128}  # 75,600 and 0.55 M parameters
+WIDTH = {"small": 48, "half": 128}  # 75,600 and 0.61 M parameters
 LENGTH = {"small": 64, "half": 128}  # bytes of a row
 STEPS = 110  # updates of the shortest round; the lengths of other rounds are multiples of it
 PUBLISHED = {

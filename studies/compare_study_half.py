@@ -1,4 +1,4 @@
-"""The study's trials at 0.55 M parameters on the standard library: two of each baseline on seed 0.
+"""The study's trials at 0.61 M parameters on the standard library: two of each baseline on seed 0.
 
 studies/compare_study.py says what the methods are. The trials of the baselines are their best
 trials at 0.08 M parameters, with half the learning rate. Ours has the setting that was chosen at

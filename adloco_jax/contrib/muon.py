@@ -23,8 +23,9 @@ def muon(
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
     and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled; with `decay="matrices"`,
-    AdamW does not decay leaves with the label "other". `label_params` returns a tree of labels:
-    "matrix" for a leaf [in, out], "stacked_matrix" for [layers, in, out]; AdamW updates all others.
+    AdamW does not decay leaves whose label ends with "other". `label_params` returns a tree of
+    labels: "matrix" for a leaf [in, out], "stacked_matrix" for [layers, in, out]; AdamW updates all
+    others.
     `init` and `update` raise ValueError if no leaf is a matrix.
 
     Source: MuLoCo (arXiv 2505.23725), with the Newton-Schulz steps of optax. The factor of

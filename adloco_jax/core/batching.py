@@ -62,11 +62,11 @@ def inner_product_test(
 ) -> Scalar:
     """Compute the smallest batch per worker that is likely to give a descent direction.
 
-    `stats` must have inner products, of at least four examples per worker; with fewer the result is
-    NaN. `vartheta`, > 0, is the allowed ratio of the standard deviation of <averaged gradient, G>
-    to |G|^2. Mode `paper` takes the sample variance of <g_j, mean gradient>, which is biased low.
-    While tracing, missing inner products are not refused: they give NaN, or 0 in mode `paper`.
-    Other arguments and the result are those of `norm_test`.
+    `stats` must have inner products, of at least four examples per worker; with fewer, mode
+    `unbiased` gives NaN. `vartheta`, > 0, is the allowed ratio of the standard deviation of
+    <averaged gradient, G> to |G|^2. Mode `paper` takes the sample variance of <g_j, mean gradient>,
+    which is biased low. While tracing, missing inner products are not refused: they give NaN, or 0
+    in mode `paper`. Other arguments and the result are those of `norm_test`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
       only with the scaling errors of the reference code (docs/algorithm.md, section 2).

@@ -268,7 +268,7 @@ def adamw(
     decay: str = "all",
     label_params: Callable[[PyTree], PyTree] = label_by_shape,
 ) -> optax.GradientTransformation:
-    """Make AdamW with learning rate 1; `decay="matrices"` spares leaves labelled "other"."""
+    """Make AdamW with learning rate 1; `decay="matrices"` spares labels that end with "other"."""
 
     def decays(params):
         return jax.tree.map(lambda label: not label.endswith("other"), label_params(params))

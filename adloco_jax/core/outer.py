@@ -43,12 +43,11 @@ from adloco_jax.core.types import (
 )
 
 Aggregator: TypeAlias = Callable[..., PyTree]
-"""`aggregate(difference_W, share_W, **knobs) -> pseudo_grad`, for one trainer.
+"""`aggregate(difference_W, share_W) -> pseudo_grad`, for one trainer.
 
 `difference_W`, float32 [W, ...], is the trainer's parameters minus each worker's; `share_W`,
 float32 [W], sums to 1. Both are zero for a worker that is left out. The result has leaves [...].
-Knobs are passed by name: settings of the config's group `outer`, and `label_params` of the model's
-entry in `ARCHITECTURES`.
+A keyword `label_params`, if it has one, is that of the model's entry in `ARCHITECTURES`.
 """
 
 

@@ -127,11 +127,12 @@ def load_corpus(
     """Make rows of tokens from the configured text, or open rows that were made before.
 
     Without separate held-out text, a fraction of the documents is held out, evenly along the
-    reading order and independently of the seed; a single file has its end held out. A document is
-    not trained on if a held-out document has the same tokens. With `data.num_sequences`, reading
-    stops soon after there is enough text; labelled texts are all read and then drawn at random.
-    Rows are kept in the user's cache under a hash of the settings that determine them. With
-    `data.source=tokens`, the rows in the folder `data.path` are used as they are.
+    reading order and independently of the seed; a single file of `data.source=text` has its end
+    held out. A document is not trained on if a held-out document has the same tokens. With
+    `data.num_sequences`, reading stops soon after there is enough text; labelled texts are all read
+    and then drawn at random. Rows are kept in the user's cache under a hash of the settings that
+    determine them. With `data.source=tokens`, the rows in the folder `data.path` are used as they
+    are.
 
     Args:
       settings: The run's settings.

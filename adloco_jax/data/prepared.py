@@ -1,6 +1,6 @@
 """Read folders of prepared rows: `train.npy`, `heldout.npy`, and `prepared.json`, written last.
 
-A run checks only the sizes of the arrays, not their hashes, so that it starts quickly.
+A run checks shapes, types, tokenizer and, for `data.source=tokens`, the ids; not the hashes.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ class Manifest:
       documents: Number of documents to train on, and number of held-out documents. The last
         document of an array may be cut.
       tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes.
-      files: A record for each file of text: `name`, `rows` (number of documents) and, for a file on
-        this machine, `bytes` and `sha256`.
+      files: A record for each file of text: `name`, `rows` (number of documents) and, for a file of
+        a path or an address, `bytes` and `sha256`.
       copies: Number of documents that are not trained on because a copy of them is held out.
       truncated: Number of labelled texts that were cut because they were longer than a row.
     """
