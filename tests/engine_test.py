@@ -20,7 +20,6 @@ from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower, needed_bytes
-from adloco_jax.engine.sharding import workers_spec
 from adloco_jax.engine.spec import Compiling, ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
@@ -193,7 +192,7 @@ def test_workers_in_turn_share_one_sum_of_gradients():
     needs = {}
     for in_turn in (False, True):
         chosen = dataclasses.replace(spec, in_turn=in_turn)
-        sums = workers_spec(chosen, key).grad_sum_R["w"]
+        sums = sharding.workers_spec(chosen, key).grad_sum_R["w"]
         assert sums.shape == (1 if in_turn else 4, VOCAB, VOCAB)
         needs[in_turn] = needed_bytes(lower(chosen, key).compile())
     assert needs[True] + 3 * spec.param_bytes <= needs[False]

@@ -181,8 +181,7 @@ def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path, monkeyp
     monkeypatch.setattr(assemble, "attention", kernels)
     config = tiny_config()
     config.data.source, config.data.path = "text", str(tmp_path / "nowhere.txt")
-    ensemble = {"num_trainers": 2, "num_workers": 3, "initial_workers": 2, "spawn_frac": 0.5}
-    config.ensemble.update(ensemble)
+    config.ensemble.update(num_trainers=2, num_workers=3, initial_workers=2, spawn_frac=0.5)
     config.outer.tx, config.inner.tx, config.inner.weight_decay = "sgd", "adamw", 0.0
     num_params = 257 * 16 * 2 + 16 * 2 + 16 + 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 16
     # Two trainers; two moments and parameters for each of three workers; one gradient.

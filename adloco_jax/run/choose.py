@@ -258,9 +258,11 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
         members = choose_members(control, [0.0] * num_trainers, settings)
         if members:  # a policy may decide by losses, which are not known yet
             after = tuple(after_merge(control, members).owners)
-            peaks[f"merge {shape}"] = merge_bytes(spec, owners, members, after)
+            given = np.ones(len(members), np.float32), members, after
+            peaks[f"merge {shape}"] = _replaced_bytes(spec, owners, merged, *given)
     if settings.ensemble.initial_workers is not None and len(owners) > num_trainers:
-        peaks[f"growth {shape}"] = spawn_bytes(spec, owners)
+        given = owners[-1], owners.count(owners[-1])
+        peaks[f"growth {shape}"] = _replaced_bytes(spec, owners[:-1], spawned, *given)
     return peaks
 
 
@@ -358,23 +360,6 @@ def held_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False
     key = ProgramKey("steps", owners, accumulates=accumulates)
     ensemble = ensemble_spec(spec, key).replace(params_R=None)  # the workers have them
     return bytes_here((ensemble, workers_spec(spec, key).replace(inner_state_R=None)))
-
-
-def merge_bytes(
-    spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
-) -> Peak:
-    """Compute a device's peak memory while trainers merge and workers move to others.
-
-    `members` begins with the representative; `after` has each worker's trainer after the merge.
-    """
-    weights_n = np.ones(len(members), np.float32)
-    return _replaced_bytes(spec, owners, merged, weights_n, members, after)
-
-
-def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
-    """Compute a device's peak memory while the last worker of `owners` joins its trainer."""
-    count = owners.count(owners[-1])
-    return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
 
 
 def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
