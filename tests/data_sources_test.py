@@ -101,9 +101,6 @@ def test_a_path_without_regular_files_is_refused(tmp_path):
         assert str(error.value).startswith(f"data.path={tmp_path / path}")
     with pytest.raises(ConfigError, match="data.path is empty"):
         names("")
-    with pytest.raises(ConfigError, match="data.path: has a user") as refused:
-        names("https://user:secret@host/a.txt")
-    assert "secret" not in str(refused.value)
 
 
 def test_what_changed_between_two_readings_is_named(tmp_path):
