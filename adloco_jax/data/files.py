@@ -247,9 +247,10 @@ def identity(file: File) -> list:
 
 @contextlib.contextmanager
 def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | None]:
-    """Copy a remote file to `folder` for the `with` block; yield its path, or the given path.
+    """Replace `folder` by a copy of a remote file for the `with` block; yield the file's path.
 
-    A `DataError` of the block names the address instead of the path of the copy.
+    Any other `file` is yielded as it is. A `DataError` of the block names the address instead
+    of the path of the copy.
     """
     if not isinstance(file, RemoteFile):
         yield file

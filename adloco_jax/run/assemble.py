@@ -135,11 +135,11 @@ def build_network(
     mode: Mode | None = None,
     kernel: Kernel | None = None,
 ) -> nn.Module:
-    """Build the Flax module of the configured model.
+    """Build the Flax module of the configured model; of `mode` it takes `remat`.
 
-    Without `machine` it is for shapes or comparisons only. Without `mode`, workers run in turn, and
-    layers are rematerialised as `model.remat` says. Without `kernel`, it is that of an unsharded
-    model.
+    Without `machine`, layers are scanned and attention's kernel is "xla", which is right on any
+    device. Without `mode`, layers are rematerialised if `model.remat` is true. With `machine` but
+    no `kernel`, the kernel is that of an unsharded worker.
     """
     mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
     layer_form = "scan"

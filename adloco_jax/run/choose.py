@@ -153,7 +153,7 @@ def choose(
 
 
 def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
-    """Tokens that a device processes at a time with micro-batches of one sequence."""
+    """Tokens on a device at a time, one sequence per worker; `owners`: each worker's trainer."""
     mesh = placement(spec, ProgramKey("steps", owners)).mesh.shape
     at_once = len(owners) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * (1 if spec.in_turn else at_once)
