@@ -149,7 +149,7 @@ def worded(error: ValidationError) -> list[str]:
 
 
 def unknown_key_fault(key: str) -> str:
-    """Say on one line that a key is unknown, and which known keys have a near name."""
+    """Return one line: a key is unknown, and which known keys are nearest in name."""
     nearest = namesakes(key) or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
     return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
 

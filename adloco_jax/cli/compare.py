@@ -78,7 +78,7 @@ def execute(
 ) -> bool:
     """Train the unfinished runs of a comparison, one by one; return whether all are finished.
 
-    Several processes may share a comparison: runs that another one is training are skipped. What a
+    Several processes may share a comparison: a run that another process trains is skipped. What a
     run prints goes to `output.txt` in its folder.
 
     Args:

@@ -132,19 +132,19 @@ def outer_step(
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
     Pure and not jitted: before `jax.jit`, bind all arguments that are not arrays. No buffers are
-    donated. Updates and differences that are not finite are left out (`inner_steps`,
-    `outer_update`). Arrays may be sharded over a mesh with automatic or explicit axes; the ensemble
-    keeps its shardings, and metrics are replicated.
+    donated. Inner updates, and workers' differences from their trainer, are left out if they are
+    not finite (`inner_steps`, `outer_update`). Arrays may be sharded over a mesh with automatic or
+    explicit axes; the ensemble keeps its shardings, and metrics are replicated.
 
     Parameters are the floating-point leaves of any pytree: a dict, a named tuple, a
     `flax.nnx.State`, or the arrays of a partitioned Equinox module. Other leaves are passed to
     `loss_fn` and do not change. These transformations are refused:
 
-    - Those that need the loss (`value`): `optax.contrib.reduce_on_plateau`, `optax.lbfgs`,
-      `optax.polyak_sgd`, line searches.
+    - Those that need the loss or its gradient's function: `optax.contrib.reduce_on_plateau`,
+      `optax.lbfgs`, `optax.polyak_sgd`, line searches, an opaque `optax.contrib.sam`.
     - As `inner_tx`, those whose state holds parameters, which an outer update would not change:
-      `optax.contrib.schedule_free`, and `optax.contrib.sam` unless it is opaque. With
-      `schedule_free` as `outer_tx`, evaluate at `optax.contrib.schedule_free_eval_params`.
+      `optax.contrib.schedule_free` and `optax.contrib.sam`. With `schedule_free` as `outer_tx`,
+      evaluate at `optax.contrib.schedule_free_eval_params`.
     - `optax.lookahead`, which expects a pair of parameters; the outer update replaces it.
 
     Args:
@@ -158,12 +158,13 @@ def outer_step(
       learning_rate_SR: A factor on each update of `inner_tx`, which should then have learning rate
         1. None means 1.
       weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
-      key: A typed key. Each micro-batch gets it with the trainer's position, the worker's position
-        and the number of examples used before in this round folded in.
-      has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays), whose means the metrics
-        then have.
+      key: A typed key, a new one for each round. Each micro-batch gets it with the trainer's
+        position, the worker's position and the number of examples used before in this round folded
+        in.
+      has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays); the metrics have the
+        arrays' means over each update.
       aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
-      precision: Format in which differences and updates are sent.
+      precision: Format in which workers send differences and receive the outer update.
       skip_single: Whether a trainer with one worker takes the worker's parameters without
         `outer_tx`, whose state then does not change.
 

@@ -189,7 +189,7 @@ def whole_pool(control: Control, spec: Spec) -> Group:
 def round_keys(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec
 ) -> list[ProgramKey]:
-    """List the keys of the compiled programs that a round calls, in the order of the calls."""
+    """List the keys of the programs that a round may call, in the order of their first calls."""
     keys = []
     if measures_gradients(settings):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
@@ -246,7 +246,7 @@ def _members(control: Control, settings: Settings) -> tuple[int, ...]:
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """Collect what determines a round's inputs; those made ahead are used only if it is equal."""
+    """Collect what determines a round's inputs; if changed, those made ahead are not used."""
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 

@@ -182,8 +182,9 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
     """Return the communications (`syncs`) and `bytes` of a trainer's synchronisations in a round.
 
-    A ring all-reduce among m workers moves 2 (m - 1) outer gradients (docs/algorithm.md, section
-    6), each of `sync_bytes`.
+    A ring all-reduce among m workers moves 2 (m - 1) times `sync_bytes`, the size of a
+    pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6). One worker costs
+    nothing.
     """
     return {
         "syncs": num_syncs * (num_workers > 1),
