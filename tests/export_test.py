@@ -166,6 +166,8 @@ def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_pa
     found = hf.load(tmp_path / "r" / "export")
     assert found.network == network and found.config == described | more
     assert_equal(found.params, result.params)
+    assert cli.main(["export", str(tmp_path / "r"), "--out", str(tmp_path / "again")]) == 0
+    assert hf.load(tmp_path / "again").config == described | more
     recorded = read_trained(tmp_path / "r", here()).settings.model.checkpoint
     assert json.loads(recorded) == described | more
     with pytest.raises(DataError, match="no such folder"):

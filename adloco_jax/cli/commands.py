@@ -87,6 +87,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     if options.push:
         hub.make_repository(options.push, private=options.private)
     if trained is not None:
+        how |= {"config": json.loads(trained.settings.model.checkpoint or "{}")}
         network = build_network(trained.settings)
         hf.save(trained.params, out, trained.tokenizer, network=network, **how)
         try:
