@@ -102,7 +102,8 @@ def train(
       accept_data_change: Whether a resumed run may continue with other data.
 
     Raises:
-      ConfigError: If the config or the folder cannot be used. Nothing is compiled or created.
+      ConfigError: If the config or the folder cannot be used. Nothing is compiled or created (in a
+        bucket an object is written and deleted).
       DataError: If the data cannot be used, or have changed. Nothing is compiled or created.
       CheckpointError: If the run in the folder cannot be read, or its checkpoints are deleted.
       DivergedError: If the losses of all trainers have become infinite or NaN.

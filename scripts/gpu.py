@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -223,8 +222,9 @@ def resume(size: Size) -> dict:
             command = [sys.executable, "-m", "adloco_jax.main", f"--workdir={workdir}"]
             command += [f"--config={ROOT}/configs/{size.config}.py"]
             command += [f"--config.{key}={value}" for key, value in changes.items()]
-            if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-                sys.exit(1)  # the last line of what the run said is the reason
+            if code := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+                # the last line of what the run said is the reason
+                sys.exit(1 if code > 0 else f"killed by signal {-code}")
             return workdir
 
         run("resumed", num_rounds=2)
@@ -340,6 +340,7 @@ ROWS = (
         "planned over measured peak memory",
         *("memory", "peak", "{ratio:.2f} ({planned:.2f} of {measured:.2f} GiB, batch {batch})"),
     ),
+    ("memory and time of each program", "programs", "programs", "in the second table"),
     (
         "four stacked trainers over four times one",
         *("trainers", "trainers", "{time:.2f} in time, {memory:.2f} in memory"),
@@ -392,7 +393,8 @@ def table(lines: list[dict], peak: float | None) -> str:
         rows += ["|---|---|---|---|---|"]
         rows += [
             f"| {key} | {peak['planned'] / 2**30:.2f} | {peak['measured'] / 2**30:.2f}"
-            f" | {1e3 * peak['seconds']:.1f} | {1e3 * (peak['least_seconds'] or math.nan):.1f} |"
+            f" | {1e3 * peak['seconds']:.1f}"
+            f" | {f'{1e3 * least:.1f}' if (least := peak['least_seconds']) else '-'} |"
             for key, peak in peaks.items()
         ]
     where = last["machine"]["machine"] if "machine" in last else "no GPU was at hand"

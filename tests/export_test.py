@@ -39,7 +39,7 @@ def tiny(**model):
 def trained(tmp_path_factory):
     """A run of two rounds, whose two trainers have not merged."""
     config = tiny()
-    config.num_rounds, config.eval.sample_tokens = 2, 5
+    config.num_rounds, config.eval.sample_tokens, config.seed = 2, 5, 2
     return train(config, tmp_path_factory.mktemp("trained") / "r")
 
 
@@ -64,6 +64,8 @@ def test_each_evaluation_continues_the_same_heldout_text_with_the_consensus(trai
     samples = [e["sample"] for e in lines if e["trainer"] == "consensus"]
     assert len(samples) == 2 and samples[0][0] == samples[1][0]
     assert not any("sample" in e for e in lines if e["trainer"] != "consensus")
+    first, *_, consensus = (e for e in lines if e["round"] == 2)
+    assert consensus["source"] != "only" and consensus["loss"] < first["loss"]
     network = hf.load(trained.workdir / "export").network
     tokenizer, (start, text) = load_tokenizer(str(trained.workdir / "export")), samples[-1]
     (ids,) = tokenizer.encode_batch([start.encode().decode("unicode_escape")])

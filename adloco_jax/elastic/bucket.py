@@ -4,7 +4,8 @@ A board is the one object that its owner overwrites; its count is a sign of life
 reader's clock. All others are written once:
 
     run.json                                     settings, version and data of the run
-    driver/EPOCH.json                            board of the EPOCH-th driver of the run
+    driver/EPOCH.json                            board of the EPOCH-th driver of the run, from 1 on;
+                                                 0 is written and deleted as a trial
     learners/EPOCH/NUMBER-LIFE.json              board of a learner
     params/EPOCH/INDEX.safetensors               parameters of a trainer, for one round
     orders/EPOCH/NUMBER-LIFE/ORDER.safetensors   call of a learner's method
@@ -107,7 +108,7 @@ def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
         )
     bucket = Store(address)
     if not _is_described(bucket, folder / "learners" / "id"):
-        bucket.put("driver/0.json", b"{}")  # finds out if this is permitted; no driver has number 0
+        bucket.create("driver/0.json", uuid.uuid4().bytes)  # finds out if this is permitted
         bucket.delete("driver/0.json")
 
 

@@ -151,7 +151,8 @@ def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
     return [
         f"bucket: a round of one worker costs a learner {down} down and {up} up in"
         f" {counted(requests, 'request')}, and while it waits at most one request a second; the"
-        f" driver sends {down} for each trainer, and receives what learners send"
+        f" driver sends {down} for each trainer, receives what learners send, and makes at most two"
+        " requests a second for each learner"
     ]
 
 
