@@ -75,15 +75,15 @@ def assert_close_but_for_ties(params, expected):
 def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(precision):
     """Each worker packs alone. A missing worker counts like one that is not finite."""
     ensemble, workers = drifted(0, 1, 0, 1, 2, 0)
-    sent = []
+    form = functools.partial(pack_differences, precision=precision, single_R=[False])
+    pack, sent = jax.jit(form), []
     for worker, owner in enumerate(ensemble.owners):
         own = ensemble.replace(
             params_M=jax.tree.map(lambda leaf, m=owner: leaf[m : m + 1], ensemble.params_M),
             owners=(0,),
         )
         params_R = jax.tree.map(lambda leaf, w=worker: leaf[w : w + 1], workers.params_R)
-        form = functools.partial(pack_differences, precision=precision, single_R=[False])
-        sent.append(jax.jit(form)(own, Workers(params_R, None)))
+        sent.append(pack(own, Workers(params_R, None)))
     packed_R = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *[s.packed_R for s in sent])
     together = jax.jit(functools.partial(pack_differences, precision=precision))(ensemble, workers)
     assert same(packed_R, together.packed_R)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import platform
@@ -227,6 +228,7 @@ def recorded_values(path: Path) -> Settings:
     return Settings.model_validate(files.with_tuples(record["config"]), extra="ignore")
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and the packages that may change the results of a run."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
