@@ -95,8 +95,11 @@ def oracle_logits(model, params, tokens):
         ({"num_kv_heads": 4, "norm_eps": 0.1, "rope_theta": 50.0}, 33),
         ({}, 129),  # four blocks, the last is the shortest
         ({"rope_scaling": RopeScaling(4.0, 1.0, 2.0, 24), "head_size": 6, "rope_theta": 50.0}, 33),
-        ({"rope_scaling": RopeScaling(3.0), "mlp_bias": True}, 9),
-        ({"qk_norm": True, "qkv_bias": True, "out_bias": True, "tied": True}, 9),
+        (
+            {"rope_scaling": RopeScaling(3.0)}
+            | dict.fromkeys(["mlp_bias", "qk_norm", "qkv_bias", "out_bias", "tied"], True),
+            9,
+        ),
     ],
 )
 def test_logits_agree_with_a_slow_float64_forward_pass(change, length):
