@@ -31,11 +31,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Spares jax 0.10's compiler for CPUs a third of its time; later ones pass over what they lack.
-# A program's code is generated in one piece: pieces cost all compilers a fifth more.
 os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    " --xla_cpu_parallel_codegen_split_count=1",
+    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 
 # Not core.types: jax rebuilds the state classes there with placeholders for leaves, and the batch

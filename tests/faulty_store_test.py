@@ -23,7 +23,9 @@ def store(server, monkeypatch):
     with faulty_store.faulty(server, lambda *_: faults.pop(0) if faults else "") as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
-        how = {"retry_config": NO_RETRY, "client_options": {"allow_http": True}}
+        # no connection is used again: the proxy may have closed it
+        options = {"allow_http": True, "pool_max_idle_per_host": "0"}
+        how = {"retry_config": NO_RETRY, "client_options": options}
         yield obstore.store.from_url("s3://bkt/run", **how), faults
 
 
