@@ -38,12 +38,12 @@ def norm_test(
       eta: Allowed ratio of the averaged gradient's noise (root mean square) to |G|, > 0.
       num_workers: Workers whose gradients are averaged; 1 in the paper's equation.
       mode: Estimate of |G|^2. `unbiased`: unbiased, but at least 1e-3 of the noise. `paper`: the
-        squared norm of the mean gradient on the trainer's own batch; it includes noise, so the
-        request is at most batch_size / eta^2.
-      batch_size: For `paper`: the present batch per worker. None: the tested examples.
+        estimated squared norm of the mean gradient on the trainer's own batch; it includes noise,
+        so the request is at most batch_size / eta^2.
+      batch_size: For `paper`: the present batch per worker. None: tested examples / num_workers.
 
     Returns:
-      Requested sequences per worker, before rounding and limits; NaN without noise and signal.
+      Requested sequences per worker, before rounding and limits; NaN if noise and signal are zero.
 
     Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10, which has no `num_workers`.
     """

@@ -298,13 +298,14 @@ def make_job(
       data: The config's group `data`.
       tokenizer: The configured tokenizer.
       num_classes: As in `load_corpus`.
-      num_heldout_rows: Upper limit of rows from a held-out split on the hub. None: all.
+      num_heldout_rows: Upper limit of rows from an unlabelled held-out split on the hub. None: all.
       commit: As in `load_corpus`.
 
     Raises:
-      ConfigError: If a file is on both sides, or the hub has no such data set.
+      ConfigError: If keys contradict one another, a file is both trained on and held out, or the
+        hub has no such data set.
       DataError: If a path leads to no file.
-      Unreachable: If the hub does not answer.
+      ResourceError: If a server does not answer; `Unreachable` if it is the hub.
     """
     source, where = DATA_SOURCES[data.source], _where_of(data)
     heldout_where = f"data.heldout_path={data.heldout_path}" if data.heldout_path else where

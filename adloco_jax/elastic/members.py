@@ -97,16 +97,17 @@ def assign(
     *,
     returning: Collection[int],
 ) -> dict[int, int]:
-    """Assign workers to the learners that are present: return the learner of each stream.
+    """Assign workers to learners; return the learner of each stream that has one.
 
-    1. A worker whose learner is present stays with it.
-    2. The other `movable` ones are divided among the spare learners.
-    3. Without a spare learner, a worker waits if its learner is `returning`; otherwise it goes to
-       a learner with the fewest workers.
-    4. A learner that is still spare takes a movable one from the learner with the most,
-       at least two.
+    1. A worker whose learner is present (in `learners`) stays with it.
+    2. The other `movable` ones are divided among the spare learners, which have no worker.
+    3. Without a spare learner, a worker waits if it is `returning`; otherwise it goes to a learner
+       with the fewest workers.
+    4. A learner that is still spare takes a movable one from the learner with the most workers, if
+       these are at least two.
 
-    `trainers` has each stream's trainer id; movable workers are between two rounds.
+    `trainers` has each stream's trainer id. `movable` are streams of workers between two rounds,
+    `returning` those whose lost learner may soon be back.
     """
     hosts = {s: each.number for each in learners for s in each.streams if s in trainers}
 

@@ -66,7 +66,7 @@ def with_batch_sizes(
 
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
-    """Return the host's data as if every trainer had grown by `growth`, to compile ahead."""
+    """Return a copy in which each trainer requests `growth` times its size, within its limits."""
     control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)

@@ -218,7 +218,7 @@ class Evaluator:
 
 @dataclass
 class Checkpoints:
-    """Saves the state of a run after a round, if a checkpoint is due; ends the run at a signal."""
+    """Saves a run after each round at which a checkpoint is due; at a signal, saves and ends it."""
 
     recorder: Recorder
     saver: Saver
