@@ -65,10 +65,9 @@ def export(options: argparse.Namespace, command: str) -> None:
     With `--push` the folder is uploaded to the hub. The run's own export, with what the user has
     changed in its card, is uploaded unless an option asks for another one.
     """
-    from adloco_jax import hf, hub
+    from adloco_jax import hub
     from adloco_jax.engine.spec import here
-    from adloco_jax.run.assemble import build_network
-    from adloco_jax.run.export import read_trained
+    from adloco_jax.run.export import read_trained, save
     from adloco_jax.run.folder import require_utf8
     from adloco_jax.study import card
     from adloco_jax.study.summary import SOURCES
@@ -87,9 +86,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     if options.push:
         hub.make_repository(options.push, private=options.private)
     if trained is not None:
-        how |= {"config": json.loads(trained.settings.model.checkpoint or "{}")}
-        network = build_network(trained.settings)
-        hf.save(trained.params, out, trained.tokenizer, network=network, **how)
+        save(trained.params, out, trained.settings, trained.tokenizer, **how)
         try:
             card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
         except DataError as error:  # a damaged ledger, which the model does not need

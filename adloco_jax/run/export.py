@@ -33,6 +33,14 @@ from adloco_jax.run.restore import read_control
 from adloco_jax.settings import Settings
 
 
+def save(
+    params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None, **how: str
+) -> None:
+    """Write the configured model by `hf.save`, with what its checkpoint's config.json said."""
+    config = json.loads(settings.model.checkpoint or "{}")
+    hf.save(params, folder, tokenizer, network=build_network(settings), config=config, **how)
+
+
 def write_consensus(
     params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None
 ) -> None:
@@ -43,8 +51,7 @@ def write_consensus(
     """
     network = build_network(settings)
     if hf.weight_map(network) is not None and _shapes(params) == _shapes(param_shapes(network)):
-        config = json.loads(settings.model.checkpoint or "{}")
-        hf.save(params, folder, tokenizer, network=network, config=config)
+        save(params, folder, settings, tokenizer)
         print(f"export: {folder}, in Hugging Face layout")
         return
     leaves = {
