@@ -19,6 +19,7 @@ from toy_runs import GROWING, events, run
 from adloco_jax.elastic import learner
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run.choose import Peak
+from adloco_jax.run.observers import Evaluator
 from adloco_jax.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -468,6 +469,24 @@ def test_a_learner_with_less_memory_accumulates_gradients_of_smaller_micro_batch
     assert here.learner((0, 0))._parts == {(2, False): 2}
     assert_same_rounds(divided, whole)
     assert divided.loss == pytest.approx(whole.loss, abs=1e-5)
+
+
+def test_learners_begin_the_next_round_while_the_driver_evaluates(monkeypatch, tmp_path):
+    here, begun = Here(monkeypatch, lambda *_: "answer"), {}
+    evaluate = Evaluator.__call__
+
+    def counting(self, state, boundary):
+        begun[state.control.round] = max(order.round for *_, order in here.orders)
+        evaluate(self, state, boundary)
+
+    monkeypatch.setattr(Evaluator, "__call__", counting)
+    run(tmp_path / "one", settings_with())
+    assert begun == {1: 2, 2: 3, 3: 4, 4: 5, 5: 5}
+    begun.clear(), here.orders.clear()
+    merging = run(tmp_path / "merging", settings_of(**GROWING | {"engine": ENGINE}))
+    (merge, *_) = events(merging.workdir, "merge")
+    assert merge["round"] == 3  # a merge waits for all rounds, and rounds wait for a merge
+    assert [begun[number] for number in (1, 2, 3)] == [2, 3, 3]
 
 
 def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(monkeypatch, tmp_path):

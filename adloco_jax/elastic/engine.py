@@ -28,9 +28,9 @@ from adloco_jax.engine.programs import Programs, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
 from adloco_jax.engine.spec import num_bytes
 from adloco_jax.errors import ResourceError
-from adloco_jax.loop.adloco import State, Stats
+from adloco_jax.loop.adloco import State, Stats, joining_workers, merge_due
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_round
-from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_count
+from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
 from adloco_jax.run.assemble import Run
 from adloco_jax.settings import Settings
 
@@ -173,6 +173,8 @@ class ElasticEngine:
         self.underway = state.control
         changes, self.fleet.changes = [*self.fleet.changes, *quarantined], []
         self.fleet.control = state.control
+        if not _changes_now(state.control, self.settings):
+            self._begin(state)  # learners work while the observers evaluate and save
         return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
@@ -420,6 +422,12 @@ def _may_begin(control: Control, position: int, settings: Settings) -> bool:
     waits = settings.merge.policy != "none" and len(control.trainers) > 1
     last = (control.round // every + 1) * every if waits else settings.num_rounds
     return rounds < min(last, settings.num_rounds)
+
+
+def _changes_now(control: Control, settings: Settings) -> bool:
+    """Whether the run is over, or trainers may merge or get workers before their next round."""
+    due = merge_due(control, settings) or joining_workers(control, settings)
+    return is_over(control, settings) or bool(due)
 
 
 def _keep_together(settings: Settings) -> bool:
