@@ -7,8 +7,9 @@ python scripts/chaos.py slow                  one learner of four, four times sl
 python scripts/chaos.py --scale short         a little of `single`, within two minutes
 
 With `--transport bucket`, learners join through an S3 server on loopback. `single` then has faults
-of the bucket too. There a learner that ends is started again by this script, as a service manager
-would, and one that is stopped goes on after STOPPED_S. `nodes` needs Ray.
+of the bucket too, and second drivers that take over from one that is stopped. There a learner that
+ends is started again by this script, as a service manager would, and one that is stopped goes on
+after STOPPED_S. `nodes` needs Ray.
 
 Every trial is a line of `<folder>/results.jsonl`; the same command continues a stopped test. The
 logs of the learners give their processes and the sequences that they have read.
@@ -22,6 +23,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -50,7 +52,8 @@ BUCKET_FAULTS = {
     "expired": (15, 1.0, ("expired",)),
     "gone": (60, 1.0, ("reset",)),
 }
-THROUGH_BUCKET = ["kill"] * 30 + ["stop"] * 10 + ["noise"] * 45 + ["expired"] * 10 + ["gone"] * 5
+THROUGH_BUCKET = ["kill"] * 30 + ["stop"] * 10 + ["noise"] * 42 + ["expired"] * 8 + ["gone"] * 5
+THROUGH_BUCKET += ["driver"] * 5
 STOPPED_S = 30
 NODE = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
 
@@ -294,6 +297,13 @@ def two_nodes() -> Any:
     return cluster
 
 
+def copied(run: Path, copy: Path) -> Path:
+    """Copy the folder of a run whose driver is stopped, without the learners' logs."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("*.jsonl"))
+    shutil.copy(run / "ledger.jsonl", copy)
+    return copy
+
+
 def lose_node(cluster: Any, there: dict[int, dict]) -> list[int]:
     """End the second node of a cluster with its learners, start another; return the learners."""
     (node,) = cluster.worker_nodes
@@ -315,6 +325,7 @@ def single(
     """
     with contextlib.ExitStack() as stack:
         how, cluster = ["num_rounds=1000000", "inner.steps_per_round=10", *options], None
+        folder = run  # of the driver that works
         if "node" in kinds:
             cluster = two_nodes()
             stack.callback(cluster.shutdown)
@@ -333,6 +344,13 @@ def single(
                 time.sleep(BUCKET_FAULTS[kind][0])
                 now.clear()
                 lost, struck_s = [*there], time.time()
+            elif kind == "driver":
+                lost, before = [*there], process
+                before.send_signal(signal.SIGSTOP)
+                address = f"engine.address={keys_of(run, how)['engine.address']}"
+                copy = run.with_name(f"{run.name}-{trial}")
+                process = stack.enter_context(driver(copied(folder, copy), [*how, address]))
+                folder = copy
             else:
                 lost = [rng.choice([n for n, each in there.items() if each["rounds"]])]
                 strike(kind, there[lost[0]]["pid"])
@@ -341,14 +359,19 @@ def single(
                 again = functools.partial(first_counted_s, run, stream, struck_s)
                 seconds.append(round((wait_for(again, process, 240) or 1e12) - struck_s, 2))
             result = {"trial": trial, "what": kind, "learners": lost, "seconds": seconds}
-            yield result | {"passed": 0 < max(seconds, default=0) < 300}
+            result["passed"] = 0 < max(seconds, default=0) < 300
+            if kind == "driver":  # the first one comes back, and must end
+                before.send_signal(signal.SIGCONT)
+                result["exit"] = before.wait(120)
+                result["passed"] &= result["exit"] == 5
+            yield result
         process.send_signal(signal.SIGTERM)
         code, stop_s = process.wait(120), time.time()
         is_rays = keys_of(run, how)["engine.kind"] == "ray"  # others wait for another driver
         while is_rays and (living(run) or left_running(run)) and time.time() < stop_s + 60:
             time.sleep(0.1)
         left_s = round(time.time() - stop_s, 2)
-    causes = Counter(e["why"] for e in events(run, "learner") if e["what"] == "lost")
+    causes = Counter(e["why"] for e in events(folder, "learner") if e["what"] == "lost")
     found = {"audit": audit(run)[:3], "left_s": left_s, "exit": code, "lost": causes}
     yield {"trial": "end", "what": found, "passed": code == 75 and not found["audit"]}
 
