@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
-from adloco_jax.core.outer import Differences, apply_differences
-from adloco_jax.core.types import Ensemble, GradientStats, put, take
+from adloco_jax.core.outer import apply_differences
+from adloco_jax.core.types import Ensemble, put, take
 from adloco_jax.elastic import members
 from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.learner import Answer, Order, WorkerOrder
@@ -116,10 +116,7 @@ class ElasticEngine:
         for position, each in batch.items():
             tested = [answer for answer in each.counted.values() if answer.num_tested]
             if tested:
-                parts = [vars(answer.stats_R) for answer in tested]
-                stats_R = GradientStats(
-                    **{name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-                )
+                stats_R = _concatenated([answer.stats_R for answer in tested])
                 counts = np.array([answer.num_tested for answer in tested])
                 stats.append(((position,), (0,) * len(tested), counts, stats_R))
         return stats
@@ -197,13 +194,13 @@ class ElasticEngine:
         owners: Sequence[int],
     ) -> Ensemble:
         """Merge trainers, then move workers, after fetching the inner states from the learners."""
-        whole = self._with_inner(State(ensemble, self.underway))
+        whole = self._states.whole(State(ensemble, self.underway), fetches=True)
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, whole, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer up to `num_workers`, after fetching the inner states."""
-        whole = self._with_inner(State(ensemble, self.underway))
+        whole = self._states.whole(State(ensemble, self.underway), fetches=True)
         return replace(spawned, whole, trainer, num_workers)
 
     def complete(self, state: State) -> Ensemble:
@@ -211,17 +208,8 @@ class ElasticEngine:
 
         They are fresh instead if learners are far away, or `inner.state=reset`.
         """
-        if self.fleet.learners and self.fleet.is_remote:
-            return self._states.with_fresh(state.ensemble)
-        return self._with_inner(state)
-
-    def _with_inner(self, state: State) -> Ensemble:
-        ensemble, control = state
-        if ensemble.inner_state_R is not None or self.spec.reset_inner_state:
-            return self._states.with_fresh(ensemble)
-        states = self._states.of(control, range(len(control.owners)))
-        inner_R = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
-        return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
+        is_far = bool(self.fleet.learners) and self.fleet.is_remote
+        return self._states.whole(state, fetches=not is_far)
 
     def close(self) -> None:
         """End all learners, and what was started to reach them."""
@@ -253,14 +241,8 @@ class ElasticEngine:
             if not free:
                 continue
             rate_T = learning_rates(control, position, plan, settings, round_tokens=tokens)
-            order = Order(
-                control.trainers[position].id,
-                control.rounds_of(position) + 1,
-                plan.micro_batch_size,
-                plan.num_accum_steps,
-                len(workers) == 1,
-                (),
-            )
+            trainer, number = control.trainers[position].id, control.rounds_of(position) + 1
+            order = Order(trainer, number, *plan[:2], is_single=len(workers) == 1, work=())
             params = jax.device_get(trainer_params(state.ensemble, position))
             sent_bytes = num_bytes(params)
             each = Round(plan, order, rate_T, now_s, sent_bytes * len(set(free.values())))
@@ -310,7 +292,6 @@ class ElasticEngine:
         some = next(answer for answer in by_worker.values() if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in by_worker.values()]
-        differences: Differences = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
         weights_R = np.array(
             [0 if a is None else a.num_sequences for a in by_worker.values()], np.float32
         )
@@ -318,7 +299,7 @@ class ElasticEngine:
             name: np.array([EXTRAS[name](each.rate_T, each.plan, self.settings)], np.float32)
             for name in self.spec.extras
         }
-        return self._apply(sub, differences, weights_R=weights_R, extra_M=extra_M)
+        return self._apply(sub, _concatenated(parts), weights_R=weights_R, extra_M=extra_M)
 
     def _close(self, each: Round) -> None:
         """Record for the ledger the late learners and rejected updates of a round."""
@@ -413,6 +394,10 @@ class ElasticEngine:
             self.fleet.note(number, "left", "asked to end")
             learner.streams = []
             self.fleet.start_again(number)
+
+
+def _concatenated(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
 def _may_begin(control: Control, position: int, settings: Settings) -> bool:

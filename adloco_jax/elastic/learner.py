@@ -73,7 +73,6 @@ class Answer(NamedTuple):
     """The results of one worker's round, which a learner sends to the driver."""
 
     stream: int  # the worker's data stream
-    start: int  # position of the round's first sequence in the stream
     num_updates: int
     num_sequences: int
     differences: Differences  # trainer's parameters minus the worker's; NumPy leaves [1, ...]
@@ -214,7 +213,6 @@ class Learner:
         self._note(**where, start=work.start, count=plan.num_sequences)
         return Answer(
             work.stream,
-            work.start,
             **counts,
             differences=sent,
             norm=float(norm_R[0]),
@@ -274,15 +272,10 @@ def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
     send = functools.partial(_differences, **how)
     differences, _ = jax.eval_shape(send, params_M, Workers(params_M, None))
     one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
-    names = [field.name for field in dataclasses.fields(GradientStats)]
-    fields: dict[str, Any] = {name: int for name in Answer._fields if name not in _REALS}
-    fields |= dict.fromkeys(_REALS, float) | {"differences": differences, "stats_R": None}
+    fields: dict[str, Any] = Answer.__annotations__ | {"differences": differences, "stats_R": None}
     shape = (work.num_updates, 1)
     fields["loss_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(np.float64))
     fields["skipped_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(bool))
     if work.num_tested:
-        fields["stats_R"] = GradientStats(**dict.fromkeys(names, one))
+        fields["stats_R"] = GradientStats(*[one] * len(dataclasses.fields(GradientStats)))
     return Answer(**fields)
-
-
-_REALS = ("norm", "seconds")

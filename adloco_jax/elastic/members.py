@@ -136,18 +136,12 @@ def assign(
     return hosts
 
 
-def is_over(
-    reported: int, awaited: int, *, quorum: int | None, since_quorum_s: float | None, grace_s: float
-) -> bool:
+def is_over(reported: int, awaited: int, since_quorum_s: float, grace_s: float) -> bool:
     """Whether a round ends now: all have answered, or a quorum did `grace_s` seconds ago.
 
-    It never ends without an answer.
+    It never ends without an answer. `since_quorum_s` is negative if there is no quorum yet.
     """
-    if not reported:
-        return False
-    return not awaited or (
-        quorum is not None and since_quorum_s is not None and since_quorum_s >= grace_s
-    )
+    return reported > 0 and (not awaited or since_quorum_s >= grace_s)
 
 
 def has_quorum(reported: int, awaited: int, quorum: int | None) -> bool:

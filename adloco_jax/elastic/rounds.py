@@ -32,7 +32,7 @@ class Round:
     broken: set[int] = field(default_factory=set)  # streams of answers with numbers not finite
     counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
     is_judged: bool = True  # whether `judge` could tell which updates are too large
-    quorum_s: float | None = None  # when the quorum was reached; None: not yet
+    quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
     def take(self, learner: members.Member, answers: Sequence[Answer]) -> None:
         """Store the answers of a learner, unless the round does not wait for this learner."""
@@ -52,13 +52,11 @@ class Round:
         It waits as long as the answers of `learners` usually vary.
         """
         now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
-        if self.quorum_s is None and members.has_quorum(reported, awaited, rule.quorum):
-            self.quorum_s = now_s
-        since_s = None if self.quorum_s is None else now_s - self.quorum_s
+        if members.has_quorum(reported, awaited, rule.quorum):
+            self.quorum_s = min(self.quorum_s, now_s)
         varies_s = [members.jitter_s(learners[number].transfer_s) for number in self.awaited]
         grace_s = max([rule.grace_s, *varies_s])
-        how = {"quorum": rule.quorum, "since_quorum_s": since_s, "grace_s": grace_s}
-        return members.is_over(reported, awaited, **how)
+        return members.is_over(reported, awaited, now_s - self.quorum_s, grace_s)
 
     def judge(self, rule: EngineSettings, before: Sequence[float]) -> None:
         """Decide which answers count: finite, and not `members.too_large` by the norms `before`."""

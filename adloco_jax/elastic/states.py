@@ -75,21 +75,24 @@ class InnerStates:
         self._here.pop(stream, None)
         self._holders[stream] = learner
 
-    def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
-        """Collect the inner states of workers, by position; None for each if `inner.state=reset`.
+    def whole(self, state: State, *, fetches: bool) -> Ensemble:
+        """Return the ensemble with inner states: its own, else those of learners if `fetches`.
 
-        A lost state is replaced by a fresh one, which on a small model gave a lower loss than the
-        mean of the trainer's other workers (docs/LOG.md, 2026-11-25).
+        The others are fresh, which on a small model gave a lower loss than the mean of the
+        trainer's other workers (docs/LOG.md, 2026-11-25).
         """
-        if self._spec.reset_inner_state:
-            return [None for _ in workers]
-        self._fetch([control.reads(worker) for worker in workers])
-        found = [self._state_here(control, worker) for worker in workers]
-        return [self._fresh() if state is None else state for state in found]
-
-    def _state_here(self, control: Control, worker: int) -> PyTree | None:
-        key = control.reads(worker)
-        return self._here.get(key[1], self._found.get(key))
+        ensemble, control = state
+        if ensemble.inner_state_R is not None:
+            return ensemble
+        states: list[PyTree | None] = [None] * len(control.owners)
+        if fetches and not self._spec.reset_inner_state:
+            keys = [control.reads(worker) for worker in range(len(control.owners))]
+            self._fetch(keys)
+            states = [self._here.get(key[1], self._found.get(key)) for key in keys]
+        fresh = self._fresh()
+        whole = [fresh if each is None else each for each in states]
+        inner_R = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *whole)
+        return ensemble.replace(inner_state_R=inner_R)
 
     def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
         """Request the inner states that only learners have, and wait for them."""
@@ -108,11 +111,3 @@ class InnerStates:
     def _fresh(self) -> PyTree:
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._spec.params)
         return jax.device_get(self._spec.inner_tx.init(zeros))
-
-    def with_fresh(self, ensemble: Ensemble) -> Ensemble:
-        """Return the ensemble with fresh inner states if it has none."""
-        if ensemble.inner_state_R is not None:
-            return ensemble
-        fresh = self._fresh()
-        inner_R = jax.tree.map(lambda leaf: np.stack([leaf] * ensemble.num_workers), fresh)
-        return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
