@@ -17,7 +17,7 @@ from adloco_jax.config import validate
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows
 from adloco_jax.elastic.engine import ElasticEngine
-from adloco_jax.elastic.fleet import TRANSPORTS
+from adloco_jax.elastic.fleet import TRANSPORTS, check_possible
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine, OnCall
@@ -115,8 +115,7 @@ def train(
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config, workdir)
     check_installed(settings.log)
-    if transport := TRANSPORTS.get(settings.engine.kind):
-        transport.check_possible(settings.engine.address, folder)
+    check_possible(settings, folder)
     use_compilation_cache()
     machine = here()
 
@@ -198,8 +197,7 @@ def fit(
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
-    if transport := TRANSPORTS.get(settings.engine.kind):
-        transport.check_possible(settings.engine.address, Path(workdir), by_fit=True)
+    check_possible(settings, Path(workdir), by_fit=True)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     check_installed(settings.log)

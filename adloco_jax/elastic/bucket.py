@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
@@ -40,13 +40,15 @@ _BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
 _HELLO = {"process": list[Any], "fingerprint": str, "versions": dict[str, str], "devices": str}
 
 
-class OrderCall(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class OrderCall:
     """A call of a learner's method, or a question that the learner's board answers."""
 
     handle: tuple[int, int]  # the learner's number and life
     what: str  # the method; "hello" and "ping" are answered by the board
     number: int  # of the order; for questions, the board's count when the question was asked
-    index: int  # differs between all calls
+    form: Any = None  # what the answer must look like
+    answer: concurrent.futures.Future | None = None  # set once the answer is being read
 
 
 def names(epoch: int, handle: tuple[int, int], order: int) -> tuple[str, str]:
@@ -95,11 +97,6 @@ def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
     model and rows, or the bucket holds another run or cannot be read or written; ResourceError if
     it cannot be reached.
     """
-    if jax.process_count() > 1:
-        raise ConfigError(
-            "engine.kind = bucket: its driver is one process; leave out --distributed and"
-            " --coordinator, or set engine.kind=local"
-        )
     store.check_installed("engine.kind = bucket")
     if by_fit:
         raise ConfigError(
@@ -214,12 +211,8 @@ class BucketTransport:
         self._store, self._epoch, self._spec = bucket, epoch, given.spec
         self._places: dict[int, _Place] = {}
         self._params: dict[int, list[Reference]] = {}  # in the bucket, by the trainer's id
-        self._forms: dict[OrderCall, Any] = {}  # what the answer to a call must look like
-        self._answers: dict[
-            OrderCall, concurrent.futures.Future
-        ] = {}  # answers that are being read
-        self._index, self._num_params = itertools.count(), itertools.count()
-        self._count, self._id = itertools.count(), uuid.uuid4().hex
+        self._num_params, self._count = itertools.count(), itertools.count()
+        self._id = uuid.uuid4().hex
         self._writing = threading.Lock()
         self._fault: BaseException | None = None  # an error of a thread
         # Objects are written one after another, so an order follows its parameters.
@@ -236,14 +229,13 @@ class BucketTransport:
 
     def give_sign(self) -> None:
         """Write the board, unless another driver has taken over."""
-        try:
-            with contextlib.suppress(Refused):
-                if self._store.get(f"driver/{self._epoch + 1}.json") is None:
-                    self._write_board()
-                    return
-            raise ResourceError(f"{self._store.url}: another driver has taken over")
-        except Exception as error:  # deliberately broad: the main thread raises it
-            self._fault = error
+        self._act(self._give_sign)
+
+    def _give_sign(self) -> None:
+        with contextlib.suppress(Refused):
+            if self._store.get(f"driver/{self._epoch + 1}.json") is None:
+                return self._write_board()
+        raise ResourceError(f"{self._store.url}: another driver has taken over")
 
     def _write_board(self) -> None:
         with self._writing:
@@ -267,13 +259,13 @@ class BucketTransport:
         return reference
 
     def _begin(self, write: Callable[[], None]) -> None:
-        def noting_faults() -> None:
-            try:
-                write()
-            except Exception as error:  # deliberately broad: the main thread raises it
-                self._fault = error
+        self._up.submit(self._act, write)
 
-        self._up.submit(noting_faults)
+    def _act(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # deliberately broad: the main thread raises it
+            self._fault = error
 
     def start(self, number: int, life: int) -> tuple[int, int]:
         """Open a place for a learner, and return a handle for calls to it."""
@@ -288,20 +280,20 @@ class BucketTransport:
         place = self._places[handle[0]]
         if method in ("hello", "ping"):
             count = -1 if place.board is None else place.board["count"]
-            return OrderCall(handle, method, count, next(self._index))
+            return OrderCall(handle, method, count)
         place.asked += 1
-        call = OrderCall(handle, method, place.asked, next(self._index))
+        call = OrderCall(handle, method, place.asked)
         message = {"call": [self._epoch, *handle, place.asked], "method": method, "parts": []}
         order, tree = arguments[0], arguments[0]
         if method == "states":
             message["wanted"], tree = [[*key] for key in order], None
             state = jax.eval_shape(self._spec.inner_tx.init, self._spec.params)
-            self._forms[call] = [state for _ in order]
+            call.form = [state for _ in order]
         else:
             message["parts"] = [[len(w.rate_T), w.inner_state is not None] for w in order.work]
-            self._forms[call] = [answer_form(self._spec, order, work) for work in order.work]
+            call.form = [answer_form(self._spec, order, work) for work in order.work]
         if method == "prepare":
-            message["tests"], self._forms[call] = arguments[1], None
+            message["tests"], call.form = arguments[1], None
         reference = arguments[1] if method == "play" else None
 
         def write() -> None:
@@ -370,17 +362,13 @@ class BucketTransport:
         if call.what == "ping":
             found = {name: board[name] for name in ("leaving", "compiling")}
             return Reply(found, "") if board["count"] != call.number else None
-        if call in self._answers:
-            answer = self._answers[call]
-            if not answer.done():
-                return None
-            del self._answers[call]
-            return answer.result()
+        if call.answer is not None:
+            return call.answer.result() if call.answer.done() else None
         if board["answered"] >= call.number:
-            self._answers[call] = self._down.submit(self._read, call, self._forms.pop(call))
+            call.answer = self._down.submit(self._read, call)
         return None
 
-    def _read(self, call: OrderCall, form: Any) -> Reply:
+    def _read(self, call: OrderCall) -> Reply:
         order, name = names(self._epoch, call.handle, call.number)
 
         def form_of(message: dict[str, Any]) -> Any:
@@ -389,13 +377,12 @@ class BucketTransport:
             if message.get("error"):
                 raise Refused(str(message["error"])[:300])
             if call.what != "states":
-                return form
-            return [
-                each if there else None for each, there in zip(form, message["there"], strict=True)
-            ]
+                return call.form
+            pairs = zip(call.form, message["there"], strict=True)
+            return [each if there else None for each, there in pairs]
 
         try:
-            _, value, _ = self._store.read(name, limit(form), form_of)
+            _, value, _ = self._store.read(name, limit(call.form), form_of)
             return Reply(value, "")
         except Refused as error:
             return Reply(None, str(error))

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.learner import Given, Learner, Reply
 from adloco_jax.errors import ConfigError, ResourceError, reason
@@ -33,33 +31,24 @@ from adloco_jax.run.processes import machine_id
 
 # A program that ends the cluster's processes once the driver has ended, which closes its pipe.
 _REAPER = """
-import os, shutil, signal, sys, time
+import contextlib, os, pathlib, shutil, signal, sys, time
 folder, spared = sys.argv[1], (os.getpid(), os.getppid())
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.setsid()
 sys.stdin.buffer.read()
 def of_cluster(pid):  # tested by its environment, or for agents by their open log files
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        if folder.encode() in file.read():
-            return True
+    if folder.encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
+        return True
     files = os.listdir(f"/proc/{pid}/fd")
     return any(os.readlink(f"/proc/{pid}/fd/{file}").startswith(folder) for file in files)
-def left():
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        try:
-            if pid not in spared and of_cluster(pid):
-                yield pid
-        except OSError:
-            pass
-for _ in range(100):
-    pids = [*left()]
-    for pid in pids:
-        try:
+def kill(pid):
+    with contextlib.suppress(OSError):
+        if pid not in spared and of_cluster(pid):
             os.kill(pid, signal.SIGKILL)
-        except OSError:
-            pass
-    if not pids:
+            return True
+for _ in range(100):
+    if not any([kill(int(pid)) for pid in os.listdir("/proc") if pid.isdecimal()]):
         break
     time.sleep(0.05)
 shutil.rmtree(sys.argv[1], ignore_errors=True)
@@ -103,11 +92,6 @@ def check_possible(address: str = "", folder: Path = Path(), *, by_fit: bool = F
 
     The arguments are those of a bucket; Ray needs none.
     """
-    if jax.process_count() > 1:
-        raise ConfigError(
-            "engine.kind = ray: its driver is one process; leave out --distributed and"
-            " --coordinator, or set engine.kind=local"
-        )
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("engine.kind = ray: not installed; pip install 'adloco_jax[ray]'")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
@@ -118,10 +102,7 @@ def check_possible(address: str = "", folder: Path = Path(), *, by_fit: bool = F
 
 @contextlib.contextmanager
 def connected(
-    address: str,
-    num_learners: int,
-    given: Given | None = None,
-    is_over: Callable[[], bool] = lambda: True,
+    address: str, num_learners: int, given: Given | None, is_over: Callable[[], bool]
 ) -> Iterator["RayTransport"]:
     """Connect to the Ray cluster at an address (HOST:PORT), or start one on this machine.
 

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import math
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import PyTree
 
 from adloco_jax.data import Corpus
@@ -19,6 +21,7 @@ from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.folder import versions
+from adloco_jax.settings import Settings
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
@@ -27,6 +30,18 @@ _POLL_S = 0.2  # seconds to wait for answers before learners are checked for fau
 # By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
 # put, start, submit, poll, kill, `is_remote`.
 TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
+
+
+def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) -> None:
+    """Raise ConfigError if a run in a folder cannot have the learners that it asks for, if any."""
+    kind = settings.engine.kind
+    if kind != "local" and jax.process_count() > 1:
+        raise ConfigError(
+            f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
+            " --coordinator, or set engine.kind=local"
+        )
+    if kind != "local":
+        TRANSPORTS[kind].check_possible(settings.engine.address, folder, by_fit=by_fit)
 
 
 class PendingCall(NamedTuple):
@@ -156,8 +171,7 @@ class Fleet:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
             restart_s = math.inf if self.is_remote else rule.restart_s
-            how = {"heartbeat_s": rule.heartbeat_s, "restart_s": restart_s}
-            if cause := learner.fault(now_s, **how):
+            if cause := learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s):
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
                 self.ask(number, "ping", about=None)

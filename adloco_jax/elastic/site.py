@@ -217,21 +217,20 @@ class Site:
         """Run an order of the driver, and write the answer."""
         assert self.place is not None
         where, name = names(self._epoch, self.place, number)
-        message: dict[str, Any] = {"call": [self._epoch, *self.place, number]}
+        call = [self._epoch, *self.place, number]
         tree, fault = None, None
         try:
-            more, tree = self._execute(where, message["call"])
-            message |= more
+            more, tree = self._execute(where, call)
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
-            message["error"], fault = f"{type(error).__name__}: {reason(error)}", error
-        data, _ = store.pack(message, tree)
+            more, fault = {"error": f"{type(error).__name__}: {reason(error)}"}, error
+        data, _ = store.pack({"call": call} | more, tree)
         self._store.put(name, data)
         self._answered = number
         self.give_sign()
-        if fault is not None and not isinstance(fault, Refused):
-            raise fault
-        if fault is not None:
+        if isinstance(fault, Refused):
             print(f"refused: {fault}", file=sys.stderr, flush=True)
+        elif fault is not None:
+            raise fault
 
     def _execute(self, name: str, call: list[int]) -> tuple[dict[str, Any], Any]:
         """Run an order; return what the answer's message and tree contain."""

@@ -180,15 +180,12 @@ class Store:
             return sorted(found["path"] for found in obstore.list(self._store).collect())
         return []
 
-    def _count(self, requests: int, *, up: int = 0, down: int = 0) -> None:
+    def _count(self, requests: int = 0, *, up: int = 0, down: int = 0, failing: int = 0) -> None:
         with self._counting:
             self.requests += requests
             self.bytes_up += up
             self.bytes_down += down
-
-    def _fails(self, change: int) -> None:
-        with self._counting:
-            self._num_failing += change
+            self._num_failing += failing
 
     def _patiently(self, kind: str, act: Callable[[], T]) -> T:
         """Return what `act` returns; repeat it while it fails."""
@@ -204,12 +201,12 @@ class Store:
                     self._give_up(kind, error, failures)
                 elif failures >= 3 and not is_told:
                     is_told = True
-                    self._fails(1)
+                    self._count(failing=1)
                     self._say(f"{self.url}: cannot {kind} ({_cause(error)}); waiting")
             else:
                 self._known.add(kind)
                 if is_told:
-                    self._fails(-1)
+                    self._count(failing=-1)
                     gone_s = time.monotonic() - failed_s
                     self._say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
                 return result
