@@ -1,8 +1,10 @@
 """Objects of a bucket, drivers and learners that share one, and what is refused; on a folder."""
 
+import concurrent.futures
 import importlib
 import importlib.util
 import json
+import signal
 import threading
 import types
 
@@ -47,14 +49,16 @@ def test_an_object_holds_what_was_packed_and_zeros_take_no_space():
     assert len(large) < 500
 
 
-@pytest.mark.parametrize("at", ["header", "first", "last", "cut", "empty", "form", "missing part"])
+@pytest.mark.parametrize("at", ["header", "first", "last", "cut", "empty", "form", "part", "value"])
 def test_an_altered_object_is_refused_by_name(at):
     data = bytearray(store.pack({}, TREE)[0])
     form = dict(FORM)
     if at == "form":
         form["a"] = jax.ShapeDtypeStruct((3, 2), np.dtype("f4"))
-    elif at == "missing part":
+    elif at == "part":
         form["c"] = int
+    elif at == "value":  # where an array belongs
+        form["n"] = form["a"]
     elif at in ("cut", "empty"):
         data = data[: len(data) - 4 if at == "cut" else 0]
     else:
@@ -107,11 +111,15 @@ def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it
 def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
     monkeypatch, tmp_path
 ):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
+    check, there = bucket.check_possible, InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
     with pytest.raises(ConfigError, match="holds another run; name another prefix") as error:
         run(tmp_path / "two", settings_at(there.url))
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
+    inner = settings_at(there.url).inner.model_copy(update={"weight_decay": 0.25})
+    other = settings_at(there.url).model_copy(update={"inner": inner, "num_rounds": 4})
+    with pytest.raises(ConfigError, match=r"have inner.weight_decay = 0.1, now 0.25; change it"):
+        check(other, tmp_path / "one")
     longer = settings_at(there.url).model_copy(update={"num_rounds": 5})
     ended = run(tmp_path / "one", longer)
     assert ended.controller.round == 5
@@ -137,10 +145,10 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="learners build model and data from settings"):
         run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
     with pytest.raises(ConfigError, match="no such folder"):
-        bucket.check_possible(f"file://{tmp_path}/no/run", tmp_path / "r")
+        bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
     store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json({"id": "another"}))
     with pytest.raises(ConfigError, match="holds another run"):
-        bucket.check_possible(f"file://{tmp_path}/other", tmp_path / "r")
+        bucket.check_possible(settings_at(f"file://{tmp_path}/other"), tmp_path / "r")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"adloco_jax\[bucket\]"):
         run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
@@ -158,6 +166,63 @@ def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch,
     with pytest.raises(ConfigError, match="the driver has ") as error:
         site.join(there.url, own={})
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
+
+
+def test_a_second_signal_ends_a_learner_at_once(monkeypatch, tmp_path):
+    there, handlers, ended = InBucket(monkeypatch, tmp_path / "bucket"), {}, []
+    run(tmp_path / "one", settings_at(there.url))
+    learner = types.SimpleNamespace(leaving=False)
+    learner.leave = lambda: setattr(learner, "leaving", True)
+    monkeypatch.setattr(site, "_given", lambda *_: None)
+    monkeypatch.setattr(site, "Learner", lambda _: learner)
+    monkeypatch.setattr(site, "Site", lambda *_: types.SimpleNamespace(serve=lambda: None))
+    monkeypatch.setattr(site.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(site.os, "_exit", ended.append)
+    site.join(there.url, own={})
+    handlers[signal.SIGINT](2, None)
+    assert learner.leaving and not ended
+    handlers[signal.SIGTERM](15, None)
+    assert ended == [143]
+
+
+def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monkeypatch, tmp_path):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    (one, *_) = there.sites.values()
+    steps, one.place = iter(["done", "nothing", "over"]), (0, 0)
+    one.learner.leaving = True
+
+    def step():  # the order took longer than the driver's signs are awaited; then there is one
+        what = next(steps)
+        one._changed_s = there.now_s - 100 * (what == "done")
+        return what
+
+    one.step = step
+    one.serve()
+    assert next(steps, None) is None
+
+
+def test_a_learner_whose_place_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    (one, *_), shared = there.sites.values(), store.Store(there.url)
+    one.place, one._answered = (0, 0), 5
+    one._find_driver, one._driver = lambda: True, {"is_over": False, "places": {"0": (1, 0, True)}}
+    for name in (one._board_name(), bucket.names(1, (0, 0), 5)[1]):
+        shared.put(name, b"late")
+    assert one.step() == "done" and one.place is None
+    assert shared.names() == ["driver/1.json", "run.json"]
+
+
+def test_a_driver_whose_looks_do_not_return_judges_nobody(monkeypatch, tmp_path):
+    there, look = InBucket(monkeypatch, tmp_path / "bucket"), concurrent.futures.Future()
+    run(tmp_path / "one", settings_at(there.url))
+    there.driver._places[0] = bucket._Place(0, look=look, next_s=there.now_s - 4)
+    assert not there.driver._cannot_look()
+    there.now_s += 2
+    assert there.driver._cannot_look()
+    look.set_result(None)
+    assert not there.driver._cannot_look()
 
 
 def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_path, capsys):
@@ -241,5 +306,5 @@ def test_a_bucket_that_may_not_be_written_is_refused_before_anything_is_left(mon
 
     monkeypatch.setattr(obstore, "put", refuse)
     with pytest.raises(ConfigError, match="no permission to write"):
-        bucket.check_possible(f"file://{tmp_path}/bucket", tmp_path / "r")
+        bucket.check_possible(settings_at(f"file://{tmp_path}/bucket"), tmp_path / "r")
     assert not (tmp_path / "r").exists()

@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from toy import settings_of
 from toy_runs import GROWING, events, run
 
-from adloco_jax.elastic import learner
+from adloco_jax.elastic import engine, learner
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run.choose import Peak
 from adloco_jax.run.observers import Evaluator
@@ -351,6 +351,26 @@ def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
     assert [e["learner"] for e in lost] == [1] and lost[0]["why"].startswith("gave no sign for")
     assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
     assert chaos.audit(tmp_path) == []
+
+
+@both
+def test_a_driver_that_evaluates_for_long_loses_no_learner(monkeypatch, tmp_path):
+    here, evaluate = Here(monkeypatch, lambda *_: "answer"), Evaluator.__call__
+
+    def slowly(self, state, boundary):
+        here.now_s += 1e4
+        evaluate(self, state, boundary)
+
+    monkeypatch.setattr(Evaluator, "__call__", slowly)
+    taken, take = [], engine.ElasticEngine._take
+    monkeypatch.setattr(
+        engine.ElasticEngine,
+        "_take",
+        lambda self, event: (take(self, event), taken.extend(event.learner.transfer_s)),
+    )
+    run(tmp_path, settings_with())
+    assert counted(tmp_path) == [3] * 5 and max(taken) < 10
+    assert {e["what"] for e in events(tmp_path, "learner")} == {"joined"}
 
 
 @both

@@ -160,7 +160,7 @@ def test_a_killed_driver_leaves_nothing_and_its_command_goes_on(tmp_path):
 
 @slow
 def test_a_cluster_of_our_own_listens_on_loopback_and_refuses_a_client_without_the_token(tmp_path):
-    with cluster.connected("", 1):
+    with cluster.connected("", 1, None, lambda: True):
         import ray
 
         address = ray.get_runtime_context().gcs_address
@@ -191,7 +191,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_refuses_a_client_without_t
 @slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_user_can_do_nothing_in_the_folder_of_a_cluster_of_our_own():
-    with cluster.connected("", 1):
+    with cluster.connected("", 1, None, lambda: True):
         folder = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
         assert {path.name for path in folder.iterdir()} == {"ray", "token"}
         tries = "ls {0}", "ls {0}/ray", "cat {0}/token", "touch {0}/ray/x", "mv {0}/token {0}/other"
@@ -205,7 +205,7 @@ AFTERWARDS = """
 import os
 from adloco_jax.elastic import cluster
 from adloco_jax.errors import ConfigError
-with cluster.connected("", 1):
+with cluster.connected("", 1, None, lambda: True):
     import ray
 assert not any(name.startswith("RAY_AUTH") for name in os.environ)
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["HOME"])

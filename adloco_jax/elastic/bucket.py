@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from adloco_jax import __version__, files
 from adloco_jax.elastic import store
@@ -31,10 +32,13 @@ from adloco_jax.elastic.learner import Given, Order, Reply, WorkerOrder, answer_
 from adloco_jax.elastic.store import Refused, Store
 from adloco_jax.engine.spec import Spec, num_bytes
 from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.run.folder import flat_settings
+from adloco_jax.settings import KNOBS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 _LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
+_LATE_S = 5.0  # after which a look shows that the link to the bucket does not work
 # What a learner's board has, besides `hello`, which describes the learner.
 _BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
 _HELLO = {"process": list[Any], "fingerprint": str, "versions": dict[str, str], "devices": str}
@@ -73,6 +77,8 @@ def order_form(spec: Spec, message: dict[str, Any]) -> Any:
     return Order(*whole)
 
 
+# What `run.json` has.
+RUN = {"id": str, "adloco_jax": str, "fingerprint": str, "commit": str, "settings": dict[str, Any]}
 # What an order has besides the values of its tree.
 ORDER = {
     "call": list[int],
@@ -90,12 +96,12 @@ def limit(form: Any) -> int:
     return num_bytes(arrays) + _SLACK
 
 
-def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
-    """Check that a run in a folder can use learners through the bucket at an address.
+def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) -> None:
+    """Check that a run in a folder can use learners through the bucket at its address.
 
-    Raises ConfigError if obstore is missing, the driver would be several processes, `fit` was given
-    model and rows, or the bucket holds another run or cannot be read or written; ResourceError if
-    it cannot be reached.
+    Raises ConfigError if obstore is missing, `fit` was given model and rows, or the bucket holds
+    another run or other settings, or cannot be read or written; ResourceError if it cannot be
+    reached.
     """
     store.check_installed("engine.kind = bucket")
     if by_fit:
@@ -103,8 +109,10 @@ def check_possible(address: str, folder: Path, *, by_fit: bool = False) -> None:
             "engine.kind = bucket: learners build model and data from settings; use adloco train,"
             " with a config file that adds entries of your own"
         )
-    bucket = Store(address)
-    if not _is_described(bucket, folder / "learners" / "id"):
+    bucket = Store(settings.engine.address)
+    if (run := _described(bucket, folder / "learners" / "id")) is not None:
+        _check_same(bucket, run["settings"], settings)
+    else:
         bucket.create("driver/0.json", uuid.uuid4().bytes)  # finds out if this is permitted
         bucket.delete("driver/0.json")
 
@@ -136,7 +144,7 @@ def connected(
 def _describe(bucket: Store, given: Given) -> None:
     """Write `run.json`, unless it is there; check that it is this run's."""
     path = Path(given.log).parent / "id"
-    if _is_described(bucket, path):
+    if _described(bucket, path) is not None:
         return
     run_id = uuid.uuid4().hex
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,14 +155,27 @@ def _describe(bucket: Store, given: Given) -> None:
         raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
 
 
-def _is_described(bucket: Store, path: Path) -> bool:
-    """Whether `run.json` is there, and has the id of the run that a file names."""
+def _described(bucket: Store, path: Path) -> dict[str, Any] | None:
+    """Return `run.json`, if it is there; it must have the id of the run that a file names."""
     if (data := bucket.get("run.json")) is None:
-        return False
+        return None
     with contextlib.suppress(Refused, OSError):
-        if store.from_json(data, "run.json").get("id") == path.read_text("utf-8"):
-            return True
+        run = store.from_json(data, "run.json")
+        if not files.fault(run, RUN, "run.json") and run["id"] == path.read_text("utf-8"):
+            return run
     raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
+
+
+def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
+    """Check that learners, which have the settings of `run.json`, train as the driver means."""
+    there, now = flatten_dict(before, sep="."), flat_settings(settings)
+    matter = (key for key in KNOBS if change(key) != "harmless" or key == "engine.heartbeat_s")
+    differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
+    if differ:
+        raise ConfigError(
+            f"{bucket.url}: learners there have {'; '.join(differ)}; change it back, or name"
+            " another prefix"
+        )
 
 
 def _next_epoch(bucket: Store, heartbeat_s: float) -> int:
@@ -190,7 +211,7 @@ class _Place:
     asked: int = 0  # number of orders that have been submitted
     board: dict[str, Any] | None = None  # the newest one; None: the place is free
     look: concurrent.futures.Future | None = None  # a request for the board that has not ended
-    next_s: float = 0.0  # when to look at the board next
+    next_s: float = 0.0  # when to look at the board next, or when the look began
     pause_s: float = store.FIRST_PAUSE_S
 
 
@@ -218,10 +239,11 @@ class BucketTransport:
         # Objects are written one after another, so an order follows its parameters.
         self._up = concurrent.futures.ThreadPoolExecutor(1)
         self._down = concurrent.futures.ThreadPoolExecutor(8)
+        self._looks = concurrent.futures.ThreadPoolExecutor(8)  # do not wait for answers
 
     def board(self, *, is_over: bool, has_ended: bool = False) -> bytes:
         """Return the driver's board: each place's life and number of orders, and if it is free."""
-        places = {n: [p.life, p.sent, p.board is None] for n, p in self._places.items()}
+        places = {n: [p.life, p.sent, p.board is None] for n, p in [*self._places.items()]}
         return store.to_json(
             {"id": self._id, "count": next(self._count), "places": places}
             | {"is_over": is_over, "has_ended": has_ended}
@@ -323,14 +345,20 @@ class BucketTransport:
             if ended or time.monotonic() >= until_s:
                 return ended
             time.sleep(min(0.02, timeout_s))
-            while self._store.is_out_of_reach and self._fault is None:
+            while self._cannot_look() and self._fault is None:
                 time.sleep(0.2)  # a driver that cannot see learners must not judge them
+
+    def _cannot_look(self) -> bool:
+        late_s = time.monotonic() - _LATE_S
+        looks = (place.look for place in self._places.values() if place.next_s < late_s)
+        return self._store.is_out_of_reach or any(look and not look.done() for look in looks)
 
     def _look(self, number: int, place: _Place) -> None:
         """Take the board of a learner if it has come, or request it if it is time."""
         if place.look is None:
             if time.monotonic() >= place.next_s:
-                place.look = self._down.submit(self._read_board, number, place.life)
+                place.look = self._looks.submit(self._read_board, number, place.life)
+                place.next_s = time.monotonic()
             return
         if not place.look.done():
             return
@@ -393,7 +421,8 @@ class BucketTransport:
         """Close the place of a learner, which leaves when it sees this."""
         place = self._places.pop(handle[0])
         self._begin(self._write_board)
-        left = [names(self._epoch, handle, n + 1) for n in range(place.asked)][-2:]
+        most = len(self._params) + 2  # orders that can be without an answer
+        left = [names(self._epoch, handle, n + 1) for n in range(place.asked)][-most:]
         board = f"learners/{self._epoch}/{handle[0]}-{handle[1]}.json"
         self._begin(lambda: self._store.delete(board, *itertools.chain(*left)))
 
@@ -401,6 +430,7 @@ class BucketTransport:
         """Say on the board that the driver has ended, delete its rounds, name what is left."""
         self._up.shutdown(cancel_futures=True)
         self._down.shutdown(cancel_futures=True)
+        self._looks.shutdown(cancel_futures=True)
         with self._writing:
             board = self.board(is_over=is_over, has_ended=True)
             self._store.put(f"driver/{self._epoch}.json", board)

@@ -87,11 +87,8 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def check_possible(address: str = "", folder: Path = Path(), *, by_fit: bool = False) -> None:
-    """Raise ConfigError if Ray is missing or in use here, or the driver is several processes.
-
-    The arguments are those of a bucket; Ray needs none.
-    """
+def check_possible(*_: object, **__: object) -> None:
+    """Raise ConfigError if Ray is missing, or in use here; a bucket has more conditions."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("engine.kind = ray: not installed; pip install 'adloco_jax[ray]'")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():

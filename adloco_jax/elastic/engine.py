@@ -31,6 +31,7 @@ from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import State, Stats, joining_workers, merge_due
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_round
 from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
+from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.settings import Settings
 
@@ -170,7 +171,7 @@ class ElasticEngine:
         self.underway = state.control
         changes, self.fleet.changes = [*self.fleet.changes, *quarantined], []
         self.fleet.control = state.control
-        if not _changes_now(state.control, self.settings):
+        if not (processes.is_asked_to_stop() or _changes_now(state.control, self.settings)):
             self._begin(state)  # learners work while the observers evaluate and save
         return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
 
@@ -273,9 +274,10 @@ class ElasticEngine:
         sequences = sum(work.num_updates for work in order.work)
         sequences *= order.micro_batch_size * order.num_accum_steps
         learner.sent_s = time.monotonic()
-        learner.due_s = members.deadline(
+        due_s = members.deadline(
             learner, sequences, learner.sent_s, heartbeat_s=self.settings.engine.heartbeat_s
         )
+        learner.due_s = due_s and max(due_s, learner.due_s or 0.0)
 
     def _prepare_spares(self, order: Order, tests: bool) -> None:
         """Let learners that have no workers load the programs of a round."""
@@ -339,7 +341,8 @@ class ElasticEngine:
         done = sum(answer.num_sequences for answer in answers)
         seconds = sum(answer.seconds for answer in answers)
         learner.sequence_s = seconds / done
-        learner.transfer_s.append(max(0.0, time.monotonic() - learner.sent_s - seconds))
+        noticed_s = max(learner.sent_s + seconds, self.fleet.back_s)
+        learner.transfer_s.append(max(0.0, time.monotonic() - noticed_s))
         if event.about in self.rounds:  # otherwise the answer is too late: the round has ended
             self.rounds[event.about].take(learner, answers)
 
@@ -411,8 +414,9 @@ def _may_begin(control: Control, position: int, settings: Settings) -> bool:
 
 def _changes_now(control: Control, settings: Settings) -> bool:
     """Whether the run is over, or trainers may merge or get workers before their next round."""
-    due = merge_due(control, settings) or joining_workers(control, settings)
-    return is_over(control, settings) or bool(due)
+    if not control.trainers or is_over(control, settings):
+        return True
+    return merge_due(control, settings) or bool(joining_workers(control, settings))
 
 
 def _keep_together(settings: Settings) -> bool:

@@ -41,7 +41,7 @@ def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) ->
             " --coordinator, or set engine.kind=local"
         )
     if kind != "local":
-        TRANSPORTS[kind].check_possible(settings.engine.address, folder, by_fit=by_fit)
+        TRANSPORTS[kind].check_possible(settings, folder, by_fit=by_fit)
 
 
 class PendingCall(NamedTuple):
@@ -75,6 +75,8 @@ class Fleet:
         self._calls: dict[Any, PendingCall] = {}
         self._causes: dict[int, str] = {}  # why a learner was lost the last time, by its number
         self._connection = contextlib.ExitStack()
+        self._looked_s = time.monotonic()  # when the driver last looked for answers
+        self.back_s = 0.0  # when it could look again after a time in which it could not
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
         self._has_started = False
 
@@ -150,9 +152,10 @@ class Fleet:
         It waits a fraction of a second at most. `members.Member.fault` says which are lost. Raises
         ConfigError if, at the start, one has other data or versions, ResourceError if none is left.
         """
-        rule, events, before_s = self._settings.engine, [], time.monotonic()
+        rule, events, before_s = self._settings.engine, [], self._looked_s
         replies = self._transport.poll([*self._calls], _POLL_S)
-        self._forgive(time.monotonic() - before_s - _POLL_S)
+        self._looked_s = time.monotonic()
+        self._forgive(self._looked_s - before_s - _POLL_S)
         for call, reply in replies.items():
             asked = self._calls.pop(call, None)
             if asked is None:
@@ -180,7 +183,10 @@ class Fleet:
 
     def _forgive(self, seconds: float) -> None:
         """Move the deadlines of all learners by the seconds that the driver could not look."""
-        for learner in self.learners.values() if seconds > _POLL_S else ():
+        if seconds <= _POLL_S:
+            return
+        self.back_s = self._looked_s
+        for learner in self.learners.values():
             learner.asked_s = None if learner.asked_s is None else learner.asked_s + seconds
             learner.due_s = None if learner.due_s is None else learner.due_s + seconds
 

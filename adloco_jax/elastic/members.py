@@ -86,7 +86,8 @@ def deadline(learner: Member, sequences: int, now_s: float, *, heartbeat_s: floa
     """
     if learner.sequence_s is None:
         return None
-    predicted_s = learner.sequence_s * sequences + usual_s(learner.transfer_s)
+    transfer_s = usual_s(learner.transfer_s) or max(learner.transfer_s, default=0.0)
+    predicted_s = learner.sequence_s * sequences + transfer_s
     return now_s + SLOW * max(heartbeat_s, predicted_s)
 
 

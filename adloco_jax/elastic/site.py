@@ -17,14 +17,13 @@ import jax
 from adloco_jax import __version__, files
 from adloco_jax.config import validate
 from adloco_jax.elastic import store
-from adloco_jax.elastic.bucket import ORDER, SIGNS, limit, names, order_form
+from adloco_jax.elastic.bucket import ORDER, RUN, SIGNS, limit, names, order_form
 from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.elastic.store import Refused, Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.run.assemble import load_data, spec_of
 
-_RUN = {"id": str, "adloco_jax": str, "fingerprint": str, "commit": str, "settings": dict}
 _BOARD = {"count": int, "is_over": bool, "has_ended": bool}
 _BOARD |= {"places": dict[str, tuple[int, int, bool]]}
 
@@ -41,8 +40,14 @@ def join(url: str, *, own: Mapping[str, str], workdir: Path | None = None) -> No
     run = _read_run(bucket)
     given = _given(bucket, run, own)
     learner = Learner(given)
+
+    def leave(number: int, _: object) -> None:
+        if learner.leaving:
+            os._exit(128 + number)
+        learner.leave()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, learner.leave)
+        signal.signal(number, leave)
     Site(bucket, learner, given, workdir).serve()
 
 
@@ -59,7 +64,7 @@ def _read_run(bucket: Store) -> dict[str, Any]:
         run = store.from_json(data, "run.json")
     except Refused as error:
         raise DataError(f"{bucket.url}: {error}; name the prefix of a run") from error
-    if fault := files.fault(run, _RUN, "run.json"):
+    if fault := files.fault(run, RUN, "run.json"):
         raise DataError(f"{bucket.url}: {fault}; use the driver's version of adloco_jax")
     return run
 
@@ -90,6 +95,7 @@ class Site:
     def __init__(self, bucket: Store, learner: Learner, given: Given, workdir: Path | None):
         self._store, self.learner, self._spec = bucket, learner, given.spec
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
+        self._num_workers = given.settings.ensemble.num_workers
         self._epoch = 0  # number of the driver; 0: none is known yet
         self.place: tuple[int, int] | None = None  # number and life; None: not in the run
         self._answered = self._count = 0
@@ -107,7 +113,8 @@ class Site:
                 pause_s = store.longer(pause_s)
                 if what == "done":
                     pause_s = store.FIRST_PAUSE_S
-                if self.learner.leaving and (self.place is None or not self._is_alive()):
+                is_there = self.place is not None and self._is_alive()
+                if what == "nothing" and self.learner.leaving and not is_there:
                     break
                 time.sleep(pause_s)
         if self.place is not None:
@@ -129,7 +136,7 @@ class Site:
         life, sent, *_ = self._driver["places"].get(str(self.place[0]), (-1, 0))
         if life != self.place[1]:
             self._say(f"place {self.place[0]} is lost: the driver goes on without this life of it")
-            self.place = None
+            self._give_up_place()
             return "over" if self.learner.leaving else "done"
         if sent <= self._answered:
             return "nothing"
@@ -168,7 +175,8 @@ class Site:
             self._driver = board
         if not self._driver or self._driver["has_ended"] or not self._is_alive():
             if (board := self._read_driver(self._epoch + 1)) is not None:
-                self._epoch, self._driver, self.place = self._epoch + 1, board, None
+                self._give_up_place()
+                self._epoch, self._driver = self._epoch + 1, board
                 self._changed_s = time.monotonic()
                 return False  # perhaps there is a newer one
             if not self._driver:
@@ -177,6 +185,13 @@ class Site:
                 self._say("the driver gives no sign; waiting for it")
                 return self._driver["has_ended"] is False
         return True
+
+    def _give_up_place(self) -> None:
+        """Delete what was written after the driver had given the place to somebody else."""
+        if (place := self.place) is not None:
+            with self._writing:
+                board, self.place = self._board_name(), None
+            self._store.delete(board, names(self._epoch, place, self._answered)[1])
 
     def _read_driver(self, epoch: int) -> dict[str, Any] | None:
         name = f"driver/{epoch}.json"
@@ -244,7 +259,7 @@ class Site:
                 raise Refused(f"{name}: another order")
             return None if message["method"] == "states" else order_form(spec, message)
 
-        most = limit([state] * len(self._driver["places"]) * 8)
+        most = limit([state] * self._num_workers)
         message, order, _ = self._store.read(name, most, form)
         if message["method"] == "states":
             found = self.learner.states([(a, b, c) for a, b, c in message["wanted"]])

@@ -320,7 +320,7 @@ def unpack(
             if isinstance(want, type):
                 if type(values[key]) is not want:
                     raise Refused(f"{name}: {key} is no {want.__name__}")
-            elif key in header:
+            elif key not in zeros:
                 arrays[key] = _view(memoryview(data)[end:], header[key], want, f"{name}: {key}")
         if _digest(about["message"], arrays) != about["sha256"]:
             raise Refused(f"{name}: damaged (SHA-256)")
