@@ -115,12 +115,12 @@ def train(
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config, workdir)
     check_installed(settings.log)
-    check_possible(settings, folder)
     use_compilation_cache()
     machine = here()
 
     def put_together() -> Run:
         whole = completed(settings, folder)
+        check_possible(whole, folder)
         check_config(folder, whole, accept=accept_config_change)
         require_usable(folder)
         model = configured_model(whole, machine)

@@ -217,10 +217,14 @@ def test_a_learner_whose_place_is_lost_deletes_its_last_answer(monkeypatch, tmp_
 def test_a_driver_whose_looks_do_not_return_judges_nobody(monkeypatch, tmp_path):
     there, look = InBucket(monkeypatch, tmp_path / "bucket"), concurrent.futures.Future()
     run(tmp_path / "one", settings_at(there.url))
-    there.driver._places[0] = bucket._Place(0, look=look, next_s=there.now_s - 4)
+    there.driver._places[0] = bucket._Place(0, look=look, next_s=there.now_s)
+    there.now_s += 1  # a sign of life comes every second
     assert not there.driver._cannot_look()
-    there.now_s += 2
+    there.now_s += 0.1
     assert there.driver._cannot_look()
+    there.driver._returned_s = there.now_s  # another look has returned
+    assert not there.driver._cannot_look()
+    there.driver._returned_s = 0.0
     look.set_result(None)
     assert not there.driver._cannot_look()
 

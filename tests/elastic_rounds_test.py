@@ -353,6 +353,24 @@ def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
     assert chaos.audit(tmp_path) == []
 
 
+def test_a_round_that_cannot_begin_ends_the_run_after_the_last_one_is_recorded(
+    monkeypatch, tmp_path
+):
+    Here(monkeypatch, lambda *_: "answer")
+    begin = engine.ElasticEngine._begin
+
+    def failing(self, state):
+        if state.control.round == 2:
+            raise ResourceError("the cluster is gone")
+        begin(self, state)
+
+    monkeypatch.setattr(engine.ElasticEngine, "_begin", failing)
+    with pytest.raises(ResourceError, match="the cluster is gone"):
+        run(tmp_path, settings_with())
+    assert counted(tmp_path) == [3, 3]
+    assert [e["round"] for e in events(tmp_path, "eval", trainer="consensus")][-1] == 2
+
+
 @both
 def test_a_driver_that_evaluates_for_long_loses_no_learner(monkeypatch, tmp_path):
     here, evaluate = Here(monkeypatch, lambda *_: "answer"), Evaluator.__call__

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from toy import tiny_config
 from trees import assert_close, assert_equal
 
-from adloco_jax import hf
+from adloco_jax import hf, training
 from adloco_jax import main as cli
 from adloco_jax.cli.train import take_sizes
 from adloco_jax.config import validate
@@ -22,6 +22,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run.assemble import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
+from adloco_jax.run.folder import recorded_settings
 from adloco_jax.run.ledger import read
 from adloco_jax.settings import KNOBS, SIZES
 from adloco_jax.training import train
@@ -199,6 +200,15 @@ def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):
     assert abs(head.std() - 0.02) < 2e-3
     assert np.any(head != trained.params["head"]["kernel"])
     assert_equal(params | {"head": trained.params["head"]}, trained.params)
+
+
+def test_a_bucket_is_compared_with_what_a_run_records(trained, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(training, "check_possible", lambda settings, _: asked.append(settings))
+    config = tiny(init_from=str(trained.workdir / "export"))
+    config.num_rounds = 1
+    run = train(config, tmp_path / "r")
+    assert asked == [recorded_settings(run.workdir)] and asked[0].data.tokenizer
 
 
 def test_sizes_that_are_unset_are_the_checkpoints(trained):

@@ -38,7 +38,6 @@ from adloco_jax.settings import KNOBS, Settings, change
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 _LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
-_LATE_S = 5.0  # after which a look shows that the link to the bucket does not work
 # What a learner's board has, besides `hello`, which describes the learner.
 _BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
 _HELLO = {"process": list[Any], "fingerprint": str, "versions": dict[str, str], "devices": str}
@@ -234,6 +233,8 @@ class BucketTransport:
         self._params: dict[int, list[Reference]] = {}  # in the bucket, by the trainer's id
         self._num_params, self._count = itertools.count(), itertools.count()
         self._id = uuid.uuid4().hex
+        self._late_s = given.settings.engine.heartbeat_s / SIGNS
+        self._returned_s = 0.0  # when a look at a learner's board last returned
         self._writing = threading.Lock()
         self._fault: BaseException | None = None  # an error of a thread
         # Objects are written one after another, so an order follows its parameters.
@@ -349,8 +350,9 @@ class BucketTransport:
                 time.sleep(0.2)  # a driver that cannot see learners must not judge them
 
     def _cannot_look(self) -> bool:
-        late_s = time.monotonic() - _LATE_S
-        looks = (place.look for place in self._places.values() if place.next_s < late_s)
+        # The link does not work if no look has returned since one began that is late.
+        late_s = time.monotonic() - self._late_s
+        looks = [p.look for p in self._places.values() if self._returned_s < p.next_s < late_s]
         return self._store.is_out_of_reach or any(look and not look.done() for look in looks)
 
     def _look(self, number: int, place: _Place) -> None:
@@ -362,7 +364,7 @@ class BucketTransport:
             return
         if not place.look.done():
             return
-        board, place.look = place.look.result(), None
+        board, place.look, self._returned_s = place.look.result(), None, time.monotonic()
         place.pause_s = min(store.longer(place.pause_s), _LONGEST_PAUSE_S)
         if board is not None:
             if place.board is None or board["answered"] != place.board["answered"]:

@@ -62,6 +62,7 @@ class ElasticEngine:
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
         self.fleet = Fleet(run)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
+        self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         self._failures: dict[int, int] = {}  # number of rounds without an answer, by trainer's id
@@ -84,6 +85,8 @@ class ElasticEngine:
         learner has other data or versions; ResourceError if too few start, a round keeps failing,
         or the cluster is gone.
         """
+        if self._fault is not None:
+            raise self._fault
         self.underway = control = state.control
         self.fleet.control = control
         if not self.fleet.learners:
@@ -172,7 +175,10 @@ class ElasticEngine:
         changes, self.fleet.changes = [*self.fleet.changes, *quarantined], []
         self.fleet.control = state.control
         if not (processes.is_asked_to_stop() or _changes_now(state.control, self.settings)):
-            self._begin(state)  # learners work while the observers evaluate and save
+            try:
+                self._begin(state)  # learners work while the observers evaluate and save
+            except ResourceError as error:
+                self._fault = error  # after the observers of this round
         return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
@@ -341,8 +347,9 @@ class ElasticEngine:
         done = sum(answer.num_sequences for answer in answers)
         seconds = sum(answer.seconds for answer in answers)
         learner.sequence_s = seconds / done
-        noticed_s = max(learner.sent_s + seconds, self.fleet.back_s)
-        learner.transfer_s.append(max(0.0, time.monotonic() - noticed_s))
+        ended_s = learner.sent_s + seconds
+        if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver
+            learner.transfer_s.append(max(0.0, time.monotonic() - ended_s))
         if event.about in self.rounds:  # otherwise the answer is too late: the round has ended
             self.rounds[event.about].take(learner, answers)
 

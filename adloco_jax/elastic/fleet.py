@@ -209,6 +209,7 @@ class Fleet:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
     def _launch(self, learner: members.Member) -> None:
+        learner.started_s = time.monotonic()
         self._handles[learner.number] = self._transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello", about=None)
 
