@@ -39,11 +39,11 @@ class Fates:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.here: Here
-        self.drawn = {}
         self.record = []  # handle, order, work, updates before and after; or a loss
 
     def start(self, crash_s):
         self.dead, self.hung, self.leaving, self.crash_s = set(), set(), set(), crash_s
+        self.drawn = {}  # in a bucket the calls of each driver have the same names
         self.record.append(("starts", None))
 
     def __call__(self, n, life, method, arguments):

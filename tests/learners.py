@@ -89,6 +89,9 @@ class Here:
         return found
 
 
+CALLS = ("hello", "ping", "play", "prepare", "states")
+
+
 class InBucket:
     """The transport `bucket` with learners in this process, on a folder; otherwise like `Here`.
 
@@ -164,9 +167,9 @@ class InBucket:
     def open(self, handle):
         """Let a new learner join at a place, unless its fate is another."""
         made = Learner(self.given)
-        made.number_of_call = 0
+        made.calls = dict.fromkeys(CALLS, 0)  # that have ended
         self.starts.append((*handle, self.now_s))
-        for method in ("hello", "ping", "play", "prepare", "states"):
+        for method in CALLS:
             setattr(made, method, self.fated(made, handle, method))
         there = site.Site(store.Store(self.url), made, self.given, self.log)
         there._read_driver = functools.partial(self.only, handle, there._read_driver)
@@ -194,11 +197,11 @@ class InBucket:
             if method == "play" and arguments[0].round not in told:
                 self.orders.append((*handle, arguments[0]))
                 told.append(arguments[0].round)
-            self.call = (*handle, method, made.number_of_call)
+            self.call = (*handle, method, made.calls[method])
             fate = self.fate(*handle, method, arguments)
             if fate == "wait":
                 raise _Waits
-            made.number_of_call += 1
+            made.calls[method] += 1
             if fate != "answer" and not callable(fate):
                 raised = OSError(fate.removeprefix("OSError: "))
                 raise raised if fate.startswith("OSError") else _Dies
