@@ -121,9 +121,11 @@ class Site:
         Args:
           name: Name of the namespace and of the control group.
           number: Last part of the address.
-          share: How much of one processor all processes of the site have; None: no limit.
+          share: How much of one processor all processes of the site have, always the same one;
+            else threads that wait for one another use up the share. None: no limit.
         """
         self.name, self.address, self._started = name, f"{NET}.{number}", []
+        self.core = None if share is None else number % (os.cpu_count() or 1)
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
         hosts = Path("/etc/netns") / name / "hosts"  # gloo looks up the host's name
@@ -143,7 +145,8 @@ class Site:
     def start(self, *command: object, log: Path, **environ: str) -> subprocess.Popen:
         """Start a command in the site; its output is added to a file."""
         enter = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', _group(self.name) / "cgroup.procs"]
-        words = [*enter, "ip", "netns", "exec", self.name, *command]
+        pin = [] if self.core is None else ["taskset", "-c", self.core]
+        words = [*enter, "ip", "netns", "exec", self.name, *pin, *command]
         environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environ
         with open(log, "a") as file:
             process = subprocess.Popen([*map(str, words)], stdout=file, stderr=file, env=environ)
