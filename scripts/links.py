@@ -425,16 +425,18 @@ def costs(found: list[dict[str, Any]], given: argparse.Namespace) -> list[dict[s
         if run["method"] == "data parallel":
             for seed in sorted({other["seed"] for other in found}):
                 line = recorded(given.model, Case("data parallel", None, seed), given.loss)
-                factor = line["updates"] / run["updates"]
-                each = {"seed": seed, "seconds": run["update_s"] * line["updates"]}
-                each |= {"updates": line["updates"], "bytes": [
+                reached = not math.isnan(line["updates"])
+                updates = line["updates"] if reached else line["curve"][-1]["updates"]
+                factor = updates / run["updates"]
+                each = {"seed": seed, "seconds": run["update_s"] * updates, "reached": reached}
+                each |= {"updates": updates, "bytes": [
                     {way: round(count * factor) for way, count in site.items()}
                     for site in run["bytes"]
                 ]}  # fmt: skip
                 each["curve"] = [
                     {"seconds": run["update_s"] * point["updates"], "loss": point["loss"]}
                     for point in line["curve"]
-                    if point["updates"] <= line["updates"]
+                    if point["updates"] <= updates
                 ]
                 completed.append(run | each)
         else:
@@ -465,7 +467,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     rows = []
     for run in runs:
         others = {e["method"]: e["seconds"] for e in runs
-                  if e["seed"] == run["seed"] and e["rate"] in (run["rate"], None)}  # fmt: skip
+                  if e["seed"] == run["seed"] and e["rate"] in (run["rate"], None)
+                  and e.get("reached", True)}  # fmt: skip
         ratios = [
             f"{run['seconds'] / others[name]:.2f}" if name in others else "-"
             for name in ("data parallel", "DiLoCo", "one worker")
