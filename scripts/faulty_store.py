@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import itertools
+import logging
 import socket
 import struct
 import threading
@@ -37,6 +38,7 @@ def s3_server(bucket: str) -> Iterator[str]:
     """Start a server with one empty bucket; return its address."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for each request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
