@@ -56,7 +56,7 @@ class ElasticEngine:
 
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
         """Store the arguments; the first call of `ready` starts the learners."""
-        self.settings, self.spec, self.run = run.settings, run.spec, run
+        self.settings, self.spec = run.settings, run.spec
         self.programs, self.heldout = programs, heldout
         self.underway: Control
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id

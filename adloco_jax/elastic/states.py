@@ -89,7 +89,7 @@ class InnerStates:
             keys = [control.reads(worker) for worker in range(len(control.owners))]
             self._fetch(keys)
             states = [self._here.get(key[1], self._found.get(key)) for key in keys]
-        fresh = self._fresh()
+        fresh = self._fresh() if any(each is None for each in states) else None
         whole = [fresh if each is None else each for each in states]
         inner_R = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *whole)
         return ensemble.replace(inner_state_R=inner_R)
