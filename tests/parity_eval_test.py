@@ -2,7 +2,9 @@
 
 import json
 import math
-import shutil
+import re
+import shlex
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +13,15 @@ import pytest
 from toy import tiny_config
 
 from adloco_jax import hf
-from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
 from adloco_jax.run.assemble import build_model
 from adloco_jax.run.export import read_trained
 from adloco_jax.study import benchmarks
+from adloco_jax.study.report import write
 from adloco_jax.training import train
 
-pytest.importorskip("lm_eval", reason="not installed (the parity extra)")
+harness = pytest.importorskip("lm_eval.__main__", reason="not installed (the parity extra)")
 
 pytestmark = [
     pytest.mark.usefixtures("one_device"),
@@ -55,16 +57,31 @@ def trained(tmp_path_factory):
     return train(tiny_config(num_rounds=3), tmp_path_factory.mktemp("trained") / "run")
 
 
-def task(folder, name, card, docs):
-    """The file of a task on these documents."""
-    data, path = folder / f"{name}.jsonl", folder / f"{name}.yaml"
-    data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    path.write_text(card.format(path=data))
-    return path
+@pytest.fixture
+def score(trained, tmp_path, monkeypatch):
+    """The score of the run on these documents by a task, by the line of the guide on evaluation."""
+    page = (Path(__file__).parents[1] / "docs/guides/after.md").read_text("utf-8")
+    (line,) = re.findall("^lm_eval .+$", page, re.M)
 
+    def score(card, docs):
+        data = tmp_path / "colours.jsonl"
+        data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        (tmp_path / "colours.yaml").write_text(card.format(path=data))
+        harness.cli_evaluate()
+        (found,) = benchmarks.read(trained.workdir)
+        return found
 
-def test_choices_are_those_of_the_models_own_probabilities(trained, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/demo").symlink_to(trained.workdir)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", shlex.split(line))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield score
+    for path in trained.workdir.glob(benchmarks.FILES):
+        path.unlink()
+
+
+def test_choices_are_those_of_the_models_own_probabilities(trained, score):
     network, params, *_ = hf.load(trained.workdir / "export")
     params = jax.tree.map(jnp.asarray, params)
     tokenizer = load_tokenizer(str(trained.workdir / "export"))
@@ -83,17 +100,13 @@ def test_choices_are_those_of_the_models_own_probabilities(trained, tmp_path, mo
         best = int(np.argmax([log_likelihood(question, choice) for choice in choices]))
         docs.append({"question": question, "choices": choices, "label": number % 3})
         right += best == number % 3
-    path = task(tmp_path, "tiny_choice", CHOICES, docs)
-    assert cli.main(["eval", str(trained.workdir), f"--tasks={path}"]) == 0
-    assert "tiny_choice" in capsys.readouterr().out
-    found = benchmarks.read(trained.workdir)["tiny_choice"]
-    assert found["metrics"]["acc,none"] == pytest.approx(right / 12)
-    assert (found["samples"], found["limit"]) == (12, None)
-    assert "tiny_choice" in (trained.workdir / "report" / "index.html").read_text()
+    found = score(CHOICES, docs)
+    assert found.value == pytest.approx(right / 12)
+    assert (found.task, found.metric, found.examples) == ("tiny_choice", "acc", "12")
+    assert "tiny_choice" in write([trained.workdir], trained.workdir / "report").read_text()
 
 
-def test_bits_per_byte_are_the_runs_own_loss_on_the_same_windows(trained, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_bits_per_byte_are_the_runs_own_loss_on_the_same_windows(trained, score):
     own = read_trained(trained.workdir, here())
     length = own.settings.model.max_length - 1
     texts = [f"for number in range({n}): print(number)"[:length] for n in range(6)]
@@ -103,32 +116,5 @@ def test_bits_per_byte_are_the_runs_own_loss_on_the_same_windows(trained, tmp_pa
     params = jax.tree.map(jnp.asarray, own.params)
     nats = sum(float(loss_fn(params, jnp.asarray(row[None]))) * (len(row) - 1) for row in rows)
     expected = nats / math.log(2) / sum(len(text.encode()) for text in texts)
-    path = task(tmp_path, "tiny_rolling", ROLLING, [{"text": text} for text in texts])
-    assert cli.main(["eval", str(trained.workdir), f"--tasks={path}"]) == 0
-    found = benchmarks.read(trained.workdir)["tiny_rolling"]["metrics"]["bits_per_byte,none"]
-    assert found == pytest.approx(expected, abs=1e-3)
-
-
-def test_a_task_that_is_not_there_is_one_line(trained, capsys):
-    assert cli.main(["eval", str(trained.workdir), "--tasks=arc_eas"]) == 2
-    line = capsys.readouterr().err
-    assert "did you mean arc_easy?" in line and line.count("\n") == 1
-
-
-def test_a_forged_export_runs_nothing(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    folder, canary = (
-        shutil.copytree(trained.workdir / "export", tmp_path / "m"),
-        tmp_path / "canary",
-    )
-    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
-    (folder / "pytorch_model.bin").write_bytes(
-        b"cposix\nsystem\n(S'touch " + bytes(canary) + b"'\ntR."
-    )
-    forged = {"auto_map": {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil"}}
-    for name in ("config.json", "tokenizer_config.json"):
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(content | forged))
-    path = task(tmp_path, "tiny_rolling", ROLLING, [{"text": "def f(): return"}])
-    cli.main(["eval", str(folder), f"--tasks={path}"])
-    assert not canary.exists()
+    found = score(ROLLING, [{"text": text} for text in texts])
+    assert found.value == pytest.approx(expected, abs=1e-3)

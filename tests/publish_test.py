@@ -16,6 +16,7 @@ from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import card
+from adloco_jax.study.benchmarks import Score
 from adloco_jax.training import train
 
 pytestmark = [
@@ -97,13 +98,12 @@ def test_the_card_names_what_is_on_the_hub_and_nothing_local(tmp_path):
         assert found.data.language == "en" and str(tmp_path) not in str(found)
 
 
-def test_benchmarks_join_the_metadata_and_the_users_text_stays(trained, tmp_path):
+def test_scores_join_the_metadata_and_the_users_text_stays(trained, tmp_path):
     folder = shutil.copytree(trained.workdir / "export", tmp_path / "copy")
     text = (folder / "README.md").read_text()
     (folder / "README.md").write_text(text.replace("\n---\n", "\nlicense: mit\n---\nMine.\n", 1))
     for value in (0.25, 0.5):
-        tasks = {"arc": {"metrics": {"acc,none": value, "acc_stderr,none": 0.1}}}
-        card.add_benchmarks(folder, tasks)
+        card.add_scores(folder, [Score("arc", "acc", value, None, "", 0)])
     found = ModelCard.load(folder / "README.md")
     assert found.data.license == "mit" and found.text.startswith("Mine.\n# demo")
     (arc,) = [each for each in found.data.eval_results if each.dataset_type == "arc"]

@@ -69,7 +69,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.engine.spec import here
     from adloco_jax.run.export import read_trained, save
     from adloco_jax.run.folder import require_utf8
-    from adloco_jax.study import card
+    from adloco_jax.study import benchmarks, card
     from adloco_jax.study.summary import SOURCES
 
     if options.private and not options.push:
@@ -93,6 +93,8 @@ def export(options: argparse.Namespace, command: str) -> None:
             print(f"the card was not written: {error}", file=sys.stderr)
         source = SOURCES.get(trained.source, trained.source)
         print(f"{out}: round {trained.round}, {source}, {how.get('dtype', 'float32')}")
+    if not chosen:  # the scores are of the run's own export
+        card.add_scores(out, benchmarks.read(Path(options.run)))
     if options.push:
         print(f"pushed: {hub.upload(out, options.push)}")
 

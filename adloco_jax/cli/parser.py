@@ -286,14 +286,6 @@ With --push the folder is uploaded to the Hugging Face hub; the run's own export
 --shard-size SIZE: size of the largest file of weights; default: 5GB
 --push OWNER/NAME: upload to this repository on the hub
 --private: make the repository private""",
-    "eval": """RUN --tasks arc_easy,hellaswag [--limit 100]
-
-Runs tasks of lm-evaluation-harness on a run's export, and adds them to its report.
-
-MODEL --model --workdir: a run's folder, or a folder in Hugging Face layout
---tasks TASKS: required: names of tasks, or a YAML file of your own, separated by commas
---limit N: examples of each task; default: all
---batch-size N=8: examples that the model reads at once""",
     "generate": f"""RUN --prompt "Once upon a time" [--tokens 100]
 
 Writes text with a run's export, or with another Llama in Hugging Face layout.

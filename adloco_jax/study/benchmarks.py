@@ -1,75 +1,75 @@
-"""Results of benchmarks on a run's model: the file `benchmarks.json` in the run's folder."""
+"""Scores of lm-evaluation-harness on a run's model, in files that it wrote to the run's folder."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
 
 from adloco_jax.errors import DataError
-from adloco_jax.files import Maybe, fault, read_json, replaced_file
 
-FILE = "benchmarks.json"
-# Fields of a task's record. `metrics` has the harness's numbers, such as `acc,none`.
-_TASK = {"metrics": dict[str, Any], "shots": int, "samples": int, "limit": float | None}
-_TASK |= {"versions": dict[str, str], "command": Maybe(str)}
+FILES = "benchmarks_*.json"  # of `lm_eval --output_path RUN/benchmarks.json`, with their dates
 
 
-def read(workdir: Path) -> dict[str, dict]:
-    """Read the benchmarks of a run's model by the name of the task; none if there is no file.
+class _Results(BaseModel):
+    """What is read of a file, by task; the metrics have names such as `acc,none`."""
+
+    metrics: dict[str, dict[str, Any]] = Field(alias="results")
+    shots: dict[str, int] = Field(alias="n-shot")
+    examples: dict[str, dict[str, int]] = Field(alias="n-samples")
+
+
+class Score(NamedTuple):
+    """A metric of a task, such as 0.25 for `acc`."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None  # standard error
+    examples: str
+    shots: int
+
+
+def read(workdir: Path) -> list[Score]:
+    """Read the newest scores of each task; none if the folder has no such file.
 
     Raises:
-      DataError: If the file is damaged.
+      DataError: If a file is damaged.
     """
-    path = Path(workdir) / FILE
-    if not path.exists():
-        return {}
-    content = read_json(path, DataError)
-    kind: Any = {"tasks": dict[str, Any]}
-    found = fault(content, kind, FILE)
-    for name, task in {} if found else content["tasks"].items():
-        found = found or fault(task, _TASK, f"tasks.{name}")
-    if found:
-        raise DataError(f"{path}: {found}; delete the file, and run adloco eval again")
-    return content["tasks"]
+    tasks: dict[str, list[Score]] = {}
+    for path in sorted(Path(workdir).glob(FILES)):
+        try:
+            found = _Results.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise DataError(f"{path}: not the results of lm_eval; delete the file") from error
+        for task, metrics in found.metrics.items():
+            counts = sorted({*found.examples.get(task, {}).values()})
+            examples = " of ".join(f"{count:,}" for count in counts)
+            tasks[task] = _scores(task, metrics, examples, found.shots.get(task, 0))
+    return [score for scores in tasks.values() for score in scores]
 
 
-def add(workdir: Path, results: Mapping[str, Any], *, limit: float | None, command: str) -> None:
-    """Add results of `lm_eval.simple_evaluate` to a run's file, in place of a task's older ones.
+def _scores(task: str, metrics: dict[str, Any], examples: str, shots: int) -> list[Score]:
+    numbers = {k: v for k, v in metrics.items() if "," in k and type(v) in (int, float)}
+    scores = []
+    for key, value in numbers.items():
+        metric, _, kept = key.partition(",")
+        if not metric.endswith("_stderr"):
+            error = numbers.get(f"{metric}_stderr,{kept}")
+            name = metric if kept == "none" else f"{metric} ({kept})"
+            scores.append(Score(task, name, value, error, examples, shots))
+    return scores
 
-    `limit` is the number of examples of each task; None: all.
-    """
-    tasks = read(workdir)
-    harness = {name: str(results[f"{name}_version"]) for name in ("lm_eval", "transformers")}
-    for name, metrics in results["results"].items():
-        tasks[name] = {
-            "metrics": {key: value for key, value in metrics.items() if "," in key},
-            "shots": int(results["n-shot"].get(name, 0)),
-            "samples": int(results["n-samples"].get(name, {}).get("effective", 0)),
-            "limit": limit,
-            "versions": harness | {"task": str(results["versions"].get(name, ""))},
-            "command": command,
+
+def table(scores: list[Score]) -> list[dict[str, str]]:
+    """Make a row for each score, for the report."""
+    return [
+        {
+            "task": score.task,
+            "metric": score.metric,
+            "value": f"{score.value:.4f}",
+            "standard error": "-" if score.error is None else f"{score.error:.4f}",
+            "examples": score.examples or "-",
+            "shots": str(score.shots),
         }
-    with replaced_file(Path(workdir) / FILE) as file:
-        file.write(json.dumps({"tasks": tasks}, indent=1, default=str).encode())
-
-
-def rows(tasks: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Make a row for each metric of each task, for the report."""
-    found = []
-    for name, task in tasks.items():
-        for key, value in task["metrics"].items():
-            metric, _, kept = key.partition(",")
-            if metric.endswith("_stderr") or not isinstance(value, int | float):
-                continue
-            error = task["metrics"].get(f"{metric}_stderr,{kept}")
-            found.append(
-                {
-                    "task": name,
-                    "metric": metric if kept == "none" else f"{metric} ({kept})",
-                    "value": f"{value:.4f}",
-                    "standard error": f"{error:.4f}" if isinstance(error, int | float) else "-",
-                    "examples": f"{task['samples']:,}{' (limited)' * (task['limit'] is not None)}",
-                    "shots": str(task["shots"]),
-                }
-            )
-    return found
+        for score in scores
+    ]

@@ -1,7 +1,7 @@
 """The card of an exported model: `README.md` with the metadata that the Hugging Face hub reads."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from adloco_jax import hub
 from adloco_jax.errors import DataError
 from adloco_jax.files import read_json
 from adloco_jax.study import chart, curves, loss, page, summary
+from adloco_jax.study.benchmarks import Score
 
 FILE = "README.md"
 # The hub's name of what a model does, by the end of its class in `config.json`.
@@ -106,19 +107,17 @@ def _method(config: Mapping[str, Any]) -> str:
     )
 
 
-def add_benchmarks(folder: Path, tasks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the results of benchmarks to the metadata of a card; the card's text is kept."""
+def add_scores(folder: Path, scores: Sequence[Score]) -> None:
+    """Add scores of benchmarks to the metadata of a card; the card's text is kept."""
     from huggingface_hub import EvalResult, ModelCard
 
-    if not (folder / FILE).exists():
+    if not scores or not (folder / FILE).exists():
         return
     card = ModelCard.load(folder / FILE)
     known: list[Any] = card.data.get("eval_results", [])
     found = [
-        EvalResult("text-generation", name, name, metric.partition(",")[0], value)
-        for name, task in tasks.items()
-        for metric, value in task["metrics"].items()
-        if isinstance(value, int | float) and "_stderr" not in metric
+        EvalResult("text-generation", score.task, score.task, score.metric, score.value)
+        for score in scores
     ]
     kept = [e for e in known if not any(map(e.is_equal_except_value, found))]
     card.data["eval_results"] = kept + found

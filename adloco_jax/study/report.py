@@ -300,9 +300,10 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
         parts["Merges"] = page.table(caption, merges)
     if curves.lines(run.events, "learner"):
         parts["Learners"] = run_figures.learners(run)
-    if tested := benchmarks.rows(benchmarks.read(run.folder)):
+    if scores := benchmarks.read(run.folder):
         caption = "By lm-evaluation-harness, on the exported model."
-        parts = {"Benchmarks": page.table(caption, tested, texts=2)} | parts
+        shown = page.table(caption, benchmarks.table(scores), texts=2)
+        parts = {"Benchmarks": shown} | parts
     parts["Time"] = run_figures.times(run)
     parts["Theory"] = run_figures.theory_beside(run)
     facts = summary.described(summary.totals(run.events))
