@@ -6,6 +6,7 @@ whether it may change when a run is resumed. Does not import JAX.
 """
 
 import inspect
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -487,11 +488,17 @@ class Settings(SettingsGroup):
     engine: Annotated[EngineSettings, "harmless"]
     seed: Annotated[int, Field(ge=0, le=2**32 - 1), "refused"] = 0
     """Random seed of the parameters, the data order, and the keys of a loss."""
-    num_rounds: Annotated[Count, "harmless"] = 20
-    """Outer steps (AdLoCo table A.2)."""
+    num_rounds: Annotated[Count | None, "harmless"] = None
+    """Outer steps after which the run ends. Unset: 20 (AdLoCo table A.2), unless num_tokens is
+    set."""
     num_tokens: Annotated[int | None, Field(ge=1, le=4 * 10**18), "harmless"] = None
-    """Number of tokens, of all trainers together, after which the run ends; schedules then depend
-    on tokens. Unset: num_rounds ends the run."""
+    """Number of tokens, of all trainers together, after which the run ends. With num_rounds set
+    too, the first to come ends it, and learning-rate schedules end with it."""
+
+    @property
+    def last_round(self) -> float:
+        """The round after which the run ends at the latest; infinite if only tokens end it."""
+        return self.num_rounds or (math.inf if self.num_tokens else 20)
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about knobs of several groups."""
@@ -517,12 +524,13 @@ class Settings(SettingsGroup):
         if workers.initial_workers and not joins:
             keys = "ensemble.initial_workers ensemble.spawn_frac batching.test batching.growth"
             yield keys, "the others never join; set spawn_frac, or a measuring test and growth"
-        if inner.warmup_updates >= self.num_rounds * inner.steps_per_round:
+        if inner.warmup_updates >= self.last_round * inner.steps_per_round:
             need = "the warm-up would outlast the run's updates; shorten it"
             yield "inner.warmup_updates num_rounds inner.steps_per_round", need
-        if inner.schedule != "constant" and not (self.num_tokens or is_fixed):
-            keys = "inner.schedule num_tokens inner.max_steps_per_round inner.round_length"
-            yield keys, "rounds that grow have no planned end; set num_tokens or a constant rate"
+        if inner.schedule != "constant" and math.isfinite(self.last_round) and not is_fixed:
+            keys = "inner.schedule num_rounds num_tokens inner.max_steps_per_round"
+            need = "rounds that grow have no planned end; set only num_tokens, or a constant rate"
+            yield f"{keys} inner.round_length", need
         by_round = outer.tx == "nesterov_by_interval" or outer.skip_single
         if outer.own_params and (by_round or self.engine.kind != "local"):
             keys = "outer.fragments outer.delay_updates outer.tx outer.skip_single engine.kind"

@@ -66,7 +66,6 @@ def get_base() -> ConfigDict:
     The sizes are the batch, the number of workers and the steps of a round.
     """
     config = default_config()
-    config.num_rounds = 100_000  # more than a run needs: the number of tokens ends a run
     config.num_tokens = 4_900_000
 
     config.model.width = 48

@@ -21,7 +21,6 @@ def get_config() -> ConfigDict:
     The command line must set `data.path` and `data.tokenizer`.
     """
     config = default_config()
-    config.num_rounds = 1_000_000  # more than a run needs: the number of tokens ends the run
     config.num_tokens = 704_000_000  # 20 tokens for each parameter
 
     config.model.vocab_size = 32_000

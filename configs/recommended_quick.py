@@ -17,8 +17,7 @@ from adloco_jax.configs import quickstart
 def get_config() -> ConfigDict:
     """Return the quickstart's config, changed to one trainer whose number of workers grows."""
     config = quickstart.get_config()
-    config.num_rounds = 1_000_000  # more than the run needs: the number of tokens ends the run
-    config.num_tokens = 1_000_000
+    config.num_rounds, config.num_tokens = None, 1_000_000  # tokens end the run
 
     config.ensemble.num_trainers = 1
     config.ensemble.num_workers = 4

@@ -478,7 +478,7 @@ def slow(folder: Path, rounds: int, options: list[str]) -> Iterator[dict]:
     for name, key in ways.items():
         run = folder / f"slow-{name}"
         how = ["ensemble.num_trainers=1", "inner.steps_per_round=40", "engine.grace_s=0.2"]
-        how += [f"num_tokens={rounds * 40960}", "num_rounds=100000", f"engine.{key}", *options]
+        how += [f"num_tokens={rounds * 40960}", "num_rounds=none", f"engine.{key}", *options]
         with joining(run, how), driver(run, how) as process:
             wait_for(lambda run=run: _all_at_work(run), process, 180)
             victim = living(run)[3]["pid"]

@@ -31,7 +31,6 @@ SIZE = os.environ.get("SIZE", "35m")
 def get_base() -> ConfigDict:
     """Return the config of DiLoCo, of which the other methods change some settings."""
     config = default_config()
-    config.num_rounds = 1_000_000  # num_tokens ends the runs
     config.num_tokens = 20 * PARAMS[SIZE]
     config.model.vocab_size = 32_000
     config.model.width = WIDTH[SIZE]

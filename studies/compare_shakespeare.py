@@ -19,7 +19,7 @@ from adloco_jax.configs import shakespeare_char
 from adloco_jax.study.compare import Comparison
 from studies.compare_study import NESTEROV, batch, growing, steps
 
-BY_TOKENS = {"num_tokens": 2000 * 12 * 64, "num_rounds": 1_000_000}  # num_tokens ends the runs
+BY_TOKENS = {"num_tokens": 2000 * 12 * 64, "num_rounds": None}
 POOL = {**NESTEROV, **BY_TOKENS, "ensemble.num_workers": 4}
 
 

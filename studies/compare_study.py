@@ -76,7 +76,7 @@ def get_base(size: str, text: str) -> ConfigDict:
       text: "stdlib", or the folder of prepared rows.
     """
     config = compare_quick.get_base()
-    config.num_rounds, config.num_tokens = 1_000_000, None  # each method has its own num_tokens
+    config.num_tokens = None  # each method has its own num_tokens
     config.model.width = WIDTH[size]
     config.model.num_layers = 2 if size == "small" else 3
     config.model.mlp_width = 128 if size == "small" else 344

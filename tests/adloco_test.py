@@ -409,11 +409,13 @@ def test_a_run_is_over_by_rounds_or_by_tokens():
     shares = [planning.share_done(*done, settings) for done in ((5, 100), (2, 750), (3, 1000))]
     assert shares == [0.5, 0.75, 1.0]
     assert planning.share_done(9, 10**9, settings_of(num_rounds=10)) == 0.9
+    assert planning.share_done(99, 900, settings_of(num_rounds=None, num_tokens=1000)) == 0.9
+    assert planning.share_done(10, 900, settings_of(num_rounds=None)) == 0.5
 
 
 def test_where_tokens_end_a_run_the_schedule_follows_them():
     inner = {"steps_per_round": 4, "learning_rate": 1.0, "schedule": "linear"}
-    settings = settings_of(num_rounds=99, num_tokens=1000, inner=inner)
+    settings = settings_of(num_rounds=None, num_tokens=1000, inner=inner)
     control = a_control()
     control.tokens_total = 600
     for trainer, updates in zip(control.trainers, (3, 22, 7), strict=True):
@@ -424,6 +426,10 @@ def test_where_tokens_end_a_run_the_schedule_follows_them():
     control.tokens_total = 990
     for rate_T in rates_of(control, settings, round_tokens=480):
         np.testing.assert_allclose(rate_T, [0.01, 0, 0, 0], rtol=1e-5, atol=1e-9)
+    both = settings_of(num_rounds=10, num_tokens=1000, inner=inner)  # 40 updates or 1000 tokens
+    done = ((30, 500), (10, 900), (40, 0))
+    rates = [planning.learning_rate(both, updates=u, tokens=t) for u, t in done]
+    np.testing.assert_allclose(rates, [0.25, 0.1, 0], rtol=1e-6)
 
 
 def test_accounting_of_rounds():
@@ -453,6 +459,10 @@ def test_merge_is_due_every_so_many_rounds_while_two_trainers_live():
     for control.round in range(7):
         due.append(adloco.merge_due(control, settings))
     assert due == [False, False, False, True, False, False, True]
+    for last in ({"num_rounds": 6}, {"num_tokens": 100}):
+        control.tokens_total = last.get("num_tokens", 0)
+        ending = settings_of(merge={"every_rounds": 3}, **last)
+        assert not adloco.merge_due(control, ending)  # nothing follows
     assert not adloco.merge_due(a_control(batches=(5,), owners=(0,)), settings)
     assert not adloco.merge_due(control, settings_of(merge={"policy": "none", "every_rounds": 3}))
 

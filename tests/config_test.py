@@ -197,6 +197,9 @@ CONTRADICTIONS = {
     "workers": dict(ensemble__num_workers=3),
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
     "rounds that grow": dict(inner__max_steps_per_round=400, inner__schedule="cosine"),
+    "rounds that grow up to the last": dict(
+        num_rounds=9, num_tokens=9**9, inner__max_steps_per_round=400, inner__schedule="cosine"
+    ),
     "rounds by a rule": dict(inner__round_length="qsr", inner__schedule="linear"),
     "a constant rate's end": dict(inner__final_lr_frac=0.1),
     "a ramp to nowhere": dict(inner__round_length="linear"),

@@ -88,7 +88,8 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
     for part in (
         "\nprograms: 8 for 3 trainers and 4 workers",
         "\npeak: ",
-        "the run ends with the round that reaches 123,456\n",
+        "; until 123,456 tokens or round 4, rounds of 3 updates",
+        "the run ends with the round that reaches 123,456, or with round 4\n",
         "\nnot checked: data.source=stdlib: ",
     ):
         assert part in text

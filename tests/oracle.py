@@ -278,7 +278,8 @@ def run_oracle(settings, *, batch, table):
             mine = [worker for worker in workers if worker.trainer == trainer.id]
             rounds.append({"round": round_number, **play_round(s, trainer, mine, batch, free)})
             free -= trainer.wanted - len(mine)
-        if s.merge.policy != "none" and round_number % s.merge.every_rounds == 0:
+        is_due = round_number % s.merge.every_rounds == 0 and round_number < s.num_rounds
+        if s.merge.policy != "none" and is_due:
             batches = [trainer.batch * trainer.length for trainer in trainers]
             members = merge_members(batches, policy=s.merge.policy, width=s.merge.width)
             if members:

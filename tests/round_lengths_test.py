@@ -38,7 +38,7 @@ def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps(m
     monkeypatch.setitem(ROUND_LENGTHS, "qsr", functools.partial(quadratic, alpha=0.2))
     inner = {"steps_per_round": 4, "learning_rate": 0.1, "schedule": "linear"}
     rule = {"round_length": "qsr", "warmup_updates": 9}
-    ending = {"num_tokens": 64_000, "num_rounds": 999}  # an update has 64 tokens
+    ending = {"num_tokens": 64_000, "num_rounds": None}  # an update has 64 tokens
     settings = settings_of(inner=inner | rule, **ending)
     # (0.2 / (0.1 left))^2 is 4, 11.1, 25, and 1600, but 50 updates are left.
     for done, length in ((0, 4), (0.4, 8), (0.6, 24), (0.95, 52)):

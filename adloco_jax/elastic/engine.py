@@ -415,8 +415,8 @@ def _may_begin(control: Control, position: int, settings: Settings) -> bool:
     if _keep_together(settings):
         return rounds == control.round
     waits = settings.merge.policy != "none" and len(control.trainers) > 1
-    last = (control.round // every + 1) * every if waits else settings.num_rounds
-    return rounds < min(last, settings.num_rounds)
+    last = (control.round // every + 1) * every if waits else settings.last_round
+    return rounds < min(last, settings.last_round)
 
 
 def _changes_now(control: Control, settings: Settings) -> bool:

@@ -180,9 +180,10 @@ def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) 
 
 
 def merge_due(control: Control, settings: Settings) -> bool:
-    """Return whether trainers may merge after this round, which is already counted."""
+    """Return whether trainers may merge after this round, which is counted and not the last."""
     merge = settings.merge
     is_round = control.round % merge.every_rounds == 0 < control.round
+    is_round = is_round and not is_over(control, settings)
     return merge.policy != "none" and is_round and len(control.trainers) > 1
 
 

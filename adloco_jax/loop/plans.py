@@ -17,8 +17,7 @@ AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # least and largest number of sequences o
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
     """Return the fraction of the run that is done: of rounds or of tokens, the larger."""
-    by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
-    return max(rounds / settings.num_rounds, by_tokens)
+    return max(rounds / settings.last_round, tokens / (settings.num_tokens or math.inf))
 
 
 def is_over(control: Control, settings: Settings) -> bool:
@@ -83,14 +82,15 @@ def learning_rate(
     """Return the learning rate, float64, of inner updates; `updates` and `tokens` broadcast.
 
     Warm-up follows the trainer's own `updates`, which no reset or merge restarts. The schedule
-    after it follows them too or, with a token limit, the `tokens` of all trainers together.
+    after it follows them too or, with a token limit, the `tokens` of all trainers together; with
+    both limits, the one that ends first.
     """
     inner = settings.inner
     warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
-    horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
+    horizon = max(settings.last_round * inner.steps_per_round - inner.warmup_updates, 1)
     by_updates = (updates - inner.warmup_updates) / horizon
-    done = by_updates if settings.num_tokens is None else tokens / settings.num_tokens
-    done = np.clip(done, 0.0, 1.0)
+    by_tokens = tokens / (settings.num_tokens or math.inf)
+    done = np.clip(np.maximum(by_updates, by_tokens), 0.0, 1.0)
     curves = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
     final = inner.final_lr_frac
     return inner.learning_rate * warmup * (final + (1 - final) * curves[inner.schedule])

@@ -76,7 +76,7 @@ def begin(
     sample = sampler(run)
     restored, damage, end = restore(run)
     host = restored.host if restored else {"wall_s": 0.0, "loss": None}
-    num_rounds = settings.num_rounds if settings.num_tokens is None else None
+    num_rounds = int(settings.last_round) if settings.num_tokens is None else None
     before = restored.state.control if restored else None
     done = share_done(before.round, before.tokens_total, settings) if before else 0.0
     progress = Progress(num_rounds, every=settings.log.every_rounds, share_done=done)

@@ -1,6 +1,7 @@
 """Describe a run in words without compiling it: its header, its communication and its tokens."""
 
 import inspect
+import math
 
 import numpy as np
 
@@ -26,11 +27,9 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     at = placement(spec, ProgramKey("steps", owners, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
     pool = ensemble.num_workers - len(owners)
-    length, steps = counted(settings.num_rounds, "round"), counted(inner.steps_per_round, "update")
+    steps = counted(inner.steps_per_round, "update")
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
-    if settings.num_tokens is not None:
-        length = f"until {settings.num_tokens:,} tokens, rounds"
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
@@ -39,11 +38,18 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
         f" {spec.machine.describe()}, {at.describe()}",
         f"trainers: {ensemble.num_trainers} with {counted(len(owners), 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")
-        + f"; {length} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
+        + f"; {_ends(settings)} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
         f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
         f" {_growth(settings)}; {sizes} at once, more by accumulation",
         *_fragments(settings, spec),
     ]
+
+
+def _ends(settings: Settings) -> str:
+    last, tokens = settings.last_round, f"until {settings.num_tokens or 0:,} tokens"
+    if settings.num_tokens is None:
+        return counted(int(last), "round")
+    return f"{tokens}, rounds" if last == math.inf else f"{tokens} or round {last}, rounds"
 
 
 def _growth(settings: Settings) -> str:
@@ -108,11 +114,13 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     least = inner.steps_per_round * len(begins) * spec.sequence_length * first
     longest = inner.max_steps_per_round or inner.steps_per_round
     most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
-    total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
+    last = settings.last_round
+    total = f"{least * last:,} to {most * last:,} in the run"
     if inner.round_length != "fixed" and inner.max_steps_per_round is None:
-        total = f"{least * settings.num_rounds:,} or more in the run"
+        total = f"{least * last:,} or more in the run"
     if settings.num_tokens is not None:
         total = f"the run ends with the round that reaches {settings.num_tokens:,}"
+        total += f", or with round {last}" if math.isfinite(last) else ""
     return [
         *run_header(settings, spec, batching.max_batch_size),
         f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"

@@ -54,7 +54,7 @@ class Progress:
     ):
         """Start the clock, and draw the bar; a line follows `every` rounds, and the last.
 
-        Without `num_rounds` the run ends by tokens. `share_done` is what earlier processes
+        Without `num_rounds` tokens may end the run. `share_done` is what earlier processes
         completed.
         """
         self._file = sys.stdout if file is None else file
@@ -116,9 +116,7 @@ class Progress:
         self._draw(share, left=left)
         if index % self._every == 0 or share >= 1:
             known = self._num_rounds is not None
-            number = (
-                f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the tokens)"
-            )
+            number = f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the run)"
             self.note(f"round {number}: {text}, {left}")
 
     def close(self) -> None:
