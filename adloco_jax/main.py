@@ -128,7 +128,7 @@ def _run(argv: Sequence[str]) -> int:
     options = parse(first, words)
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
-    if first in ("compare", "export", "generate", "gradients", "join"):
+    if first in ("compare", "export", "generate", "join"):
         require_devices()
     # Processes of one run may differ in these options, and record the same command line.
     varying = ("--coordinator=", "--num-processes=", "--process-id=")

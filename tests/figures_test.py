@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from ledgers import ROUNDS, write_run
 
-from adloco_jax.study import chart, cluster, curves, loss, report, run_figures, theory
+from adloco_jax.study import chart, cluster, curves, loss, report, run_figures
 from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
 from adloco_jax.study.summary import short
@@ -293,19 +293,6 @@ def test_seconds_of_trainers_that_end_a_round_apart_are_added(tmp_path):
     rounds_of(run, round=2)[0].update(step_s=3.0)
     found = {number: step_s for number, (step_s, _) in curves.stalls(run.events).items()}
     assert found == pytest.approx({1: 0.2, 2: 3.2} | dict.fromkeys(range(3, 7), 0.2))
-
-
-def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
-    run = read(tmp_path)
-    found, constants = theory.measured(run.events), theory.fit_constants(run.events)
-    html = run_figures.theory_beside(run)
-    signal, batch = drawn.values()
-    assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)
-    bound = theory.bounds(found, constants, 8)["total_batch_bound"]
-    assert points(batch["at least (Theorem 1)"]) == near(found["num_steps"], bound)
-    assert f"L = {constants.smoothness:.4g}" in html
-    run.start["config"]["batching"]["test"] = "inner_product"
-    assert "There are no bounds: batching.test=" in run_figures.theory_beside(run)
 
 
 def test_a_file_has_its_panels_in_a_grid_and_the_colours_of_its_theme():

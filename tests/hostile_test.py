@@ -176,7 +176,6 @@ FROM_FOLDER = {
     "report": (0, [SENT, "--out=page"]),
     "export": (0, [f"--workdir={SENT}", "--out=model"]),
     "generate": (0, [f"--model={SENT}/export", "--tokens=2"]),
-    "gradients": (0, [f"--workdir={SENT}", "--num-sequences=8", "--batch-sizes=2", "--draws=2"]),
     "prepare": (
         *(0, ["texts", f"--tokenizer={SENT}/export", "--output=rows", "--heldout-frac=0.5"]),
     ),
@@ -230,9 +229,9 @@ def test_every_command_that_takes_a_folder_is_tried():
 
 
 # Commands that read the file end with 3, the others with 0.
-READ_LEDGER = {"train", "compare", "report", "gradients"}
-READ_CONFIG = {"train", "plan", "compare", "export", "gradients"}
-READ_HOST = {"train", "export", "gradients"}
+READ_LEDGER = {"train", "compare", "report"}
+READ_CONFIG = {"train", "plan", "compare", "export"}
+READ_HOST = {"train", "export"}
 
 
 def forge_ledger(run, event):

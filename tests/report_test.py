@@ -189,7 +189,7 @@ def test_one_run_leaves_a_page_and_the_totals(single):
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
     num_charts = {"costs": 4, "trainers": 1, "training": 1, "batches": 2, "test": 2, "time": 1}
-    assert len(page.charts) == sum(num_charts.values()) + 2  # of theory
+    assert len(page.charts) == sum(num_charts.values())
     command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     assert page.text.count(command) == 1
     assert "C(N)" not in page.text  # the table's communications are of another definition

@@ -110,7 +110,7 @@ def test_a_finished_run_is_left_as_it_is_and_gives_its_result(tmp_path, whole):
     jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
 
 
-@pytest.mark.parametrize("words", ["train", "plan", "export --out=x", "gradients", "generate"])
+@pytest.mark.parametrize("words", ["train", "plan", "export --out=x", "generate"])
 def test_commands_say_that_fit_made_a_run_with_a_model_of_ones_own(whole, capsys, words):
     command, *more = words.split()
     assert cli.main([command, str(whole.workdir), *more]) == 2

@@ -99,20 +99,6 @@ def export(options: argparse.Namespace, command: str) -> None:
         print(f"pushed: {hub.upload(out, options.push)}")
 
 
-def gradients(options: argparse.Namespace, command: str) -> None:
-    """Measure gradients at a checkpoint of a run; print their noise, signal and scatter."""
-    from adloco_jax.engine.spec import here
-    from adloco_jax.study.gradients import analyse_run
-    from adloco_jax.study.gradients_figure import describe
-
-    how = dict(vars(options))
-    add_entries(how.pop("config"))
-    run = Path(how.pop("run"))
-    result = analyse_run(run, here(), **how, command=command)
-    print("\n".join(describe(result)))
-    print(f"report: {(options.out or run / 'report') / 'gradient_analysis.svg'}")
-
-
 def generate(options: argparse.Namespace, command: str) -> None:
     """Generate text with a Llama from a folder in Hugging Face layout, such as a run's export."""
     import jax

@@ -143,13 +143,6 @@ def _spelled(word: str) -> str:
     return f"--{name[2:].replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: expected integers such as 4,16,64") from error
-
-
 def _shaped(pattern: str, example: str) -> Callable[[str], str]:
     def shaped(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -163,7 +156,6 @@ def _shaped(pattern: str, example: str) -> Callable[[str], str]:
 _KINDS: dict[str, Callable[[str], Any]] = {
     "N": int,
     "X": float,
-    "N,N": _integers,
     "FILE": Path,
     "FOLDER": Path,
     "SIZE": _shaped(r"[1-9]\d*[KMGT]B", "500MB"),
@@ -172,9 +164,6 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 }
 _ENTRIES = """
 --config FILE: the run's config file, to execute if it adds an entry of a table that the run uses"""
-_CHECKPOINT = f"""RUN --workdir: a run's folder
---round N: round of the checkpoint; default: the newest
---trainer N: id of a trainer in the ledger; default: the consensus model{_ENTRIES}"""
 _RUN = """
 adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
 adloco train RUN [--config.GROUP.KEY=VALUE ...]
@@ -280,7 +269,9 @@ Turns a checkpoint of a run into a folder that transformers loads, with a model 
 
 With --push the folder is uploaded to the Hugging Face hub; the run's own export as it is.
 
-{_CHECKPOINT}
+RUN --workdir: a run's folder
+--round N: round of the checkpoint; default: the newest
+--trainer N: id of a trainer in the ledger; default: the consensus model{_ENTRIES}
 --out FOLDER: an empty folder, or a new one; default: export in the run's folder
 --dtype DTYPE: type of the written weights; default: float32
 --shard-size SIZE: size of the largest file of weights; default: 5GB
@@ -296,17 +287,6 @@ MODEL --model --workdir: a run's folder, a folder in Hugging Face layout, or a h
 --samples N=3: number of texts to write
 --temperature X=0.8: temperature of sampling; 0: the most likely token
 --seed N=0: random seed{_ENTRIES}""",
-    "gradients": f"""RUN [--round 12] [--trainer 3]
-
-Measures the gradients at a checkpoint, and compares the noise with the run's estimates.
-
-{_CHECKPOINT}
---num-sequences N=512: number of training sequences
---batch-sizes N,N=4,16,64: batch sizes in sequences, separated by commas
---draws N=200: number of random batches of each size
---seed N=0: random seed
---pass-size N: sequences per forward and backward pass; default: as in the run
---out FOLDER: an empty folder, or a new one; default: report in the run's folder""",
 }
 
 

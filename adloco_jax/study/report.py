@@ -305,7 +305,6 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
         shown = page.table(caption, benchmarks.table(scores), texts=2)
         parts = {"Benchmarks": shown} | parts
     parts["Time"] = run_figures.times(run)
-    parts["Theory"] = run_figures.theory_beside(run)
     facts = summary.described(summary.totals(run.events))
     rows = [{"quantity": name, "value": value} for name, value in facts]
     parts["All totals"] = page.table("", rows, texts=2)

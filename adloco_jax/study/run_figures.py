@@ -4,10 +4,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
-from adloco_jax.errors import DataError, counted
-from adloco_jax.study import chart, curves, loss, summary, theory
+from adloco_jax.errors import counted
+from adloco_jax.study import chart, curves, loss, summary
 from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import RunRecord
 from adloco_jax.study.page import figure
@@ -313,54 +311,3 @@ def _mark(event: dict, across: str, row: str) -> str:
         f'<g class="event"><title>{escaped(title)}</title><circle cx="{across}" cy="{row}" r="7"/>'
         f'<text x="{across}" y="{row}">{_SIGNS[event["what"]]}</text></g>'
     )
-
-
-# The panels of theory: its label, and by quantity a label, a key and classes.
-_THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
-    "signal |G|², mean so far": {
-        "signal": ("measured", "run", "c0"),
-        "signal_bound": ("at most (Lemma 2)", "L 2", "c1 d4"),
-    },
-    "batch (sequences), mean so far": {
-        "total_batch": ("measured", "run", "c0"),
-        "total_batch_bound": ("at least (Theorem 1)", "T 1", "c0 d4"),
-        "batch": ("per worker", "p.w.", "c5"),
-        "batch_bound": ("at least (Lemma 1)", "L 1", "c5 d4"),
-    },
-}
-
-
-def theory_beside(run: RunRecord) -> str:
-    """Draw measured signal and batch growth beside the paper's bounds, if these can be fitted."""
-    found = theory.measured(run.events)
-    num_steps, text = found["num_steps"], _THEORY_CAPTION
-    try:
-        constants = theory.fit_constants(run.events)
-        found |= theory.bounds(found, constants, run.start["max_batch_size"])
-        text += (
-            f" Constants fitted on this run, as adloco_jax/study/theory.py says: L ="
-            f" {constants.smoothness:.4g} (smoothness), Δ0 = {constants.gap:.4g} nats (gap to the"
-            f" lowest loss), σ² = {constants.noise:.4g} (gradient noise), η = {constants.eta:.4g}."
-        )
-    except DataError as error:
-        text += f" There are no bounds: {error}."
-    drawn = ""
-    for label, lines in _THEORY.items():
-        shown = []
-        for name, (words, key, classes) in lines.items():
-            if name in found and (found[name] > 0).any():
-                y = np.where(found[name] > 0, found[name], math.nan)
-                shown.append(Curve(num_steps, y, classes, words, key))
-        across = chart.axis("updates of a worker, N", num_steps)
-        up = chart.axis(label, [value for c in shown for value in c.y], base=10)
-        drawn += chart.chart(across, up, shown, title=label).html() if shown else ""
-    return figure(drawn, text)
-
-
-_THEORY_CAPTION = (
-    "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD: the squared norm"
-    " of the gradient, bounded from above by Lemma 2; and the requested batch of all workers of a"
-    " trainer, bounded from below by Theorem 1, and of each worker, by Lemma 1. Measured values are"
-    " means over the trainers; vertical axes are logarithmic. Where a run departs from the theory"
-    " (AdamW, momentum, tests once a round, caps), a measured curve may cross its bound."
-)
