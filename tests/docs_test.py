@@ -66,7 +66,7 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
 
 def test_the_readme_is_short_and_files_that_the_pages_name_exist():
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 110
-    pattern = r"`((?:configs|scripts|studies|docs|notebooks|tests)/[\w./]+\.\w+)`"
+    pattern = r"`((?:adloco_jax|configs|scripts|studies|docs|notebooks|tests)/[\w./]+\.\w+)`"
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
