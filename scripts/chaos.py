@@ -147,7 +147,7 @@ def cluster_folder(pid: int, run: Path) -> str | None:
     with contextlib.suppress(OSError):
         environ = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
         if f"CHAOS={run}" in environ:
-            found = re.search("RAY_AUTH_TOKEN_PATH=(/tmp/adloco-[^/]*)", " ".join(environ))
+            found = re.search("RAY_TMPDIR=(/tmp/adloco-[^ ]*)", " ".join(environ))
             return found and found[1]
     return None
 

@@ -46,7 +46,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
 
     def fate(n, life, method, arguments):
         dies = method == "play" and not is_repaired and rng.random() < 0.05
-        return "its process has ended" if dies else "answer"
+        return "its process or its node has ended" if dies else "answer"
 
     monkeypatch.setattr(faulty_store, "SLOW_S", 0.05)
     monkeypatch.setattr(store, "_SECOND", datetime.timedelta(milliseconds=50))

@@ -17,7 +17,7 @@ from adloco_jax.errors import DivergedError, ResourceError
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-DIED = "its process has ended"
+DIED = "its process or its node has ended"
 # Chances of a call's fate, by method.
 FATES = {
     "hello": {"dies": 0.1, "never": 0.05},

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("one_device")
 
 ENGINE = {"kind": "ray", "grace_s": 0.0, "heartbeat_s": 30.0, "restart_s": 60.0}
-DIED = "its process has ended"
+DIED = "its process or its node has ended"
 
 
 @pytest.fixture

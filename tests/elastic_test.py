@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("ray", reason="the extra `ray` is not installed")
+if importlib.util.find_spec("ray") is None:  # imported by the first run, with its environment
+    pytest.skip("the extra `ray` is not installed", allow_module_level=True)
 
 import chaos
 import toy_runs
@@ -77,6 +78,20 @@ def when_it_has_read(workdir, number, rounds, act):
     return thread
 
 
+def ends(run, seconds=10.0):
+    """Whether all processes of a run's cluster end."""
+    until_s = time.time() + seconds
+    while chaos.left_running(run) and time.time() < until_s:
+        time.sleep(0.1)
+    return not chaos.left_running(run)
+
+
+def folder_of_cluster(run):
+    pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+    (folder,) = {chaos.cluster_folder(pid, run) for pid in pids} - {None}
+    return Path(folder)
+
+
 @slow
 def test_a_run_in_learners_decides_reads_and_counts_as_a_local_one(tmp_path):
     local, elastic = run(tmp_path / "local"), run(tmp_path / "ray", settings_of(**ELASTIC))
@@ -108,7 +123,7 @@ def test_a_run_in_learners_decides_reads_and_counts_as_a_local_one(tmp_path):
     assert merged[0] == merged[1] != []
     assert elastic.loss == pytest.approx(local.loss, abs=1e-5)
     assert elastic.controller == local.controller
-    assert chaos.audit(elastic.workdir) == [] and chaos.left_running(tmp_path) == 0
+    assert chaos.audit(elastic.workdir) == [] and ends(tmp_path)
 
 
 @slow
@@ -123,39 +138,31 @@ def test_learners_that_die_or_hang_are_replaced_and_every_sequence_is_read(tmp_p
         thread.join()
     lost = {e["learner"]: e for e in events(tmp_path, "learner", what="lost")}
     assert {number: line["trainer"] for number, line in lost.items()} == {0: 0, 2: 1}
-    assert lost[0]["why"] == "its process has ended" and "no sign" in lost[2]["why"]
+    assert lost[0]["why"] == "its process or its node has ended" and "no sign" in lost[2]["why"]
     joined = [e["learner"] for e in events(tmp_path, "learner", what="joined")]
     assert {*joined} == {0, 1, 2, 3} and joined.count(2) == 2  # a trainer's only one: it waits
     assert ended.controller.round == 12
     counted = sum(e["tokens"] for e in events(tmp_path, "round"))
     assert counted == ended.controller.tokens_total
     assert len(events(tmp_path, "end", reason="finished")) == 1
-    assert chaos.audit(tmp_path) == [] and chaos.left_running(tmp_path) == 0
+    assert chaos.audit(tmp_path) == [] and ends(tmp_path)
 
 
 @slow
-def test_a_killed_driver_leaves_nothing_and_its_command_goes_on(tmp_path):
+def test_a_killed_drivers_processes_end_and_its_command_goes_on(tmp_path):
     folder, short = tmp_path / "run", ["inner.steps_per_round=2", "checkpoint.every_rounds=2"]
     with chaos.driver(folder, ["num_rounds=100000", *short]) as process:
         saved = chaos.wait_for(lambda: chaos.events(folder, "checkpoint"), process, 300)
         assert saved and chaos.left_running(folder) > 4
-        pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
-        (cluster,) = {chaos.cluster_folder(pid, folder) for pid in pids} - {None}
-        assert len(chaos.with_open_files(cluster)) > 6  # Ray's agents too
+        left = folder_of_cluster(folder)
         process.kill()
-        killed_s = time.time()
-
-        def left():
-            return chaos.left_running(folder) or chaos.with_open_files(cluster)
-
-        while left() and time.time() < killed_s + 20:
-            time.sleep(0.05)
-    assert time.time() - killed_s < 20
+        assert ends(folder, 60)
+    shutil.rmtree(left)  # as the guide says
     last = chaos.events(folder, "checkpoint")[-1]["round"]
     with chaos.driver(folder, [f"num_rounds={last + 2}", *short]) as process:
         assert process.wait(400) == 0
     assert f"resuming after round {last}" in (tmp_path / "run.log").read_text()
-    assert chaos.audit(folder) == [] and chaos.left_running(tmp_path) == 0
+    assert chaos.audit(folder) == [] and ends(tmp_path)
 
 
 @slow
@@ -173,8 +180,8 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_refuses_a_client_without_t
                 listeners[int(port)] = host
         assert int(address.rpartition(":")[2]) in listeners and len(listeners) >= 4
         assert {*listeners.values()} <= {"127.0.0.1", "[::ffff:127.0.0.1]"}
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        environ |= {"HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        environ = without_ray() | {"HOME": str(tmp_path)}
+        environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         code = f"import ray; ray.init(address={address!r}, log_to_driver=False); print('joined')"
         for mode in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
             outside = subprocess.Popen(
@@ -185,20 +192,24 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_refuses_a_client_without_t
             said, _ = outside.communicate()
             timer.cancel()
             assert "Unauthenticated" in said and "joined" not in said
-    assert chaos.left_running(tmp_path) == 0
+    assert ends(tmp_path)
 
 
 @slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
-def test_another_user_can_do_nothing_in_the_folder_of_a_cluster_of_our_own():
+def test_another_user_can_do_nothing_in_the_folder_of_a_cluster_of_our_own(tmp_path):
     with cluster.connected("", 1, None, lambda: True):
-        folder = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
-        assert {path.name for path in folder.iterdir()} == {"ray", "token"}
-        tries = "ls {0}", "ls {0}/ray", "cat {0}/token", "touch {0}/ray/x", "mv {0}/token {0}/other"
+        folder = folder_of_cluster(tmp_path)
+        tries = "ls {0}", "ls {0}/ray", "touch {0}/ray/x", "mv {0}/ray {0}/other"
         for words in tries:
             command = words.format(folder).split()
             assert subprocess.run(command, user="nobody", capture_output=True).returncode != 0
     assert not folder.exists()
+
+
+def without_ray():
+    """The environment without what a run in this process has set for its cluster."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
 AFTERWARDS = """
@@ -207,8 +218,7 @@ from adloco_jax.elastic import cluster
 from adloco_jax.errors import ConfigError
 with cluster.connected("", 1, None, lambda: True):
     import ray
-assert not any(name.startswith("RAY_AUTH") for name in os.environ)
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["HOME"])
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 print(ray.get(ray.put(3)))
 try:
     cluster.check_possible()
@@ -220,30 +230,11 @@ except ConfigError as error:
 @slow
 def test_after_a_run_with_a_cluster_of_its_own_the_users_ray_works_as_before(tmp_path):
     home = tempfile.mkdtemp(dir="/tmp")  # a socket's path must be short
-    environ = {name: v for name, v in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-c", AFTERWARDS]
-    done = subprocess.run(command, env=environ | {"HOME": home}, capture_output=True, text=True)
+    command, environ = [sys.executable, "-c", AFTERWARDS], without_ray() | {"RAY_TMPDIR": home}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
     shutil.rmtree(home, ignore_errors=True)
     number, refusal = done.stdout.splitlines()
     assert number == "3" and "connected to Ray already; call ray.shutdown() first" in refusal
-
-
-@slow
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_the_death_of_one_of_rays_own_processes_ends_the_run_in_one_line(tmp_path, name):
-    folder = tmp_path / "run"
-    with chaos.driver(folder, ["num_rounds=100000", "inner.steps_per_round=2"]) as process:
-        assert chaos.wait_for(lambda: chaos.events(folder, "round"), process, 300)
-        pids = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal()]
-        (home,) = {chaos.cluster_folder(pid, folder) for pid in pids} - {None}
-        for pid in chaos.with_open_files(home):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-            if re.search(f"(/|::){name}$", words):
-                os.kill(pid, signal.SIGKILL)
-        assert process.wait(60) == 5
-    last = (tmp_path / "run.log").read_text().splitlines()[-1]
-    assert "the Ray cluster is gone" in last and "newest checkpoint" in last
-    assert chaos.left_running(folder) == 0
 
 
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
@@ -259,7 +250,7 @@ def test_a_cluster_that_is_not_there_is_named_in_one_line(tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     settings = settings_of(**ELASTIC | {"engine": RAY | {"address": address}})
-    with pytest.raises(ConfigError, match=f"engine.address = {address}: nothing answers") as error:
+    with pytest.raises(ConfigError, match=f"{address}: no Ray cluster .*refused") as error:
         run(tmp_path / "r", settings)
     assert "\n" not in str(error.value)
 
@@ -273,14 +264,14 @@ def test_learners_that_cannot_start_end_the_run_with_the_cause(tmp_path):
 
     with pytest.raises(ResourceError, match=r"0 of 4 learners .*learner \d: .*not rows"):
         run(tmp_path / "r", settings_of(**ELASTIC), corpus=Broken(corpus().rows))
-    assert chaos.left_running(tmp_path) == 0
+    assert ends(tmp_path)
 
 
 @slow
 def test_learners_with_other_data_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"learner \d .*: has other data than the driver"):
         run(tmp_path / "r", settings_of(**ELASTIC), corpus=Other(corpus().rows))
-    assert chaos.left_running(tmp_path) == 0
+    assert ends(tmp_path)
 
 
 # -- A cluster that is there ---------------------------------------------------------------------
@@ -304,7 +295,7 @@ def two_nodes():
     head += " --include-dashboard=false"
     other += " --node-ip-address=127.0.0.3"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environ = os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "PATH": path}
+    environ = without_ray() | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "PATH": path}
     nodes = []
     with open(folder / "ray.log", "w") as log:
         for started in (head, other):

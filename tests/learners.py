@@ -78,7 +78,7 @@ class Here:
         self.now_s += 0.01 if ended else timeout_s
         return ended
 
-    def kill(self, handle, process):
+    def kill(self, handle):
         self.alive.discard(handle)
 
     def learner(self, handle):

@@ -40,7 +40,7 @@ SIGNS = 4  # signs of life in the time after which a learner or a driver counts 
 _LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
 # What a learner's board has, besides `hello`, which describes the learner.
 _BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
-_HELLO = {"process": list[Any], "fingerprint": str, "versions": dict[str, str], "devices": str}
+_HELLO = {"fingerprint": str, "versions": dict[str, str], "devices": str}
 
 
 @dataclasses.dataclass(eq=False)
@@ -419,7 +419,7 @@ class BucketTransport:
         finally:
             self._store.delete(order, name)
 
-    def kill(self, handle: tuple[int, int], process: Any) -> None:
+    def kill(self, handle: tuple[int, int]) -> None:
         """Close the place of a learner, which leaves when it sees this."""
         place = self._places.pop(handle[0])
         self._begin(self._write_board)

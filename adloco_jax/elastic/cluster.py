@@ -8,70 +8,38 @@ import contextlib
 import importlib.util
 import logging
 import os
-import select
-import shutil
+import secrets
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.learner import Given, Learner, Reply
 from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.processes import machine_id
 
-# A program that ends the cluster's processes once the driver has ended, which closes its pipe.
-_REAPER = """
-import contextlib, os, pathlib, shutil, signal, sys, time
-folder, spared = sys.argv[1], (os.getpid(), os.getppid())
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.setsid()
-sys.stdin.buffer.read()
-def of_cluster(pid):  # tested by its environment, or for agents by their open log files
-    if folder.encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
-        return True
-    files = os.listdir(f"/proc/{pid}/fd")
-    return any(os.readlink(f"/proc/{pid}/fd/{file}").startswith(folder) for file in files)
-def kill(pid):
-    with contextlib.suppress(OSError):
-        if pid not in spared and of_cluster(pid):
-            os.kill(pid, signal.SIGKILL)
-            return True
-for _ in range(100):
-    if not any([kill(int(pid)) for pid in os.listdir("/proc") if pid.isdecimal()]):
-        break
-    time.sleep(0.05)
-shutil.rmtree(sys.argv[1], ignore_errors=True)
-"""
-
-
-# A learner's end in short, by a part of Ray's message about it, which has several lines.
-_DEATHS = {
-    "worker process has died": "its process has ended",
-    "its node has died": "its node ended",
-    "temporarily unavailable": "its process or its node cannot be reached",
+# Of the cluster that a run starts. Ray reads them once, when it is imported, so they stay.
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    # Without this, Ray replaces the loopback address by an address that other machines see.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # By default Ray gives its workers niceness 15, so any other process would slow a round.
+    "RAY_worker_niceness": "0",
 }
-
-_PATIENCE_S = 20.0  # how long Ray's head may be out of reach, and an end of the run may take
-_lost: list[str] = []  # which of Ray's own processes has ended; empty while all of them work
-_raylet: list[int] = []  # a file that can be read once Ray's process on this machine has ended
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
 
 
-class Actor(Learner):
-    """A learner in a process of the cluster."""
+class RayLearner(Learner):
+    """A learner in a process of the cluster, which ends with its parent, Ray's own process."""
 
     def __init__(self, number: int, life: int, given: Given):
-        """Begin a life of the learner. SIGTERM asks it to leave; it ends with its parent."""
+        """Begin a life of the learner. SIGTERM asks it to leave."""
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         ARCHITECTURES.update(given.entries["ARCHITECTURES"])
@@ -81,7 +49,6 @@ class Actor(Learner):
 
 
 def _end_with(parent: int) -> None:
-    """Wait until the parent process has ended, then end this process."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -108,157 +75,69 @@ def connected(
     ResourceError if none can be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with contextlib.ExitStack() as stack:
-        at_sigterm = signal.getsignal(signal.SIGTERM)
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    at_sigterm = signal.getsignal(signal.SIGTERM)
+    # Short, because a socket's path must be.
+    how = {"prefix": "adloco-", "dir": "/tmp", "ignore_cleanup_errors": True}
+    with tempfile.TemporaryDirectory(**how) as folder:
         if address:
-            import ray
-
-            fault = "nothing answers there"
-            try:
-                _reach(address)  # Ray would try the address for minutes
-                fault = "the Ray cluster there does not accept this process"
-                ray.init(address=address, **quiet)
-            except Exception as error:  # deliberately broad, because Ray raises many kinds
-                cause = reason(error, 200)
-                raise ConfigError(
-                    f"engine.address = {address}: {fault} ({cause}); see docs/guides/elastic.md for"
-                    " addresses and tokens"
-                ) from error
-            stack.enter_context(_tamed(ray, at_sigterm))
-            yield RayTransport(num_learners, given)
-            return
-        folder = tempfile.mkdtemp(prefix="adloco-", dir="/tmp")  # a socket's path must be short
-        reap = [sys.executable, "-c", _REAPER, folder]
-        reaper = subprocess.Popen(reap, stdin=subprocess.PIPE, env={}, start_new_session=False)
-        stack.callback(_end, reaper, folder)
-        token = Path(folder) / "token"
-        with os.fdopen(os.open(token, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            file.write(os.urandom(32).hex())
-        changed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        # Without this, Ray replaces the loopback address by an address that other machines see.
-        changed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        # By default Ray gives its workers niceness 15, so any other process would slow a round.
-        changed["RAY_worker_niceness"] = "0"
-        # Learners import the user's functions from the same folders as the driver.
-        changed["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_TOKEN")}
-        stack.callback(_read_environment)
-        stack.callback(_restore, before)
-        os.environ.update(changed)
-        os.environ.pop("RAY_AUTH_TOKEN", None)
+            _join(address)
+        else:
+            _start(num_learners, folder)
         import ray
 
-        _read_environment()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, at_sigterm)  # Ray has replaced it
         try:
-            with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
-                warnings.simplefilter("ignore", RuntimeWarning)
-                ray.init(
-                    address="local",
-                    num_cpus=num_learners,
-                    include_dashboard=False,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=f"{folder}/ray",  # Ray lets everybody write here
-                    **quiet,
-                )
-        except Exception as error:  # deliberately broad, because Ray raises many kinds
-            cause = reason(error, 200)
-            raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
-        stack.enter_context(_tamed(ray, at_sigterm))
-        yield RayTransport(num_learners, given)
+            yield RayTransport(num_learners, given)
+        finally:
+            ray.shutdown()
 
 
-@contextlib.contextmanager
-def _tamed(ray: Any, at_sigterm: Any) -> Iterator[None]:
-    """Keep the run's SIGTERM handler, hide messages on ended processes, watch the cluster."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, at_sigterm)
-    worker, closed = ray._private.worker, threading.Event()
-    # Ray prints these messages even if `log_to_driver` is False.
-    shown, worker.print_worker_logs = worker.print_worker_logs, lambda *_: None
-    _lost.clear()
-    head = ray.get_runtime_context().gcs_address
-
-    def watch():
-        answered_s = time.monotonic()
-        while not (closed.wait(2.0) or _is_gone()):
-            with contextlib.suppress(OSError):
-                _reach(head)
-                answered_s = time.monotonic()
-            if time.monotonic() - answered_s > _PATIENCE_S:
-                _lost.append(f"its head at {head} does not answer")
-        if not closed.wait(_PATIENCE_S) and _lost:
-            print(_gone(), file=sys.stderr, flush=True)
-            os._exit(ResourceError.exit_code)
-
-    watcher = threading.Thread(target=watch, name="ray", daemon=True)
-    try:
-        if hasattr(os, "pidfd_open"):  # on Linux
-            with socket.socket(socket.AF_UNIX) as own:
-                own.connect(worker._global_node.raylet_socket_name)
-                credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            _raylet.append(os.pidfd_open(struct.unpack("3i", credentials)[0]))
-        watcher.start()
-        yield
-    finally:
-        ray.shutdown()
-        closed.set()
-        watcher.join()
-        while _raylet:
-            os.close(_raylet.pop())
-        worker.print_worker_logs = shown
-
-
-def _is_gone() -> bool:
-    if not _lost and select.select(_raylet, [], [], 0)[0]:
-        _lost.append("its process on this machine has ended")
-    return bool(_lost)
-
-
-def _gone() -> ResourceError:
-    return ResourceError(
-        f"the Ray cluster is gone ({_lost[0]}); the same command continues from the newest"
-        " checkpoint"
-    )
-
-
-def _reach(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10):
-        pass
-
-
-def _read_environment() -> None:
-    """Let Ray read the environment, which it otherwise does only when it is imported."""
+def _join(address: str) -> None:
     import ray
 
-    native: Any = ray._raylet
-    native.Config.initialize("")
-    native.AuthenticationTokenLoader.instance().reset_cache()
-    constants: Any = ray._private.ray_constants
-    constants.ENABLE_RAY_CLUSTER = constants.env_bool(
-        constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not constants.IS_WINDOWS_OR_OSX
-    )
+    try:
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=10).close()  # Ray tries for minutes
+        ray.init(address=address, **_QUIET)
+    except Exception as error:  # deliberately broad, because Ray raises many kinds
+        raise ConfigError(
+            f"engine.address = {address}: no Ray cluster there accepts this process"
+            f" ({reason(error, 200)}); see docs/guides/elastic.md for addresses and tokens"
+        ) from error
 
 
-def _end(reaper: subprocess.Popen, folder: str) -> None:
-    assert reaper.stdin is not None
-    reaper.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        reaper.wait(30)
-    shutil.rmtree(folder, ignore_errors=True)
+def _start(num_learners: int, folder: str) -> None:
+    """Start a cluster whose files are in a folder; learners import from the driver's folders."""
+    if "ray" in sys.modules and not _ENVIRONMENT.items() <= os.environ.items():
+        needed = " ".join(f"{name}={value}" for name, value in _ENVIRONMENT.items())
+        raise ConfigError(
+            f"engine.kind = ray: Ray was imported without {needed}; import it later, or set these"
+        )
+    os.environ.update(_ENVIRONMENT)
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
 
-
-def _restore(before: dict[str, str | None]) -> None:
-    for name, value in before.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-
-
-def _check() -> None:
-    if _is_gone():
-        raise _gone()
+    before = os.environ.get("RAY_TMPDIR")
+    os.environ["RAY_TMPDIR"] = folder
+    try:
+        with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
+            warnings.simplefilter("ignore", RuntimeWarning)
+            ray.init(
+                address="local",
+                num_cpus=num_learners,
+                include_dashboard=False,
+                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
+                **_QUIET,
+            )
+    except Exception as error:  # deliberately broad, because Ray raises many kinds
+        cause = reason(error, 200)
+        raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
+    finally:
+        del os.environ["RAY_TMPDIR"]
+        if before is not None:
+            os.environ["RAY_TMPDIR"] = before
 
 
 def _reply(call: Any) -> Reply:
@@ -268,11 +147,12 @@ def _reply(call: Any) -> Reply:
         return Reply(ray.get(call), "")
     except ray.exceptions.RayTaskError as error:
         return Reply(None, f"{type(error.cause).__name__}: {error.cause}"[:300])
-    except ray.exceptions.RayError as error:
-        for words, cause in _DEATHS.items():
-            if words in str(error):
-                return Reply(None, cause)
-        return Reply(None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"[:300])
+    except ray.exceptions.ActorUnavailableError:
+        return Reply(None, "its process or its node cannot be reached")
+    except ray.exceptions.RayActorError as error:
+        if not error.actor_init_failed:
+            return Reply(None, "its process or its node has ended")
+        return Reply(None, str(error).strip().splitlines()[-1][:300])
 
 
 class RayTransport:
@@ -287,7 +167,6 @@ class RayTransport:
         """Store a value once for several calls; ConfigError if it cannot be pickled."""
         import ray
 
-        _check()
         try:
             return ray.put(value)
         except TypeError as error:  # the message of Ray would list the whole value
@@ -300,7 +179,6 @@ class RayTransport:
         """Ask for a process on any node with a free CPU (and GPUs, if any); return its handle."""
         import ray
 
-        _check()
         gpus = ray.cluster_resources().get("GPU", 0)
         options: dict[str, Any] = {
             "num_cpus": 1,
@@ -310,14 +188,13 @@ class RayTransport:
             "concurrency_groups": {"aside": 2},
             "scheduling_strategy": "SPREAD",
         }
-        return ray.remote(**options)(Actor).remote(number, life, self._given)
+        return ray.remote(**options)(RayLearner).remote(number, life, self._given)
 
     def submit(self, handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
         """Call a method of a learner without waiting; return a reference for `poll`.
 
         Calls run one after another, but with `aside` beside the others, in another thread.
         """
-        _check()
         function = getattr(handle, method)
         if aside:
             function = function.options(concurrency_group="aside")
@@ -327,7 +204,6 @@ class RayTransport:
         """Wait until a call has ended or the time is over; ResourceError if the cluster is gone."""
         import ray
 
-        _check()
         if not calls:
             time.sleep(timeout_s)
             return {}
@@ -336,18 +212,15 @@ class RayTransport:
             if not ended:
                 ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
         except ray.exceptions.RayError as error:
-            _lost.append(reason(error, 200))
-            raise _gone() from error
+            raise ResourceError(
+                f"the Ray cluster is gone ({reason(error, 200)}); the same command continues from"
+                " the newest checkpoint"
+            ) from error
         return {call: _reply(call) for call in ended}
 
-    def kill(self, handle: Any, process: tuple[str, int] | None) -> None:
-        """End a learner through Ray, and by a signal if `process` is on this machine."""
+    def kill(self, handle: Any) -> None:
+        """End a learner's process."""
         import ray
 
-        if not _is_gone():
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(handle, no_restart=True)
-        if process is not None and process[0] == machine_id():
-            with contextlib.suppress(OSError):
-                if b"ray::" in Path(f"/proc/{process[1]}/cmdline").read_bytes():
-                    os.kill(process[1], 9)
+        with contextlib.suppress(ray.exceptions.RayError):  # it has ended
+            ray.kill(handle, no_restart=True)

@@ -71,7 +71,6 @@ class Fleet:
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
         self._handles: dict[int, Any] = {}
-        self._processes: dict[int, tuple[str, int]] = {}
         self._calls: dict[Any, PendingCall] = {}
         self._causes: dict[int, str] = {}  # why a learner was lost the last time, by its number
         self._connection = contextlib.ExitStack()
@@ -249,7 +248,6 @@ class Fleet:
     def _greet(self, learner: members.Member, found: dict) -> list[Event]:
         """Process the first answer of a learner's process: record that the learner has joined."""
         number = learner.number
-        self._processes[number] = tuple(found["process"])
         here, there, is_remote = versions(), found["versions"], self.is_remote
         if is_remote:  # versions of Python and of other packages may differ between sites
             here, there = ({each.get("adloco_jax")} for each in (here, there))
@@ -318,4 +316,4 @@ class Fleet:
 
     def _kill(self, number: int) -> None:
         self._calls = {call: c for call, c in self._calls.items() if c.learner != number}
-        self._transport.kill(self._handles.pop(number), self._processes.pop(number, None))
+        self._transport.kill(self._handles.pop(number))

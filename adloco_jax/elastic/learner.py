@@ -30,7 +30,6 @@ from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.assemble import examples_per_pass, load_data
 from adloco_jax.run.choose import fewest_model_shards, peak
 from adloco_jax.run.folder import versions
-from adloco_jax.run.processes import machine_id
 from adloco_jax.settings import Settings
 
 
@@ -138,9 +137,8 @@ class Learner:
         self.leaving = True
 
     def hello(self) -> dict:
-        """Describe machine, process, devices, data and versions; the driver compares the last."""
+        """Describe devices, data and versions; the driver compares the last two."""
         return {
-            "process": (machine_id(), os.getpid()),
             "fingerprint": self.corpus.fingerprint,
             "versions": versions(),
             "devices": self.spec.machine.describe(),
