@@ -119,25 +119,21 @@ def _start(num_learners: int, folder: str) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = folder
+    own = {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
         with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
             warnings.simplefilter("ignore", RuntimeWarning)
-            ray.init(
-                address="local",
-                num_cpus=num_learners,
-                include_dashboard=False,
-                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
-                **_QUIET,
-            )
+            ray.init(address="local", num_cpus=num_learners, include_dashboard=False, **_QUIET)
     except Exception as error:  # deliberately broad, because Ray raises many kinds
         cause = reason(error, 200)
         raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
     finally:
-        del os.environ["RAY_TMPDIR"]
-        if before is not None:
-            os.environ["RAY_TMPDIR"] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _reply(call: Any) -> Reply:
