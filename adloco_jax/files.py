@@ -12,9 +12,9 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from adloco_jax.errors import ResourceError
 
@@ -32,6 +32,29 @@ _WORDS = {
     bool: "true or false",
     dict: "an object",
 }
+
+
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Format(BaseModel):
+    """Base of what a JSON object must have; its lists are tuples, unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+def checked(value: Any, kind: type[T] | TypeAdapter[T], name: str, error: type[Exception]) -> T:
+    """Return a JSON value as a format says; raise `error` with the first fault in one line."""
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    try:
+        return adapter.validate_python(with_tuples(value))
+    except ValidationError as faults:
+        first = faults.errors()[0]
+        where = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+        need = first["msg"].replace("Input should be", "expected")
+        have = "" if first["type"] == "missing" else f"have {repr(first['input'])[:60]}, "
+        raise error(f"{name}{''.join(where)}: {have}{need}") from faults
 
 
 def requests_to_get(num_bytes: int) -> int:

@@ -16,10 +16,18 @@ from toy import settings_of
 from toy_runs import events, run
 
 from adloco_jax.config import validate
-from adloco_jax.elastic import bucket, site, store
+from adloco_jax.elastic import bucket, bucket_learner, store
+from adloco_jax.elastic.formats import (
+    DriverBoard,
+    LearnerOrders,
+    OrderId,
+    RunDescription,
+    learner_board_name,
+)
 from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.files import Format
 from adloco_jax.run.assemble import spec_of
 from adloco_jax.run.describe import bucket_cost
 
@@ -27,6 +35,12 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(3), "n": 5, "x": 0.5}
 FORM = {"a": jax.ShapeDtypeStruct((2, 3), np.dtype("f4")), "n": int, "x": float}
+
+
+class About(Format):
+    about: str
+
+
 FORM |= {"b": jax.ShapeDtypeStruct((3,), np.dtype("f8"))}
 
 
@@ -41,17 +55,17 @@ def settings_at(url, **engine):
 
 
 def test_an_object_holds_what_was_packed_and_zeros_take_no_space():
-    data, digest = store.pack({"about": "it"}, TREE)
-    message, tree, found = store.unpack(data, "name", lambda _: FORM)
-    assert message == {"about": "it"} and found == digest
+    data, digest = store.pack(About(about="it"), TREE)
+    message, tree, found = store.unpack(data, "name", About, lambda _: FORM)
+    assert message == About(about="it") and found == digest
     jax.tree.map(np.testing.assert_array_equal, tree, TREE)
-    large, _ = store.pack({}, {"zeros": np.zeros(10**6)})
+    large, _ = store.pack(Format(), {"zeros": np.zeros(10**6)})
     assert len(large) < 500
 
 
 @pytest.mark.parametrize("at", ["header", "first", "last", "cut", "empty", "form", "part", "value"])
 def test_an_altered_object_is_refused_by_name(at):
-    data = bytearray(store.pack({}, TREE)[0])
+    data = bytearray(store.pack(Format(), TREE)[0])
     form = dict(FORM)
     if at == "form":
         form["a"] = jax.ShapeDtypeStruct((3, 2), np.dtype("f4"))
@@ -64,13 +78,13 @@ def test_an_altered_object_is_refused_by_name(at):
     else:
         data[{"header": 30, "first": len(data) - 24, "last": len(data) - 1}[at]] ^= 1
     with pytest.raises(store.Refused, match="^orders/1: ") as error:
-        store.unpack(bytes(data), "orders/1", lambda _: form)
+        store.unpack(bytes(data), "orders/1", Format, lambda _: form)
     assert "\n" not in str(error.value)
 
 
 def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
     there = store.Store(f"file://{tmp_path}/bucket")
-    there.put("orders/1", store.pack({}, TREE)[0])
+    there.put("orders/1", store.pack(Format(), TREE)[0])
     get, damaged = there.get, [1, 2]
 
     def getting(name, *, limit):
@@ -79,11 +93,11 @@ def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
         return bytes(data)
 
     monkeypatch.setattr(there, "get", getting)
-    _, tree, _ = there.read("orders/1", 2**20, lambda _: FORM)
+    _, tree, _ = there.read("orders/1", 2**20, Format, lambda _: FORM)
     assert tree["n"] == 5 and damaged == []
     damaged[:] = [1, 2, 3]
     with pytest.raises(store.Refused, match="^orders/1: damaged"):
-        there.read("orders/1", 2**20, lambda _: FORM)
+        there.read("orders/1", 2**20, Format, lambda _: FORM)
 
 
 def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(
@@ -91,13 +105,11 @@ def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it
 ):
     url = f"file://{tmp_path}/bucket"
     first = store.Store(url)
-    board = {"id": "x", "count": 1, "places": {}, "is_over": False, "has_ended": False}
-    first.put("driver/1.json", store.to_json(board))
+    first.put("driver/1.json", store.to_json(DriverBoard(id="x", count=1)))
 
     def works(seconds):
         clock.now_s += seconds
-        board["count"] += 1
-        first.put("driver/1.json", store.to_json(board))
+        first.put("driver/1.json", store.to_json(DriverBoard(id="x", count=int(clock.now_s) + 2)))
 
     clock = types.SimpleNamespace(now_s=0.0, sleep=works, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(bucket, "time", clock)
@@ -146,7 +158,7 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
         run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
     with pytest.raises(ConfigError, match="no such folder"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
-    store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json({"id": "another"}))
+    store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json(About(about="another")))
     with pytest.raises(ConfigError, match="holds another run"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/other"), tmp_path / "r")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -161,10 +173,12 @@ def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch,
     run(tmp_path / "one", settings_at(there.url))
     path = tmp_path / "bucket" / "run.json"
     message = json.loads(path.read_bytes())["message"]
-    path.write_bytes(store.to_json(message | {what: "other"}))
-    monkeypatch.setattr(site, "load_data", lambda *_: types.SimpleNamespace(fingerprint="table"))
+    path.write_bytes(store.to_json(RunDescription(**message | {what: "other"})))
+    monkeypatch.setattr(
+        bucket_learner, "load_data", lambda *_: types.SimpleNamespace(fingerprint="table")
+    )
     with pytest.raises(ConfigError, match="the driver has ") as error:
-        site.join(there.url, own={})
+        bucket_learner.join(there.url, own={})
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
 
 
@@ -173,12 +187,14 @@ def test_a_second_signal_ends_a_learner_at_once(monkeypatch, tmp_path):
     run(tmp_path / "one", settings_at(there.url))
     learner = types.SimpleNamespace(leaving=False)
     learner.leave = lambda: setattr(learner, "leaving", True)
-    monkeypatch.setattr(site, "_given", lambda *_: None)
-    monkeypatch.setattr(site, "Learner", lambda _: learner)
-    monkeypatch.setattr(site, "Site", lambda *_: types.SimpleNamespace(serve=lambda: None))
-    monkeypatch.setattr(site.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(site.os, "_exit", ended.append)
-    site.join(there.url, own={})
+    monkeypatch.setattr(bucket_learner, "_given", lambda *_: None)
+    monkeypatch.setattr(bucket_learner, "Learner", lambda _: learner)
+    monkeypatch.setattr(
+        bucket_learner, "BucketLearner", lambda *_: types.SimpleNamespace(serve=lambda: None)
+    )
+    monkeypatch.setattr(bucket_learner.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(bucket_learner.os, "_exit", ended.append)
+    bucket_learner.join(there.url, own={})
     handlers[signal.SIGINT](2, None)
     assert learner.leaving and not ended
     handlers[signal.SIGTERM](15, None)
@@ -189,7 +205,7 @@ def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monk
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
     (one, *_) = there.sites.values()
-    steps, one.place = iter(["done", "nothing", "over"]), (0, 0)
+    steps, one.handle = iter(["done", "nothing", "over"]), (0, 0)
     one.learner.leaving = True
 
     def step():  # the order took longer than the driver's signs are awaited; then there is one
@@ -202,22 +218,24 @@ def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monk
     assert next(steps, None) is None
 
 
-def test_a_learner_whose_place_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
+def test_a_learner_that_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
     (one, *_), shared = there.sites.values(), store.Store(there.url)
-    one.place, one._answered = (0, 0), 5
-    one._find_driver, one._driver = lambda: True, {"is_over": False, "places": {"0": (1, 0, True)}}
-    for name in (one._board_name(), bucket.names(1, (0, 0), 5)[1]):
+    one.handle, one._num_answers = (0, 0), 5
+    again = LearnerOrders(number=0, life=1, num_orders=0, is_free=True)
+    one._find_driver, one._driver = lambda: True, DriverBoard(id="", count=1, learners=(again,))
+    last = OrderId(epoch=1, learner=0, life=0, order=5)
+    for name in (learner_board_name(1, 0, 0), last.answer_name()):
         shared.put(name, b"late")
-    assert one.step() == "done" and one.place is None
+    assert one.step() == "done" and one.handle is None
     assert shared.names() == ["driver/1.json", "run.json"]
 
 
 def test_a_driver_whose_looks_do_not_return_judges_nobody(monkeypatch, tmp_path):
     there, look = InBucket(monkeypatch, tmp_path / "bucket"), concurrent.futures.Future()
     run(tmp_path / "one", settings_at(there.url))
-    there.driver._places[0] = bucket._Place(0, look=look, next_s=there.now_s)
+    there.driver._exchanges[0] = bucket._Exchange(0, look=look, next_s=there.now_s)
     there.now_s += 1  # a sign of life comes every second
     assert not there.driver._cannot_look()
     there.now_s += 0.1
@@ -264,13 +282,13 @@ def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, p
     there = store.Store(f"file://{tmp_path}/bucket")
     sent = [order, jax.tree.map(filled, spec.params)]
     for index, tree in enumerate(sent):
-        there.put(str(index), store.pack({}, tree)[0])
+        there.put(str(index), store.pack(Format(), tree)[0])
     driver = there.requests
     there.bytes_up = 0
     for index in range(2):
         assert there.get(str(index), limit=2**30) is not None
     answer = jax.tree.map(filled, answer_form(spec, order, work))
-    there.put("answer", store.pack({}, [answer])[0])
+    there.put("answer", store.pack(Format(), [answer])[0])
     there.put("board", b"1" * 500)
     down, up, requests = bucket_cost(spec)
     assert there.requests - driver == requests

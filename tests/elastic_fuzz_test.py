@@ -79,7 +79,7 @@ class Fates:
         if what == "leaves":
             self.leaving.add(handle)
         if method == "ping":
-            return lambda found: found | {"leaving": handle in self.leaving}
+            return lambda found: found.model_copy(update={"leaving": handle in self.leaving})
         if method == "play":
             return lambda answers: self.played(handle, arguments[0], answers, what, seconds)
         return "answer"

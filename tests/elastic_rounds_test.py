@@ -169,7 +169,7 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(mon
         if n == 0 and method == "play" and arguments[0].round == 2:
             return "answer" if here.now_s > 1030 else "wait"
         is_asked = n == 1 and life == 0 and method == "ping" and len(counted(tmp_path)) == 1
-        return (lambda found: found | {"leaving": True}) if is_asked else "answer"
+        return (lambda found: found.model_copy(update={"leaving": True})) if is_asked else "answer"
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with())
@@ -409,7 +409,7 @@ def test_a_learner_that_differs_from_the_driver_is_refused_at_the_start(
 ):
     def fate(n, life, method, arguments):
         if method == "hello" and n == 1:
-            return lambda found: found | {differing: "others"}
+            return lambda found: found.model_copy(update={differing: {"jax": "0"}})
         return "answer"
 
     here = Here(monkeypatch, fate)
@@ -422,7 +422,7 @@ def test_a_learner_that_differs_from_the_driver_is_refused_at_the_start(
 def test_a_later_learner_that_differs_is_lost_and_the_run_goes_on(monkeypatch, tmp_path):
     def fate(n, life, method, arguments):
         if method == "hello" and n == 1 and life:
-            return lambda found: found | {"versions": {"jax": "0"}}
+            return lambda found: found.model_copy(update={"versions": {"jax": "0"}})
         return at(1, [2], DIED)(n, life, method, arguments)
 
     here = Here(monkeypatch, fate)
@@ -457,7 +457,7 @@ def test_a_learner_that_cannot_start_is_tried_after_growing_pauses_and_its_time_
 def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path):
     def fate(n, life, method, arguments):
         if method == "hello" and life:
-            return lambda found: found | {"fingerprint": "others"}
+            return lambda found: found.model_copy(update={"fingerprint": "others"})
         return at(0, [2], DIED)(n, life, method, arguments)
 
     Here(monkeypatch, fate)

@@ -62,7 +62,7 @@ ASK_JAX = {"engine/spec.py", "cli/train.py"}
 ASK_HERE = {
     "training.py",
     "elastic/learner.py",
-    "elastic/site.py",
+    "elastic/bucket_learner.py",
     "cli/commands.py",
     "run/plan.py",
 }

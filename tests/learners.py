@@ -9,7 +9,16 @@ from pathlib import Path
 
 import jax
 
-from adloco_jax.elastic import bucket, engine, fleet, learner, rounds, site, store
+from adloco_jax.elastic import (
+    bucket,
+    bucket_learner,
+    decisions,
+    engine,
+    fleet,
+    learner,
+    rounds,
+    store,
+)
 from adloco_jax.elastic.learner import Learner, Reply
 
 
@@ -28,7 +37,7 @@ class Here:
         monkeypatch.setitem(fleet.TRANSPORTS, "ray", self)
         _simulate(monkeypatch, self)
 
-    is_remote = False
+    reach = decisions.NEAR
 
     def time(self):
         return time.time()
@@ -103,7 +112,7 @@ class InBucket:
         self.url = folder if "://" in str(folder) else f"file://{folder}"
         self.alive = set()  # of learners that hold something of this process
         self.sites, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
-        _simulate(monkeypatch, self, bucket, site, store)
+        _simulate(monkeypatch, self, bucket, bucket_learner, store)
         inline = types.SimpleNamespace(ThreadPoolExecutor=_Inline, Future=object)
         monkeypatch.setattr(bucket, "concurrent", types.SimpleNamespace(futures=inline))
         monkeypatch.setattr(
@@ -147,8 +156,8 @@ class InBucket:
         """Let the driver and all living learners act once."""
         for act in self.acts:
             act()
-        for number, place in [*self.driver._places.items()]:
-            handle = number, place.life
+        for number, exchange in [*self.driver._exchanges.items()]:
+            handle = number, exchange.life
             if handle not in self.sites and handle not in self.dead:
                 self.open(handle)
         for handle, there in [*self.sites.items()]:
@@ -157,7 +166,7 @@ class InBucket:
             try:
                 there.give_sign()
                 there.step()
-                if there.place != handle:  # `open` lets another machine take the place
+                if there.handle != handle:  # `open` lets another machine take the number
                     self.dead.add(handle)
             except _Waits:
                 pass
@@ -165,25 +174,29 @@ class InBucket:
                 self.dead.add(handle)
 
     def open(self, handle):
-        """Let a new learner join at a place, unless its fate is another."""
+        """Let a new learner join under a number, unless its fate is another."""
         made = Learner(self.given)
         made.calls = dict.fromkeys(CALLS, 0)  # that have ended
         self.starts.append((*handle, self.now_s))
         for method in CALLS:
             setattr(made, method, self.fated(made, handle, method))
-        there = site.Site(store.Store(self.url), made, self.given, self.log)
+        there = bucket_learner.BucketLearner(store.Store(self.url), made, self.given, self.log)
         there._read_driver = functools.partial(self.only, handle, there._read_driver)
         with contextlib.suppress(_Waits):
-            while there.place is None:
+            while there.handle is None:
                 there.step()
             self.sites[handle] = there
 
     def only(self, handle, read_driver, epoch):
-        """The driver's board, in which only one place is free."""
+        """The driver's board, in which only one number is free."""
         board = read_driver(epoch)
-        for number, place in board["places"].items() if board else ():
-            place[2] &= (int(number), place[0]) == handle
-        return board
+        if board is None:
+            return None
+        learners = [
+            each.model_copy(update={"is_free": each.is_free and (each.number, each.life) == handle})
+            for each in board.learners
+        ]
+        return board.model_copy(update={"learners": tuple(learners)})
 
     def fated(self, made, handle, method):
         """A method of a learner whose call may wait, fail or return something else."""

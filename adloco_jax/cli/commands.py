@@ -51,7 +51,7 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 def join(options: argparse.Namespace, command: str) -> None:
     """Train for a run through a bucket, until it is over or a signal asks to leave."""
-    from adloco_jax.elastic.site import join
+    from adloco_jax.elastic.bucket_learner import join
 
     add_entries(options.config)
     paths = {key: vars(options)[f"config.data.{key}"] for key in ("path", "heldout_path")}

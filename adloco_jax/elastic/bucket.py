@@ -1,4 +1,4 @@
-"""The driver's side of a run whose learners share only a bucket with it (`elastic.site`: theirs).
+"""The driver's side of a run whose learners share only a bucket with it (`bucket_learner`: theirs).
 
 A board is the one object that its owner overwrites; its count is a sign of life, timed by the
 reader's clock. All others are written once:
@@ -21,72 +21,61 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
 
-from adloco_jax import __version__, files
+from adloco_jax import __version__
 from adloco_jax.elastic import store
+from adloco_jax.elastic.decisions import FAR
+from adloco_jax.elastic.formats import (
+    AnswerMessage,
+    DriverBoard,
+    LearnerBoard,
+    LearnerOrders,
+    OrderId,
+    OrderMessage,
+    Params,
+    RunDescription,
+    StateKey,
+    WorkerPart,
+    learner_board_name,
+)
 from adloco_jax.elastic.learner import Given, Order, Reply, WorkerOrder, answer_form
 from adloco_jax.elastic.store import Refused, Store
 from adloco_jax.engine.spec import Spec, num_bytes
 from adloco_jax.errors import ConfigError, ResourceError
-from adloco_jax.run.folder import flat_settings
+from adloco_jax.files import Format
 from adloco_jax.settings import KNOBS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 _LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
-# What a learner's board has, besides `hello`, which describes the learner.
-_BOARD = {"count": int, "answered": int, "leaving": bool, "compiling": bool}
-_HELLO = {"fingerprint": str, "versions": dict[str, str], "devices": str}
 
 
 @dataclasses.dataclass(eq=False)
 class OrderCall:
     """A call of a learner's method, or a question that the learner's board answers."""
 
-    handle: tuple[int, int]  # the learner's number and life
     what: str  # the method; "hello" and "ping" are answered by the board
-    number: int  # of the order; for questions, the board's count when the question was asked
+    id: OrderId  # its `order` is, for questions, the board's count when the question was asked
     form: Any = None  # what the answer must look like
     answer: concurrent.futures.Future | None = None  # set once the answer is being read
 
 
-def names(epoch: int, handle: tuple[int, int], order: int) -> tuple[str, str]:
-    """Return the names of an order and of its answer."""
-    where = f"{epoch}/{handle[0]}-{handle[1]}/{order}.safetensors"
-    return f"orders/{where}", f"answers/{where}"
-
-
-def order_form(spec: Spec, message: dict[str, Any]) -> Any:
-    """Return the form of a learner's order: shapes and dtypes of arrays, types of other values.
-
-    `message["parts"]` has each worker's number of micro-batches, and whether an inner state is
-    sent.
-    """
+def order_form(spec: Spec, parts: Sequence[WorkerPart]) -> Any:
+    """Return the form of a learner's order: shapes and dtypes of arrays, types of other values."""
     float32 = jax.numpy.dtype("float32")
     state = jax.eval_shape(spec.inner_tx.init, spec.params)
-    work: list[Any] = [
-        (int, int, int, int, jax.ShapeDtypeStruct((length,), float32), state if has_state else None)
-        for length, has_state in message["parts"]
+    work = [
+        WorkerOrder.__annotations__
+        | {"rate_T": jax.ShapeDtypeStruct((part.num_micro_batches,), float32)}
+        | {"inner_state": state if part.has_state else None}
+        for part in parts
     ]
-    whole: list[Any] = [int, int, int, int, bool, tuple(WorkerOrder(*each) for each in work)]
-    return Order(*whole)
-
-
-# What `run.json` has.
-RUN = {"id": str, "adloco_jax": str, "fingerprint": str, "commit": str, "settings": dict[str, Any]}
-# What an order has besides the values of its tree.
-ORDER = {
-    "call": list[int],
-    "method": Literal["play", "prepare", "states"],
-    "parts": list[tuple[int, bool]],
-    "params": files.Maybe(tuple[str, str]),
-    "wanted": files.Maybe(list[tuple[int, int, int]]),
-    "tests": files.Maybe(bool),
-}
+    fields: dict[str, Any] = Order.__annotations__ | {"work": tuple(WorkerOrder(**w) for w in work)}
+    return Order(**fields)
 
 
 def limit(form: Any) -> int:
@@ -110,7 +99,7 @@ def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) ->
         )
     bucket = Store(settings.engine.address)
     if (run := _described(bucket, folder / "learners" / "id")) is not None:
-        _check_same(bucket, run["settings"], settings)
+        _check_same(bucket, run.settings, settings)
     else:
         bucket.create("driver/0.json", uuid.uuid4().bytes)  # finds out if this is permitted
         bucket.delete("driver/0.json")
@@ -148,26 +137,31 @@ def _describe(bucket: Store, given: Given) -> None:
     run_id = uuid.uuid4().hex
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(run_id, "utf-8")
-    message = {"id": run_id, "adloco_jax": __version__, "commit": given.commit}
-    message |= {"fingerprint": given.fingerprint, "settings": given.settings.model_dump()}
-    if not bucket.create("run.json", store.to_json(message)):
+    described = RunDescription(
+        id=run_id,
+        adloco_jax=__version__,
+        fingerprint=given.fingerprint,
+        commit=given.commit,
+        settings=given.settings.model_dump(),
+    )
+    if not bucket.create("run.json", store.to_json(described)):
         raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
 
 
-def _described(bucket: Store, path: Path) -> dict[str, Any] | None:
+def _described(bucket: Store, path: Path) -> RunDescription | None:
     """Return `run.json`, if it is there; it must have the id of the run that a file names."""
     if (data := bucket.get("run.json")) is None:
         return None
     with contextlib.suppress(Refused, OSError):
-        run = store.from_json(data, "run.json")
-        if not files.fault(run, RUN, "run.json") and run["id"] == path.read_text("utf-8"):
+        run = store.from_json(data, "run.json", RunDescription)
+        if run.id == path.read_text("utf-8"):
             return run
     raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
 
 
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
     """Check that learners, which have the settings of `run.json`, train as the driver means."""
-    there, now = flatten_dict(before, sep="."), flat_settings(settings)
+    there, now = (flatten_dict(each, sep=".") for each in (before, settings.model_dump()))
     matter = (key for key in KNOBS if change(key) != "harmless" or key == "engine.heartbeat_s")
     differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
     if differ:
@@ -183,7 +177,7 @@ def _next_epoch(bucket: Store, heartbeat_s: float) -> int:
     while (data := bucket.get(f"driver/{epoch + 1}.json")) is not None:
         epoch, before = epoch + 1, data
     with contextlib.suppress(Refused):
-        if before is None or store.from_json(before, "").get("has_ended"):
+        if before is None or store.from_json(before, "", DriverBoard).has_ended:
             return epoch + 1
     print(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True)
     until_s = time.monotonic() + heartbeat_s
@@ -202,13 +196,13 @@ def _delete_rounds(bucket: Store, *epochs: int) -> None:
 
 
 @dataclasses.dataclass
-class _Place:
-    """A learner's place in the run, which any machine may take."""
+class _Exchange:
+    """What the driver has written to a learner, and read from it."""
 
     life: int
-    sent: int = 0  # number of orders that have been written
-    asked: int = 0  # number of orders that have been submitted
-    board: dict[str, Any] | None = None  # the newest one; None: the place is free
+    num_sent: int = 0  # orders that have been written
+    num_asked: int = 0  # orders that have been submitted
+    board: LearnerBoard | None = None  # the newest one; None: no machine has taken the number
     look: concurrent.futures.Future | None = None  # a request for the board that has not ended
     next_s: float = 0.0  # when to look at the board next, or when the look began
     pause_s: float = store.FIRST_PAUSE_S
@@ -225,11 +219,11 @@ class Reference:
 class BucketTransport:
     """The transport of a run whose learners join by themselves, through a bucket."""
 
-    is_remote = True
+    reach = FAR
 
     def __init__(self, bucket: Store, epoch: int, given: Given):
         self._store, self._epoch, self._spec = bucket, epoch, given.spec
-        self._places: dict[int, _Place] = {}
+        self._exchanges: dict[int, _Exchange] = {}
         self._params: dict[int, list[Reference]] = {}  # in the bucket, by the trainer's id
         self._num_params, self._count = itertools.count(), itertools.count()
         self._id = uuid.uuid4().hex
@@ -243,12 +237,18 @@ class BucketTransport:
         self._looks = concurrent.futures.ThreadPoolExecutor(8)  # do not wait for answers
 
     def board(self, *, is_over: bool, has_ended: bool = False) -> bytes:
-        """Return the driver's board: each place's life and number of orders, and if it is free."""
-        places = {n: [p.life, p.sent, p.board is None] for n, p in [*self._places.items()]}
-        return store.to_json(
-            {"id": self._id, "count": next(self._count), "places": places}
-            | {"is_over": is_over, "has_ended": has_ended}
+        """Return the driver's board."""
+        board = DriverBoard(
+            id=self._id,
+            count=next(self._count),
+            learners=tuple(
+                LearnerOrders(number=n, life=e.life, num_orders=e.num_sent, is_free=e.board is None)
+                for n, e in [*self._exchanges.items()]
+            ),
+            is_over=is_over,
+            has_ended=has_ended,
         )
+        return store.to_json(board)
 
     def give_sign(self) -> None:
         """Write the board, unless another driver has taken over."""
@@ -275,7 +275,7 @@ class BucketTransport:
 
         def write() -> None:
             self._store.delete(*(each.name for each in old))
-            data, reference.sha256 = store.pack({}, params)
+            data, reference.sha256 = store.pack(Format(), params)
             self._store.put(reference.name, data)
 
         self._begin(write)
@@ -291,8 +291,8 @@ class BucketTransport:
             self._fault = error
 
     def start(self, number: int, life: int) -> tuple[int, int]:
-        """Open a place for a learner, and return a handle for calls to it."""
-        self._places[number] = _Place(life)
+        """Let a machine become a learner, and return a handle for calls to it."""
+        self._exchanges[number] = _Exchange(life)
         self._begin(self._write_board)
         return number, life
 
@@ -300,31 +300,36 @@ class BucketTransport:
         self, handle: tuple[int, int], method: str, *arguments: Any, aside: bool = False
     ) -> OrderCall:
         """Call a method of a learner without waiting for the result, which `poll` returns."""
-        place = self._places[handle[0]]
+        number, life = handle
+        exchange = self._exchanges[number]
+        count = 0 if exchange.board is None else exchange.board.count
+        call = OrderCall(method, OrderId(epoch=self._epoch, learner=number, life=life, order=count))
         if method in ("hello", "ping"):
-            count = -1 if place.board is None else place.board["count"]
-            return OrderCall(handle, method, count)
-        place.asked += 1
-        call = OrderCall(handle, method, place.asked)
-        message = {"call": [self._epoch, *handle, place.asked], "method": method, "parts": []}
-        order, tree = arguments[0], arguments[0]
+            return call
+        exchange.num_asked += 1
+        call.id = call.id.model_copy(update={"order": exchange.num_asked})
+        tree, *more = arguments
+        fields: dict[str, Any] = {"method": method}
         if method == "states":
-            message["wanted"], tree = [[*key] for key in order], None
+            keys = [StateKey(trainer=t, stream=s, start=start) for t, s, start in tree]
+            fields["wanted"], tree = tuple(keys), None
             state = jax.eval_shape(self._spec.inner_tx.init, self._spec.params)
-            call.form = [state for _ in order]
+            call.form = [state for _ in keys]
         else:
-            message["parts"] = [[len(w.rate_T), w.inner_state is not None] for w in order.work]
-            call.form = [answer_form(self._spec, order, work) for work in order.work]
+            fields["parts"] = tuple(
+                WorkerPart(num_micro_batches=len(w.rate_T), has_state=w.inner_state is not None)
+                for w in tree.work
+            )
+            call.form = [answer_form(self._spec, tree, work) for work in tree.work]
         if method == "prepare":
-            message["tests"], call.form = arguments[1], None
-        reference = arguments[1] if method == "play" else None
+            fields["tests"], call.form = more[0], None
 
         def write() -> None:
-            if reference is not None:
-                message["params"] = [reference.name, reference.sha256]
-            data, _ = store.pack(message, tree)
-            self._store.put(names(self._epoch, handle, call.number)[0], data)
-            place.sent = call.number
+            if method == "play":
+                fields["params"] = Params(name=more[0].name, sha256=more[0].sha256)
+            message = OrderMessage(id=call.id, **fields)
+            self._store.put(call.id.order_name(), store.pack(message, tree)[0])
+            exchange.num_sent = call.id.order
             self._write_board()
 
         self._begin(write)
@@ -339,8 +344,8 @@ class BucketTransport:
         while True:
             if self._fault is not None:
                 raise self._fault
-            for number in {call.handle[0] for call in calls}:
-                self._look(number, self._places[number])
+            for number in {call.id.learner for call in calls}:
+                self._look(number, self._exchanges[number])
             replies = {call: self._reply(call) for call in calls}
             ended = {call: reply for call, reply in replies.items() if reply is not None}
             if ended or time.monotonic() >= until_s:
@@ -352,81 +357,81 @@ class BucketTransport:
     def _cannot_look(self) -> bool:
         # The link does not work if no look has returned since one began that is late.
         late_s = time.monotonic() - self._late_s
-        looks = [p.look for p in self._places.values() if self._returned_s < p.next_s < late_s]
-        return self._store.is_out_of_reach or any(look and not look.done() for look in looks)
+        late = [e for e in self._exchanges.values() if self._returned_s < e.next_s < late_s]
+        return self._store.is_out_of_reach or any(e.look and not e.look.done() for e in late)
 
-    def _look(self, number: int, place: _Place) -> None:
+    def _look(self, number: int, exchange: _Exchange) -> None:
         """Take the board of a learner if it has come, or request it if it is time."""
-        if place.look is None:
-            if time.monotonic() >= place.next_s:
-                place.look = self._looks.submit(self._read_board, number, place.life)
-                place.next_s = time.monotonic()
+        if exchange.look is None:
+            if time.monotonic() >= exchange.next_s:
+                exchange.look = self._looks.submit(self._read_board, number, exchange.life)
+                exchange.next_s = time.monotonic()
             return
-        if not place.look.done():
+        if not exchange.look.done():
             return
-        board, place.look, self._returned_s = place.look.result(), None, time.monotonic()
-        place.pause_s = min(store.longer(place.pause_s), _LONGEST_PAUSE_S)
+        board, exchange.look, self._returned_s = exchange.look.result(), None, time.monotonic()
+        exchange.pause_s = min(store.longer(exchange.pause_s), _LONGEST_PAUSE_S)
         if board is not None:
-            if place.board is None or board["answered"] != place.board["answered"]:
-                place.pause_s = store.FIRST_PAUSE_S
-            if place.board is None:
+            if exchange.board is None or board.num_answers != exchange.board.num_answers:
+                exchange.pause_s = store.FIRST_PAUSE_S
+            if exchange.board is None:
                 self._begin(self._write_board)
-            place.board = board
-        place.next_s = time.monotonic() + place.pause_s
+            exchange.board = board
+        exchange.next_s = time.monotonic() + exchange.pause_s
 
-    def _read_board(self, number: int, life: int) -> dict[str, Any] | None:
-        name = f"learners/{self._epoch}/{number}-{life}.json"
+    def _read_board(self, number: int, life: int) -> LearnerBoard | None:
+        name = learner_board_name(self._epoch, number, life)
         with contextlib.suppress(Refused):  # as if there were no board, so no sign of life
             if (data := self._store.get(name)) is not None:
-                board = store.from_json(data, name)
-                if not files.fault(board, _BOARD | {"hello": _HELLO}, name):
-                    return board
+                return store.from_json(data, name, LearnerBoard)
         return None
 
     def _reply(self, call: OrderCall) -> Reply | None:
-        board = self._places[call.handle[0]].board
+        board = self._exchanges[call.id.learner].board
         if board is None:
             return None
         if call.what == "hello":
-            return Reply(board["hello"], "")
+            return Reply(board.hello, "")
         if call.what == "ping":
-            found = {name: board[name] for name in ("leaving", "compiling")}
-            return Reply(found, "") if board["count"] != call.number else None
+            return Reply(board.sign, "") if board.count != call.id.order else None
         if call.answer is not None:
             return call.answer.result() if call.answer.done() else None
-        if board["answered"] >= call.number:
+        if board.num_answers >= call.id.order:
             call.answer = self._down.submit(self._read, call)
         return None
 
     def _read(self, call: OrderCall) -> Reply:
-        order, name = names(self._epoch, call.handle, call.number)
+        name = call.id.answer_name()
 
-        def form_of(message: dict[str, Any]) -> Any:
-            if message["call"] != [self._epoch, *call.handle, call.number]:
+        def form_of(message: AnswerMessage) -> Any:
+            if message.id != call.id:
                 raise Refused(f"{name}: answers another order")
-            if message.get("error"):
-                raise Refused(str(message["error"])[:300])
+            if message.error:
+                raise Refused(message.error[:300])
             if call.what != "states":
                 return call.form
-            pairs = zip(call.form, message["there"], strict=True)
+            pairs = zip(call.form, message.there, strict=True)
             return [each if there else None for each, there in pairs]
 
         try:
-            _, value, _ = self._store.read(name, limit(call.form), form_of)
+            _, value, _ = self._store.read(name, limit(call.form), AnswerMessage, form_of)
             return Reply(value, "")
         except Refused as error:
             return Reply(None, str(error))
         finally:
-            self._store.delete(order, name)
+            self._store.delete(call.id.order_name(), name)
 
     def kill(self, handle: tuple[int, int]) -> None:
-        """Close the place of a learner, which leaves when it sees this."""
-        place = self._places.pop(handle[0])
+        """End the exchange with a learner, which leaves when it sees this."""
+        number, life = handle
+        last = self._exchanges.pop(number).num_asked
         self._begin(self._write_board)
+        left = [learner_board_name(self._epoch, number, life)]
         most = len(self._params) + 2  # orders that can be without an answer
-        left = [names(self._epoch, handle, n + 1) for n in range(place.asked)][-most:]
-        board = f"learners/{self._epoch}/{handle[0]}-{handle[1]}.json"
-        self._begin(lambda: self._store.delete(board, *itertools.chain(*left)))
+        for order in range(max(1, last - most + 1), last + 1):
+            each = OrderId(epoch=self._epoch, learner=number, life=life, order=order)
+            left += [each.order_name(), each.answer_name()]
+        self._begin(lambda: self._store.delete(*left))
 
     def close(self, *, is_over: bool) -> None:
         """Say on the board that the driver has ended, delete its rounds, name what is left."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
+from adloco_jax.elastic.decisions import NEAR
 from adloco_jax.elastic.learner import Given, Learner, Reply
 from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -154,7 +155,7 @@ def _reply(call: Any) -> Reply:
 class RayTransport:
     """The transport of a run whose learners are actors of a Ray cluster."""
 
-    is_remote = False  # the learners are near, and the driver starts them
+    reach = NEAR
 
     def __init__(self, num_learners: int, given: Given | None):
         self._num_learners, self._given = num_learners, self.put(given, None)

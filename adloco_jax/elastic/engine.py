@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.outer import apply_differences
 from adloco_jax.core.types import Ensemble, put, take
-from adloco_jax.elastic import members
+from adloco_jax.elastic import decisions
 from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.learner import Answer, Order, WorkerOrder
 from adloco_jax.elastic.rounds import Round
@@ -215,8 +215,8 @@ class ElasticEngine:
 
         They are fresh instead if learners are far away, or `inner.state=reset`.
         """
-        is_far = bool(self.fleet.learners) and self.fleet.is_remote
-        return self._states.whole(state, fetches=not is_far)
+        fetches = not self.fleet.learners or self.fleet.reach.moves_states
+        return self._states.whole(state, fetches=fetches)
 
     def close(self) -> None:
         """End all learners, and what was started to reach them."""
@@ -257,7 +257,7 @@ class ElasticEngine:
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
                 speeds = {w: self.fleet.learners[n].sequence_s for w, n in free.items()}
-                updates = members.updates_by_speed(plan.num_updates, speeds)
+                updates = decisions.updates_by_speed(plan.num_updates, speeds)
             count = test_count(plan, len(workers), settings)
             self._prepare_spares(order, count > 0)
             for number in sorted(set(free.values())):
@@ -280,7 +280,7 @@ class ElasticEngine:
         sequences = sum(work.num_updates for work in order.work)
         sequences *= order.micro_batch_size * order.num_accum_steps
         learner.sent_s = time.monotonic()
-        due_s = members.deadline(
+        due_s = decisions.deadline(
             learner, sequences, learner.sent_s, heartbeat_s=self.settings.engine.heartbeat_s
         )
         learner.due_s = due_s and max(due_s, learner.due_s or 0.0)
@@ -383,7 +383,7 @@ class ElasticEngine:
         away = [e for e in away if e.lost_s and now_s - e.lost_s < patience_s]
         away = [e for e in away if e.started_s < math.inf]
         returning = {stream for each in away for stream in each.streams}
-        hosts = members.assign(there, trainers, movable, returning=returning)
+        hosts = decisions.assign(there, trainers, movable, returning=returning)
         moving = {s: self.fleet.learners[hosts[s]] for s in movable & hosts.keys()}
         self._states.bring(control, moving)
         for each in self.fleet.learners.values():

@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from adloco_jax.data import Corpus
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.elastic import bucket, cluster, members
+from adloco_jax.elastic import bucket, cluster, decisions
+from adloco_jax.elastic.formats import Hello, Sign
 from adloco_jax.elastic.learner import Given
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.loop.control import Control
@@ -28,7 +29,7 @@ _POLL_S = 0.2  # seconds to wait for answers before learners are checked for fau
 
 
 # By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
-# put, start, submit, poll, kill, `is_remote`.
+# put, start, submit, poll, kill, `reach`.
 TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
 
 
@@ -56,7 +57,9 @@ class Event(NamedTuple):
     """Something that the driver must process: an answer of a learner, or the loss of a learner."""
 
     what: str  # "lost", or the method that was answered: "play", "states" or "prepare"
-    learner: members.Member  # the record of the learner's process that has answered or ended
+    learner: (
+        decisions.LearnerRecord
+    )  # the record of the learner's process that has answered or ended
     about: Any  # the field `about` of the answered call; None for a loss
     value: Any  # the answer, or the cause of the loss
 
@@ -67,7 +70,7 @@ class Fleet:
     def __init__(self, run: Run):
         self._run, self._settings = run, run.settings
         self._transport: Any = None  # see `TRANSPORTS`; None before the learners are started
-        self.learners: dict[int, members.Member] = {}
+        self.learners: dict[int, decisions.LearnerRecord] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
         self._handles: dict[int, Any] = {}
@@ -111,34 +114,26 @@ class Fleet:
         )
         log.mkdir(parents=True)
         for number in range(count):
-            self.learners[number] = members.Member(number, 0, time.monotonic())
+            self.learners[number] = decisions.LearnerRecord(number, 0, time.monotonic())
             self._launch(self.learners[number])
-        if self.is_remote:
-            self._wait_for(min(rule.quorum or count, count))
-        else:
-            self._wait_at_most(rule.restart_s)
+        self._wait()
         self._has_started = True
 
-    def _wait_for(self, least: int) -> None:
-        """Wait until enough learners have joined by themselves."""
-        there = -1
-        while there < least:
-            if there != (there := len(self.learners) - len(self._absent())):
-                print(f"learners: {there} of {least} have joined", flush=True)
+    def _wait(self) -> None:
+        """Wait until all learners have joined, or at least enough when the time is over."""
+        rule, count, said = self._settings.engine, len(self.learners), -1
+        wanted, least, seconds = self.reach.at_start(rule, count)
+        until_s = time.monotonic() + seconds
+        while (there := count - len(self._absent())) < wanted and time.monotonic() < until_s:
+            if self.reach.joins_itself and there != said:
+                print(f"learners: {there} of {wanted} have joined", flush=True)
+                said = there
+            if not self.reach.joins_itself and len(self._causes) == count:
+                break
             if processes.is_asked_to_stop():
                 raise Preempted("stopped by a signal before enough learners had joined")
             self.poll()
-
-    def _wait_at_most(self, seconds: float) -> None:
-        """Wait until all learners have started, or at least enough when the time is over."""
-        rule, count = self._settings.engine, len(self.learners)
-        deadline_s = time.monotonic() + seconds
-        while time.monotonic() < deadline_s and self._absent():
-            self.poll()
-            if len(self._causes) == count:
-                break
-        there, least = count - len(self._absent()), max(rule.quorum or 1, 1)
-        if there < min(least, count) or there == 0:
+        if there < least:
             cause = "".join(f"; learner {n}: {why}" for n, why in [*self._causes.items()][:1])
             raise ResourceError(
                 f"engine.quorum = {rule.quorum}: {there} of {count} learners have started within"
@@ -148,7 +143,7 @@ class Fleet:
     def poll(self) -> list[Event]:
         """Return the answers and losses of learners since the last call; restart lost ones.
 
-        It waits a fraction of a second at most. `members.Member.fault` says which are lost. Raises
+        It waits a fraction of a second at most. `LearnerRecord.fault` says which are lost. Raises
         ConfigError if, at the start, one has other data or versions, ResourceError if none is left.
         """
         rule, events, before_s = self._settings.engine, [], self._looked_s
@@ -172,7 +167,7 @@ class Fleet:
         for number, learner in [*self.learners.items()]:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
-            restart_s = math.inf if self.is_remote else rule.restart_s
+            restart_s = self.reach.restart_s(rule)
             if cause := learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s):
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
@@ -200,14 +195,14 @@ class Fleet:
         return self._ended_up_s + sum(now_s - each.started_s for each in there)
 
     @property
-    def is_remote(self) -> bool:
-        """Whether learners join by themselves, perhaps over slow links."""
-        return self._transport.is_remote
+    def reach(self) -> decisions.Reach:
+        """Whether learners are near or far."""
+        return self._transport.reach
 
     def _absent(self) -> list[int]:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
-    def _launch(self, learner: members.Member) -> None:
+    def _launch(self, learner: decisions.LearnerRecord) -> None:
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self._transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello", about=None)
@@ -245,45 +240,44 @@ class Fleet:
         line = {"event": "learner", "round": self.control.round, "learner": number}
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
 
-    def _greet(self, learner: members.Member, found: dict) -> list[Event]:
+    def _greet(self, learner: decisions.LearnerRecord, found: Hello) -> list[Event]:
         """Process the first answer of a learner's process: record that the learner has joined."""
         number = learner.number
-        here, there, is_remote = versions(), found["versions"], self.is_remote
-        if is_remote:  # versions of Python and of other packages may differ between sites
-            here, there = ({each.get("adloco_jax")} for each in (here, there))
-        differing = ["other data"] * (found["fingerprint"] != self._run.corpus.fingerprint)
-        if here != there:
+        differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
+        if self.reach.differ(versions(), found.versions):
             differing.append("other versions of packages")
         if differing:
             fault = f"has {' and '.join(differing)} than the driver"
-            if is_remote:
+            if self.reach.joins_itself:
                 return [self._lose(learner, fault, has_run=True)]
             if self._has_started:
                 learner.failures = math.inf
                 return [self._lose(learner, f"{fault}; not started again", has_run=True)]
             raise ConfigError(
-                f"learner {number} ({found['devices']}): {fault}; install the same, and give it the"
+                f"learner {number} ({found.devices}): {fault}; install the same, and give it the"
                 " same files"
             )
         learner.joined, learner.lost_s = True, None
         self._causes.pop(number, None)
-        about = found["devices"]
-        if is_remote:
-            learner.started_s = time.monotonic()  # until then its place was free
-            about += "".join(f", {each} {found['versions'].get(each)}" for each in _TOLD)
+        about = found.devices
+        if self.reach.joins_itself:
+            learner.started_s = time.monotonic()  # until then no machine had joined
+            about += "".join(f", {each} {found.versions.get(each)}" for each in _TOLD)
         self.note(number, "joined", about)
         return []
 
-    def _hear(self, learner: members.Member, found: dict) -> None:
+    def _hear(self, learner: decisions.LearnerRecord, found: Sign) -> None:
         """Process a learner's answer to a heartbeat request."""
         if learner.asked_s is not None:
             learner.sign_s.append(time.monotonic() - learner.asked_s)
         learner.asked_s = None
-        learner.leaving |= found["leaving"]
-        if found["compiling"] and learner.due_s is not None:
+        learner.leaving |= found.leaving
+        if found.compiling and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
 
-    def _lose(self, learner: members.Member, cause: str, *, has_run: bool = False) -> Event:
+    def _lose(
+        self, learner: decisions.LearnerRecord, cause: str, *, has_run: bool = False
+    ) -> Event:
         """Record the loss of a learner for the ledger, end its process, and plan the next one."""
         number, has_run = learner.number, has_run or learner.joined
         if has_run or self._causes.get(number) != cause:
@@ -303,8 +297,8 @@ class Fleet:
         self._ended_up_s += has_run * (now_s - before.started_s)
         self._kill(number)
         failures = 0 if before.joined else before.failures + has_run
-        start_s = now_s + members.pause_s(failures)
-        learner = self.learners[number] = members.Member(number, before.life + 1, start_s)
+        start_s = now_s + decisions.pause_s(failures)
+        learner = self.learners[number] = decisions.LearnerRecord(number, before.life + 1, start_s)
         learner.failures, learner.streams = failures, before.streams
         learner.lost_s = before.lost_s or now_s
 

@@ -20,6 +20,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import Differences, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, norms, of_owners, trainable
+from adloco_jax.elastic.formats import Hello, Sign
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
@@ -136,17 +137,17 @@ class Learner:
         """Ask the learner to leave the run, for instance at a signal."""
         self.leaving = True
 
-    def hello(self) -> dict:
-        """Describe devices, data and versions; the driver compares the last two."""
-        return {
-            "fingerprint": self.corpus.fingerprint,
-            "versions": versions(),
-            "devices": self.spec.machine.describe(),
-        }
+    def hello(self) -> Hello:
+        """Describe data, versions and devices; the driver compares the first two."""
+        return Hello(
+            fingerprint=self.corpus.fingerprint,
+            versions=versions(),
+            devices=self.spec.machine.describe(),
+        )
 
-    def ping(self) -> dict:
-        """Answer a heartbeat: whether this process was asked to leave, and whether it compiles."""
-        return {"leaving": self.leaving, "compiling": self.programs.compiling}
+    def ping(self) -> Sign:
+        """Answer a heartbeat."""
+        return Sign(leaving=self.leaving, compiling=self.programs.compiling)
 
     def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
         """Return inner states by trainer id, stream, and position in it; None for one not here."""

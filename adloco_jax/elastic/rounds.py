@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adloco_jax.elastic import members
+from adloco_jax.elastic import decisions
 from adloco_jax.elastic.learner import Answer, Order
 from adloco_jax.engine.round import Outcome
 from adloco_jax.loop.control import RoundPlan
@@ -28,13 +28,15 @@ class Round:
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
     reported: set[int] = field(default_factory=set)  # learners that have answered
     answers: dict[int, Answer] = field(default_factory=dict)  # the answers, by the worker's stream
-    senders: dict[int, members.Member] = field(default_factory=dict)  # who sent them, by stream
+    senders: dict[int, decisions.LearnerRecord] = field(
+        default_factory=dict
+    )  # who sent them, by stream
     broken: set[int] = field(default_factory=set)  # streams of answers with numbers not finite
     counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
     is_judged: bool = True  # whether `judge` could tell which updates are too large
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
-    def take(self, learner: members.Member, answers: Sequence[Answer]) -> None:
+    def take(self, learner: decisions.LearnerRecord, answers: Sequence[Answer]) -> None:
         """Store the answers of a learner, unless the round does not wait for this learner."""
         if learner.number not in self.awaited:
             return
@@ -46,23 +48,25 @@ class Round:
                 self.broken.add(answer.stream)
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
-    def is_over(self, rule: EngineSettings, learners: Mapping[int, members.Member]) -> bool:
+    def is_over(
+        self, rule: EngineSettings, learners: Mapping[int, decisions.LearnerRecord]
+    ) -> bool:
         """Whether the round ends now; store the time of the quorum.
 
         It waits as long as the answers of `learners` usually vary.
         """
         now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
-        if members.has_quorum(reported, awaited, rule.quorum):
+        if decisions.has_quorum(reported, awaited, rule.quorum):
             self.quorum_s = min(self.quorum_s, now_s)
-        varies_s = [members.jitter_s(learners[number].transfer_s) for number in self.awaited]
+        varies_s = [decisions.jitter_s(learners[number].transfer_s) for number in self.awaited]
         grace_s = max([rule.grace_s, *varies_s])
-        return members.is_over(reported, awaited, now_s - self.quorum_s, grace_s)
+        return decisions.is_over(reported, awaited, now_s - self.quorum_s, grace_s)
 
     def judge(self, rule: EngineSettings, before: Sequence[float]) -> None:
-        """Decide which answers count: finite, and not `members.too_large` by the norms `before`."""
+        """Decide which answers count: finite, and not too large beside the norms `before`."""
         finite = {stream: a for stream, a in self.answers.items() if stream not in self.broken}
         norms = {stream: answer.norm for stream, answer in finite.items()}
-        out, self.is_judged = members.too_large(norms, rule.max_norm_ratio, before)
+        out, self.is_judged = decisions.too_large(norms, rule.max_norm_ratio, before)
         self.counted = {stream: a for stream, a in finite.items() if stream not in out}
 
     def outcome(self, streams: Sequence[int], norm: float) -> Outcome:

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
+from adloco_jax.elastic.decisions import LearnerRecord
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.members import Member
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
@@ -26,7 +26,9 @@ class InnerStates:
         """Store the arguments; `poll` processes answers while a method waits for learners."""
         self._spec, self._fleet, self._poll = spec, fleet, poll
         self._here: dict[int, PyTree] = {}  # states in this process, by the worker's stream
-        self._holders: dict[int, Member] = {}  # process of the last counted answer, by stream
+        self._holders: dict[
+            int, LearnerRecord
+        ] = {}  # process of the last counted answer, by stream
         # States that learners have sent, by trainer id, stream, and position in the stream.
         self._found: dict[tuple[int, int, int], PyTree | None] = {}
 
@@ -45,13 +47,13 @@ class InnerStates:
             for worker, stream in enumerate(state.control.streams)
         }
 
-    def bring(self, control: Control, targets: Mapping[int, Member | None]) -> None:
+    def bring(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
         """Bring inner states here, except those that the learner in `targets` (by stream) has.
 
         Over slow links nothing is brought: a state is several times an update, and a fresh one
         serves.
         """
-        if self._spec.reset_inner_state or self._fleet.is_remote:
+        if self._spec.reset_inner_state or not self._fleet.reach.moves_states:
             return
         self._fetch(
             [
@@ -62,7 +64,7 @@ class InnerStates:
         )
         self._here |= {key[1]: state for key, state in self._found.items() if state is not None}
 
-    def to_send(self, stream: int, learner: Member) -> PyTree | None:
+    def to_send(self, stream: int, learner: LearnerRecord) -> PyTree | None:
         """Return the inner state that a learner needs for a worker's round; None if it has it."""
         if self._spec.reset_inner_state:
             return None
@@ -70,7 +72,7 @@ class InnerStates:
             self._here[stream] = self._fresh()
         return self._here.get(stream)
 
-    def counted(self, stream: int, learner: Member) -> None:
+    def counted(self, stream: int, learner: LearnerRecord) -> None:
         """Record that a worker's round was counted: only `learner` has the state after it."""
         self._here.pop(stream, None)
         self._holders[stream] = learner

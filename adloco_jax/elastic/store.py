@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from safetensors.numpy import save
 
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
-from adloco_jax.files import PIECE_BYTES, requests_to_get, requests_to_put
+from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
@@ -32,6 +32,7 @@ _READS = 3  # how often an object is read until it is refused
 _SECOND = datetime.timedelta(seconds=1)
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Format)
 
 
 class Refused(Exception):
@@ -116,17 +117,17 @@ class Store:
         return None if data is None else bytes(data)
 
     def read(
-        self, name: str, limit: int, form: Callable[[dict[str, Any]], PyTree]
-    ) -> tuple[dict[str, Any], PyTree, str]:
+        self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree]
+    ) -> tuple[F, PyTree, str]:
         """Read what `pack` made (see `get`, `unpack`), again if it was damaged on its way.
 
         Raises Refused if it is missing, or refused each time.
         """
 
-        def once() -> tuple[dict[str, Any], PyTree, str]:
+        def once() -> tuple[F, PyTree, str]:
             if (data := self.get(name, limit=limit)) is None:
                 raise Refused(f"{name}: missing")
-            return unpack(data, name, form)
+            return unpack(data, name, kind, form)
 
         for _ in range(_READS - 1):
             with contextlib.suppress(Refused):
@@ -262,28 +263,29 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 # -- Objects ---------------------------------------------------------------------------------
 
 
-def to_json(message: Mapping[str, Any]) -> bytes:
+def to_json(message: Format) -> bytes:
     """Make an object of JSON without arrays."""
-    return json.dumps({"sha256": _sha256(message), "message": message}).encode()
+    content = message.model_dump()
+    return json.dumps({"sha256": _sha256(content), "message": content}).encode()
 
 
-def from_json(data: bytes, name: str) -> dict[str, Any]:
+def from_json(data: bytes, name: str, kind: type[F]) -> F:
     """Read an object of JSON without arrays, or raise Refused."""
     try:
         found = json.loads(data)
         message, digest = found["message"], found["sha256"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Refused(f"{name}: no JSON of adloco_jax") from error
-    if not isinstance(message, dict) or _sha256(message) != digest:
+    if _sha256(message) != digest:
         raise Refused(f"{name}: damaged (SHA-256)")
-    return message
+    return checked(message, kind, name, Refused)
 
 
-def _sha256(message: Mapping[str, Any]) -> str:
+def _sha256(message: Any) -> str:
     return hashlib.sha256(json.dumps(message).encode()).hexdigest()
 
 
-def pack(message: Mapping[str, Any], tree: PyTree) -> tuple[bytes, str]:
+def pack(message: Format, tree: PyTree) -> tuple[bytes, str]:
     """Make an object, and its SHA-256, of JSON and a tree of arrays and plain values.
 
     Arrays of zeros, such as fresh optimizer states, take no space.
@@ -293,14 +295,15 @@ def pack(message: Mapping[str, Any], tree: PyTree) -> tuple[bytes, str]:
     arrays = {name: np.asarray(x, order="C") for name, x in leaves.items() if isinstance(x, kinds)}
     sent = {name: x for name, x in arrays.items() if x.any()}
     values = {name: x for name, x in leaves.items() if name not in arrays}
-    text = json.dumps({**message, "values": values, "zeros": sorted(arrays.keys() - sent.keys())})
+    zeros = sorted(arrays.keys() - sent.keys())
+    text = json.dumps({"message": message.model_dump(), "values": values, "zeros": zeros})
     digest = _digest(text, sent)
     return save(sent, {"message": text, "sha256": digest}), digest
 
 
 def unpack(
-    data: bytes, name: str, form: Callable[[dict[str, Any]], PyTree]
-) -> tuple[dict[str, Any], PyTree, str]:
+    data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]
+) -> tuple[F, PyTree, str]:
     """Read what `pack` made: message, tree, SHA-256; all is checked before arrays exist.
 
     `form` returns the tree that a message must have: a `jax.ShapeDtypeStruct` for an array, a type
@@ -310,10 +313,11 @@ def unpack(
         end = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:end])
         about = header.pop("__metadata__")
-        message = json.loads(about["message"])
+        content = json.loads(about["message"])
+        message = checked(content["message"], kind, name, Refused)
         paths = jax.tree.leaves_with_path(form(message))
         wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
-        values, zeros, arrays = message.pop("values"), set(message.pop("zeros")), {}
+        values, zeros, arrays = content["values"], set(content["zeros"]), {}
         if {*header, *values, *zeros} != wanted.keys():
             raise Refused(f"{name}: parts are missing or unknown")
         for key, want in wanted.items():

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from adloco_jax.settings import EngineSettings
+
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
@@ -19,7 +21,7 @@ _MEASURED = 16  # number of the last durations that count
 
 
 @dataclass
-class Member:
+class LearnerRecord:
     """What the driver (the process with the training loop) knows about a learner's process."""
 
     number: int  # the learner's number, which its next processes keep
@@ -58,6 +60,35 @@ class Member:
         return ""
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How learners that the driver starts nearby differ from machines that join from afar."""
+
+    joins_itself: bool
+    moves_states: bool  # else a worker on another learner gets a fresh inner state
+    compared: tuple[str, ...] = ()  # packages whose versions must be the driver's; empty: all
+
+    def differ(self, here: Mapping[str, str], there: Mapping[str, str]) -> bool:
+        """Whether a learner's versions of packages are not those that it must have."""
+        names = self.compared or here.keys() | there.keys()
+        return any(here.get(name) != there.get(name) for name in names)
+
+    def at_start(self, rule: EngineSettings, count: int) -> tuple[int, int, float]:
+        """Return how many learners to wait for, how many must join, and in how many seconds."""
+        if self.joins_itself:
+            quorum = min(rule.quorum or count, count)
+            return quorum, quorum, math.inf
+        return count, min(rule.quorum or 1, count), rule.restart_s
+
+    def restart_s(self, rule: EngineSettings) -> float:
+        """Return the seconds within which a learner must join."""
+        return math.inf if self.joins_itself else rule.restart_s
+
+
+NEAR = Reach(joins_itself=False, moves_states=True)
+FAR = Reach(joins_itself=True, moves_states=False, compared=("adloco_jax",))
+
+
 def jitter_s(measured: Sequence[float]) -> float:
     """Return by how much a duration may exceed the median of three or more measurements; else 0."""
     if len(measured) < 3:
@@ -79,7 +110,9 @@ def pause_s(failures: float) -> float:
     return failures if failures in (0, math.inf) else min(2.0 ** (failures - 1), 60.0)
 
 
-def deadline(learner: Member, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
+def deadline(
+    learner: LearnerRecord, sequences: int, now_s: float, *, heartbeat_s: float
+) -> float | None:
     """Return the time by which some sequences must be done; None if no speed is known.
 
     It allows `SLOW` times the predicted seconds, and at least `SLOW` heartbeats.
@@ -92,7 +125,7 @@ def deadline(learner: Member, sequences: int, now_s: float, *, heartbeat_s: floa
 
 
 def assign(
-    learners: Sequence[Member],
+    learners: Sequence[LearnerRecord],
     trainers: Mapping[int, int],
     movable: Collection[int],
     *,

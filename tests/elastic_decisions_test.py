@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from adloco_jax.elastic.members import (
-    Member,
+from adloco_jax.elastic.decisions import (
+    LearnerRecord,
     assign,
     deadline,
     has_quorum,
@@ -19,7 +19,7 @@ from adloco_jax.elastic.members import (
 
 
 def there(*streams):
-    return [Member(n, 0, 0.0, joined=True, streams=[*own]) for n, own in enumerate(streams)]
+    return [LearnerRecord(n, 0, 0.0, joined=True, streams=[*own]) for n, own in enumerate(streams)]
 
 
 TRAINERS = {0: 0, 1: 0, 2: 1, 3: 1}  # trainer by stream
@@ -83,12 +83,12 @@ def test_where_fewer_live_than_the_quorum_they_are_the_quorum():
 
 def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_speed():
     limits = {"heartbeat_s": 10.0, "restart_s": 60.0}
-    starting = Member(0, 0, 100.0)
+    starting = LearnerRecord(0, 0, 100.0)
     assert starting.fault(160.0, **limits) == ""
     assert "start" in starting.fault(161.0, **limits)
-    asked = Member(0, 0, 0.0, joined=True, asked_s=100.0)
+    asked = LearnerRecord(0, 0, 0.0, joined=True, asked_s=100.0)
     assert asked.fault(110.0, **limits) == "" and "no sign" in asked.fault(110.1, **limits)
-    idle = Member(0, 0, 0.0, joined=True)
+    idle = LearnerRecord(0, 0, 0.0, joined=True)
     assert idle.fault(1e9, **limits) == ""
     assert deadline(idle, 100, 50.0, heartbeat_s=10.0) is None  # its speed is unknown
     idle.sequence_s = 0.1
@@ -130,7 +130,7 @@ def test_an_update_is_compared_with_its_peers_or_else_with_the_last_accepted_one
 
 
 def test_deadlines_follow_the_median_and_spread_of_what_was_measured():
-    learner = Member(0, 0, 0.0, joined=True, sequence_s=0.5)
+    learner = LearnerRecord(0, 0, 0.0, joined=True, sequence_s=0.5)
     assert deadline(learner, 100, 10.0, heartbeat_s=1.0) == 10 + 5 * 50
     learner.transfer_s.append(30.0)  # the only measurement counts as usual
     assert deadline(learner, 100, 10.0, heartbeat_s=1.0) == 10 + 5 * (50 + 30)
