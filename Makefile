@@ -58,7 +58,7 @@ parity: $(WITH)-parity
 	$(RUN) -m pytest -q tests/parity_*_test.py
 
 gpu: $(WITH)-gpu
-	$(RUN) scripts/gpu.py
+	$(RUN) scripts/gpu.py --out runs/gpu/figures
 
 accelerators: $(WITH)-plan
 	$(RUN) scripts/accelerators.py

@@ -1,16 +1,17 @@
-"""Measure training on one GPU, and write the table of docs/GPU.md.
+"""Measure training on one GPU, in at most 12 minutes, and write the tables of docs/GPU.md.
 
-    python scripts/gpu.py [--minutes 20] [--peak FLOP/S] [--results runs/gpu/results.jsonl]
-    python scripts/gpu.py --size toy    all parts on a CPU; the figures mean nothing
+    python scripts/gpu.py --out FOLDER [--rows ROWS --tokenizer FILE] [--minutes 12]
+    python scripts/gpu.py --out FOLDER --tables         only write docs/GPU.md
+    python scripts/gpu.py --out FOLDER --tiny           the same on a CPU; figures mean nothing
 
-Each part runs in a separate process, for at most PART_LIMIT_S, and ends with a line in the results
-file. The same command continues with the parts that have no line. Nothing is downloaded.
+Each of PARTS runs in a process of its own, for at most its seconds, and writes its figures to
+FOLDER/PART.json as they come. The same command continues with figures that are missing. Nothing is
+downloaded; ROWS are those of `adloco prepare` with 32,000 ids and 512 tokens.
 """
 
 import argparse
 import dataclasses
 import gc
-import itertools
 import json
 import os
 import re
@@ -18,42 +19,39 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark import fit_random, round_times, statistics_times
+import optax
 from faults import differences, state_of
 from side_by_side import (
     SHAPES,
     InnerSteps,
     Shape,
-    config_of,
+    flops_per_token,
     measure,
     random_tokens,
     settings_of,
     torch_lacks,
 )
-from timing import interleave, machine, ratio, report
+from timing import interleave, machine
 
-from adloco_jax.config import validate
-from adloco_jax.engine.programs import Programs, needed_bytes
-from adloco_jax.engine.spec import here
-from adloco_jax.engine.work import Rates, count
+import adloco_jax
+from adloco_jax.engine.spec import Kernel, here
+from adloco_jax.engine.work import Rates
 from adloco_jax.errors import ConfigError, UserError
-from adloco_jax.loop.adloco import start
-from adloco_jax.run.assemble import spec_of
-from adloco_jax.run.choose import reachable_keys
-from adloco_jax.run.observers import measured_peaks
-from adloco_jax.run.plan import configured_choice, plan
+from adloco_jax.run.assemble import build_model, build_network, inner_transform
+from adloco_jax.run.ledger import read
 
 ROOT = Path(__file__).resolve().parents[1]
-PART_LIMIT_S = 450
-TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)
 
 # Dense bfloat16 FLOP/s and the memory's bytes/s by the vendor's data sheets ("NVIDIA H100", "H200",
 # "A100", "L40S Tensor Core GPU"), which print twice as many FLOP/s, with sparsity. XLA's model of a
@@ -67,298 +65,428 @@ RATES = {
     "A100": Rates(312e12, 2.04e12, 1e-6),
     "L40S": Rates(362e12, 0.864e12, 1e-6),
 }
-# A published share of the peak, to compare with.
-PUBLISHED = (
-    "published: 0.398, 50 M parameters on one H100,"
-    " [autoresearch](https://github.com/karpathy/autoresearch/blob/228791f/program.md)"
-)
+
+
+class Figures:
+    """The figures of a part, a JSON file that is written whenever a figure comes."""
+
+    def __init__(self, path: Path):
+        """Read what earlier processes have measured."""
+        self._path = path
+        self.known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+    def measure(self, name: str, call: Callable[[], Any]) -> None:
+        """Call for a figure and write it, unless it is known; of an error write the first line."""
+        if name in self.known:
+            return
+        start_s = time.monotonic()
+        try:
+            found = call()
+        except Exception as error:  # deliberately broad: the other figures are still wanted
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            found = {"error": lines[0][:200].replace("|", "/")}
+        print(f"{self._path.stem}, {name}: {time.monotonic() - start_s:.0f} s", flush=True)
+        self.write(**{name: found})
+
+    def write(self, **found: Any) -> None:
+        """Add figures; the file is replaced as a whole."""
+        self.known |= json.loads(
+            json.dumps(found, default=lambda figure: np.asarray(figure).tolist())
+        )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
+        temporary.replace(self._path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Inner steps with other settings, to compare with the steps as shipped."""
+
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the config
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the compiler
+    kernel: Kernel | None = None
+    inner_tx: Callable[..., optax.GradientTransformation] | None = None
+    num_workers: int | None = None
+    batch: int | None = None
+
+
+def _half_moments(settings) -> optax.GradientTransformation:
+    """AdamW whose first moment is bfloat16."""
+    inner = settings.inner
+    how = {"b1": inner.beta1, "b2": inner.beta2, "weight_decay": inner.weight_decay}
+    return optax.adamw(1.0, **how, mu_dtype=jnp.bfloat16)
+
+
+ANYWHERE = {
+    "`JAX_OPTIMIZATION_LEVEL=O1`": Variant(options={"optimization_level": "O1"}),
+    "no command buffers": Variant(options={"xla_gpu_enable_command_buffer": ""}),
+    "attention by XLA": Variant(kernel="xla"),
+    "first moment in bfloat16": Variant(inner_tx=_half_moments),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The inner steps that are measured: `num_workers` with `batch` sequences each, at once."""
+
+    shape: Shape
+    batch: int
+    num_workers: int
+    changes: dict[str, Any]
+    variants: Mapping[str, Variant]
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The measured model, its batch in sequences, and the numbers of repeats."""
+    """All that is measured, at full size or tiny."""
 
-    shape: Shape
-    batch: int
+    steps: Mapping[str, Steps]
     repeats: int
-    round_steps: int
-    batch_cap: int  # of the search for the largest batch
-    config: str  # of the run that is resumed, with what is changed in it
-    changes: dict[str, object]
+    update: Shape  # of the update that is compared with a CPU's
+    resumed: tuple[str, dict[str, Any]]  # the config of the run that is resumed, its changes
+    trained: dict[str, Any]  # changes of configs/recommended.py
+    num_tokens: int  # of an arm
 
 
-# MicroLlama's run with every mechanism, on Python's standard library, with 2 layers, so that the
-# saved and compared states are small.
-_SHORT_RUN = {"num_rounds": 4, "model.num_layers": 2, "data.source": "stdlib"}
-_SHORT_RUN |= {"model.init_from": ""}
+# MicroLlama's run on Python's standard library, with 2 layers, so that the saved and compared
+# states are small. Without a batch-size test: jax 0.11.2 fails on its program with this flag.
+_SHORT_RUN: dict[str, Any] = {"num_rounds": 4, "model.num_layers": 2, "data.source": "stdlib"}
 _SHORT_RUN |= dict.fromkeys(("data.path", "data.name", "data.heldout_split", "model.init_from"), "")
 _SHORT_RUN |= {"data.tokenizer": "bytes", "data.num_sequences": 500, "eval.num_sequences": 8}
 _SHORT_RUN |= {f"ensemble.num_{name}": 2 for name in ("trainers", "workers")}
 _SHORT_RUN |= {"inner.steps_per_round": 4, "batching.initial_batch_size": 2}
 _SHORT_RUN |= {"batching.max_batch_size": 4, "batching.batch_cap": 8, "merge.every_rounds": 3}
-_TOY = {"vocab_size": 257, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-_TOY |= {"mlp_width": 32, "loss_chunk": 1}
-SIZES = {
-    "microllama": Size(SHAPES["microllama"], 8, 10, 50, 1024, "microllama", _SHORT_RUN),
-    "toy": Size(Shape(_TOY, 16, 4), 2, 2, 2, 2, "faults", {"num_rounds": 4}),
+_SHORT_RUN |= {"batching.test": "constant"}
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 1000,
+    "width": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
 }
-
-
-def speed(size: Size) -> dict:
-    """Time the inner steps and PyTorch's steps (compiled, with fused AdamW) alternately."""
-    lacks = torch_lacks()
-    figures = measure(size.shape, size.batch, 1, size.repeats, with_torch=not lacks)
-    ours, compiled = figures["adloco_jax"], figures.get("compile")
-    low, median, high = ours["tokens_per_s"]
-    result: dict[str, Any] = {"flops_per_s": ours["flops_per_s"]}
-    result["tokens"] = {"low": low, "median": median, "high": high}
-    if compiled is None:
-        result["torch"] = lacks or "torch.compile does not work here"
-    else:
-        tokens = float(compiled["tokens_per_s"][1])
-        eager = float(figures["eager"]["tokens_per_s"][1])
-        result["torch"] = {"ratio": median / tokens, "tokens": tokens, "eager": eager}
-    return result
-
-
-def statistics(size: Size) -> dict:
-    """Ratio of the time of per-example statistics to the time of the same batch's gradient."""
-    times, extra_mib = statistics_times(size.shape, size.batch, ["taps"], size.repeats)
-    report("statistics", times)
-    figures = {"time": ratio(times, "taps", "plain"), "extra_mib": extra_mib["taps"]}
-    return {"statistics": figures}
-
-
-def whole_round(size: Size) -> dict:
-    """Ratio of the time of a round, with batch-size test and host work, to its inner steps."""
-    shape = dataclasses.replace(size.shape, num_steps=size.round_steps)
-    times = round_times(shape, size.batch, rounds=size.repeats, blocks=1)
-    report("round", times)
-    return {"round": {"ratio": ratio(times, "round", "bare inner steps")}}
-
-
-def trainers(size: Size) -> dict:
-    """Ratio of the time of four stacked trainers to that of one trainer with as many updates."""
-    runs = {}
-    for name, number in (("four", 4), ("one", 1)):
-        shape = dataclasses.replace(size.shape, num_steps=size.shape.num_steps // number)
-        runs[name] = InnerSteps(settings_of(shape), random_tokens(shape, size.batch, number))
-    times = interleave(runs, size.repeats)
-    report("trainers", times)
-    memory = runs["four"].needed_bytes / runs["one"].needed_bytes / 4
-    return {"trainers": {"time": ratio(times, "four", "one"), "memory": memory}}
-
-
-def memory(size: Size) -> dict:
-    """The largest planned micro-batch, its peak memory, and the largest that runs."""
-    clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
-    free = clip | {"batching.max_batch_size": "auto", "batching.batch_cap": size.batch_cap}
-    settings = settings_of(size.shape, **free)
-    hardware = here()
-    found = configured_choice(settings, hardware).max_batch_size
-    sizes = settings.batching.buckets
-
-    def config_at(batch: int):
-        names = ("initial_batch_size", "max_batch_size", "batch_cap")
-        fixed = {f"batching.{name}": batch for name in names} | {"batching.buckets": (batch,)}
-        return config_of(size.shape, **clip | fixed)
-
-    def works(batch: int) -> bool:
-        gc.collect()  # a run that failed may be held by its error
-        with tempfile.TemporaryDirectory() as folder:
-            events = fit_random(validate(config_at(batch)), f"{folder}/run")
-        return not any(event["event"] == "fault" for event in events)
-
-    fits = works(found)
-    peaks = measured_peaks(hardware.devices)
-    measured = peaks["device_peak_bytes"][0] or peaks["host_peak_bytes"]
-    planned = int(
-        re.search(r"^peak: (\d+) bytes", plan(config_at(found), memory=True), re.MULTILINE)[1]
-    )
-    if fits:
-        largest = max([found, *itertools.takewhile(works, (n for n in sizes if n > found))])
-    else:
-        largest = next(filter(works, (n for n in reversed(sizes) if n < found)), 0)
-    gib = {"planned": planned / 2**30, "measured": measured / 2**30}
-    return {
-        "peak": gib | {"ratio": planned / measured, "batch": found},
-        "batch": {"found": found, "largest": largest},
-    }
-
-
-def programs(size: Size) -> dict:
-    """Compare each program's bytes and bound by the compiler with its measured peak and seconds."""
-    clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
-    settings = settings_of(size.shape, **clip | {"batching.max_batch_size": size.batch})
-    spec = spec_of(settings, here())
-    compiled = Programs(spec)
-    keys = reachable_keys(settings, spec, start(settings, size.batch, whole_pool=True))
-    peaks, rates = {}, rates_of(spec.machine.devices[0].device_kind)
-    # A device's peak never falls: from the smallest on, it is that of the program that has run.
-    for key in sorted(keys, key=lambda key: needed_bytes(compiled[key])):
-        arguments, _ = compiled[key].in_avals
-        for _ in range(2):  # the first call loads the program
-            zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), arguments)
-            start_s = time.perf_counter()
-            jax.block_until_ready(compiled.call(key, *jax.block_until_ready(zeros)))
-            seconds = time.perf_counter() - start_s
-            del zeros
-        found = measured_peaks(spec.machine.devices)
-        peak = found["device_peak_bytes"][0] or found["host_peak_bytes"]
-        least = rates and rates.least_seconds(count(compiled[key].as_text()))
-        peaks[str(key)] = {"planned": needed_bytes(compiled[key]), "measured": peak}
-        peaks[str(key)] |= {"seconds": seconds, "least_seconds": least}
-        print(f"{key}: compiled {peaks[str(key)]['planned']}, measured {peak} bytes", flush=True)
-    return {"programs": peaks}
-
-
-def resume(size: Size) -> dict:
-    """Compare a run that is stopped and resumed in another process with an uninterrupted run."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
-
-        def run(name: str, **more: object) -> Path:
-            workdir, changes = Path(folder) / name, size.changes | more
-            command = [sys.executable, "-m", "adloco_jax.main", f"--workdir={workdir}"]
-            command += [f"--config={ROOT}/configs/{size.config}.py"]
-            command += [f"--config.{key}={value}" for key, value in changes.items()]
-            if code := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-                # the last line of what the run said is the reason
-                sys.exit(1 if code > 0 else f"killed by signal {-code}")
-            return workdir
-
-        run("resumed", num_rounds=2)
-        resumed, whole = run("resumed"), run("whole")
-        differ = differences(state_of(resumed), state_of(whole))
-    return {"resume": {"verdict": f"no: differs in {differ}" if differ else "yes, every bit"}}
-
-
-# Settings of the compiler, each with environment variables that may make the inner steps faster.
-COMPILER = {
-    "JAX_OPTIMIZATION_LEVEL=O1": {"JAX_OPTIMIZATION_LEVEL": "O1"},
-    "JAX_OPTIMIZATION_LEVEL=O3": {"JAX_OPTIMIZATION_LEVEL": "O3"},
+_TOY: dict[str, Any] = {
+    "vocab_size": 257,
+    "width": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
 }
-COMPILER |= {
-    flag: {"XLA_FLAGS": flag}
-    for flag in (
-        "--xla_gpu_enable_command_buffer=",
-        "--xla_gpu_enable_triton_gemm=false",
-        "--xla_disable_hlo_passes=rematerialization",
-    )
-}
-_LEAST_GAIN = 1.01  # a setting that gains less is not combined with others
-
-
-def environment_of(settings: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that compiles with these settings, entries of `COMPILER`."""
-    found = dict(os.environ)
-    for name, value in (item for each in settings for item in COMPILER[each].items()):
-        is_list = name == "XLA_FLAGS"
-        found[name] = f"{found.get(name, '')} {value}".strip() if is_list else value
-    return found
-
-
-def best_settings(speed_of: Callable[[Sequence[str]], float]) -> tuple[dict[str, float], str]:
-    """Measure each setting alone, then together those that gain; return all speeds and the best.
-
-    `speed_of` returns tokens/s with some settings; 0 if they do not work.
-    """
-    plain = speed_of(())
-    alone = {name: speed_of((name,)) for name in COMPILER}
-    gaining = [
-        name
-        for name in sorted(alone, key=lambda each: -alone[each])
-        if alone[name] > _LEAST_GAIN * plain
-    ]
-    levels = [name for name in gaining if "XLA_FLAGS" not in COMPILER[name]]
-    together = [name for name in gaining if name not in levels[1:]]  # one level at a time
-    speeds = {"as shipped": plain} | alone
-    if len(together) > 1:
-        speeds[" ".join(together)] = speed_of(together)
-    return speeds, max(speeds, key=lambda each: speeds[each])
-
-
-def compiler(size: Size) -> dict:
-    """Compare the speed of the inner steps with each setting of the compiler."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import gpu; gpu.print_speed(sys.argv[2])"
-    name = next(name for name, each in SIZES.items() if each == size)
-    command = [sys.executable, "-c", code, str(Path(__file__).parent), name]
-
-    def speed_of(settings: Sequence[str]) -> float:
-        done = subprocess.run(
-            command, env=environment_of(settings), stdout=subprocess.PIPE, text=True, check=False
-        )
-        return float(done.stdout.split()[-1]) if done.returncode == 0 else 0.0
-
-    speeds, best = best_settings(speed_of)
-    ratios = {each: speed / speeds["as shipped"] for each, speed in speeds.items()}
-    text = "; ".join(f"`{each}` {ratios[each]:.3f}" for each in speeds if each != "as shipped")
-    return {"compiler": {"text": text, "best": best, "speeds": speeds}}
-
-
-def print_speed(size: str) -> None:
-    """Print the tokens/s of the inner steps, the last word of the output."""
-    shape, batch = SIZES[size].shape, SIZES[size].batch
-    tokens = random_tokens(shape, batch, 1)
-    times = interleave({"steps": InnerSteps(settings_of(shape), tokens)}, SIZES[size].repeats)
-    print(tokens[..., 1:].size / float(np.median(times["steps"])))
-
-
-PARTS: dict[str, Callable[[Size], dict]] = {
-    "speed": speed,
-    "statistics": statistics,
-    "round": whole_round,
-    "trainers": trainers,
-    "resume": resume,
-    "programs": programs,
-    "memory": memory,
-    "compiler": compiler,
-}
-# As in runs. side_by_side.py sets this to false, because PyTorch uses the same GPU.
-_PREALLOCATE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
-_FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
-ENVIRONMENT = {name: _PREALLOCATE for name in PARTS if name != "speed"}
-ENVIRONMENT["resume"] = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": _FLAGS}
-
-# For each line of the table: its name, its part, the part's figures, and their format.
-ROWS = (
-    ("MicroLlama, tokens/s", "speed", "tokens", "{median:,.0f} ({low:,.0f} to {high:,.0f})"),
-    (
-        "share of the bfloat16 peak",
-        *("speed", "share", f"{{share:.3f}} of {{tera:,.3g}} TFLOP/s ({PUBLISHED})"),
-    ),
-    (
-        "speed over `torch.compile` with fused AdamW",
-        *("speed", "torch", "{ratio:.2f} ({tokens:,.0f} tokens/s; eager {eager:,.0f})"),
-    ),
-    (
-        "gradient statistics over the plain gradient",
-        *("statistics", "statistics", "{time:.2f} in time, {extra_mib:+,.0f} MiB"),
-    ),
-    ("a round over its bare inner steps", "round", "round", "{ratio:.3f}"),
-    (
-        "planned over measured peak memory",
-        *("memory", "peak", "{ratio:.2f} ({planned:.2f} of {measured:.2f} GiB, batch {batch})"),
-    ),
-    ("memory and time of each program", "programs", "programs", "in the second table"),
-    (
-        "four stacked trainers over four times one",
-        *("trainers", "trainers", "{time:.2f} in time, {memory:.2f} in memory"),
-    ),
-    ("resumed bit for bit, deterministic operations", "resume", "resume", "{verdict}"),
-    ("largest batch found, and the true one", "memory", "batch", "{found} and {largest}"),
-    ("speed by settings of the compiler", "compiler", "compiler", "best: `{best}`. {text}"),
+_TOY |= {"mlp_width": 32}
+FULL = Size(
+    steps={
+        "recommended": Steps(
+            SHAPES["recommended"],
+            batch=16,
+            num_workers=8,
+            changes={"inner.clip_norm": 1.0},
+            variants={
+                "one worker": Variant(num_workers=1),
+                "one worker with 128 sequences": Variant(num_workers=1, batch=128),
+                **ANYWHERE,
+            },
+        ),
+        "microllama": Steps(
+            SHAPES["microllama"],
+            batch=8,
+            num_workers=1,
+            changes={},
+            variants={
+                "logits of 8 sequences at once": Variant({"model.loss_chunk": 8}),
+                "32 sequences, logits of 8": Variant({"model.loss_chunk": 8}, batch=32),
+                **ANYWHERE,
+            },
+        ),
+    },
+    repeats=5,
+    update=Shape(_SMALL | {"mlp_width": 512}, 128, 2),
+    resumed=("microllama", _SHORT_RUN),
+    trained={},
+    num_tokens=100_000_000,
+)
+TINY = Size(
+    steps={
+        name: Steps(Shape(_TOY, 16, 2), 2, steps.num_workers, steps.changes, steps.variants)
+        for name, steps in FULL.steps.items()
+    },
+    repeats=2,
+    update=Shape(_TOY, 16, 2),
+    resumed=("faults", {"num_rounds": 4}),
+    trained={"model.width": 16, "model.num_heads": 2, "model.num_kv_heads": 1}
+    | {"model.num_layers": 1, "model.mlp_width": 32, "model.vocab_size": 257}
+    | {"data.sequence_length": 32, "inner.steps_per_round": 4, "inner.warmup_updates": 2},
+    num_tokens=100_000,
 )
 
 
-def finished(lines: list[dict]) -> dict[str, dict]:
-    """The last line of each part; a line without PyTorch or with an error is measured again."""
-    last = {line["part"]: line for line in lines}
+# -- the parts -------------------------------------------------------------------------------
+
+
+def acceptance(figures: Figures, size: Size, options: argparse.Namespace) -> None:
+    """Compare a round with a CPU's, and a run that was stopped with an uninterrupted one."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import gpu; gpu.save_round(*sys.argv[2:])"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code, str(Path(__file__).parent), f"{folder}/cpu.npz"]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        there = subprocess.Popen([*command, str(int(options.tiny))], env=environment)
+
+        def update() -> dict:
+            own = one_round(size.update)
+            if there.wait() != 0:
+                raise RuntimeError("the round does not run on the CPU")
+            with np.load(f"{folder}/cpu.npz") as other:
+                return compare(own, dict(other))
+
+        with ThreadPoolExecutor(1) as pool:
+            resumed = pool.submit(resume, *size.resumed)
+            figures.measure("update", update)
+            figures.measure("resume", resumed.result)
+        there.kill()
+
+
+def save_round(path: str, tiny: str) -> None:
+    """Write the figures of `one_round` on this process's device."""
+    np.savez(path, **one_round((TINY if int(tiny) else FULL).update))
+
+
+def one_round(shape: Shape) -> dict[str, np.ndarray]:
+    """A round of two workers, in float32 and in bfloat16: losses, statistics, what has changed."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        settings = settings_of(dataclasses.replace(shape, model=shape.model | {"dtype": dtype}))
+        init_fn, loss_fn = build_model(settings, here())
+        params = jax.device_get(jax.jit(init_fn)(jax.random.key(0)))
+        tokens_SRBL = random_tokens(shape, 4, 2)
+        how: dict[str, Any] = {"inner_tx": inner_transform(settings), "outer_tx": optax.sgd(0.7)}
+        rates_SR = np.full(tokens_SRBL.shape[:2], 1e-3, np.float32)
+
+        def run(params, tokens_SRBL, rates_SR, loss_fn=loss_fn, how=how):
+            ensemble = adloco_jax.init(params, num_trainers=1, num_workers=2, **how)
+            stats = adloco_jax.gradient_stats(
+                loss_fn, params, tokens_SRBL[0, 0], estimator="taps", inner_products=False
+            )
+            after, metrics = adloco_jax.outer_step(
+                ensemble, tokens_SRBL, loss_fn, learning_rate_SR=rates_SR, **how
+            )
+            change = jax.tree.map(lambda new, old: new[0] - old, after.params_M, params)
+            return metrics.loss_SR, adloco_jax.norm_test(stats, eta=0.8), change
+
+        with jax.default_matmul_precision("highest"):
+            loss_SR, batch, change = jax.device_get(jax.jit(run)(params, tokens_SRBL, rates_SR))
+        changes = [np.ravel(leaf) for leaf in jax.tree.leaves(change)]
+        found |= {f"{dtype} loss": loss_SR, f"{dtype} batch": batch}
+        found |= {f"{dtype} change": np.concatenate(changes).astype(np.float32)}
+    return found
+
+
+def compare(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict:
+    """The relative differences of all figures of `one_round`."""
     return {
-        part: line
-        for part, line in last.items()
-        if "error" not in line and not isinstance(line.get("torch"), str)
+        name: float(np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name]))
+        for name in expected
     }
+
+
+def resume(config: str, changes: dict[str, Any]) -> str:
+    """Compare a run that is stopped and resumed in another process with an uninterrupted run."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if jax.default_backend() == "gpu":
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
+    with tempfile.TemporaryDirectory() as folder:
+        environment["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
+
+        def run(name: str, **more: object) -> Path:
+            command = train(config, Path(folder) / name, changes | more)
+            said = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
+            if said.returncode:
+                raise RuntimeError(last_line(said.stderr) or f"ended with {said.returncode}")
+            return Path(folder) / name
+
+        whole = state_of(run("whole"))
+        run("resumed", num_rounds=2)
+        differ = differences(state_of(run("resumed")), whole)
+    return f"no: differs in {differ}" if differ else "yes, every bit"
+
+
+def train(config: str, workdir: Path, changes: dict[str, Any]) -> list[str]:
+    """The command that trains a shipped config with changes."""
+    command = [sys.executable, "-m", "adloco_jax.main", f"--workdir={workdir}"]
+    command += [f"--config={ROOT}/configs/{config}.py"]
+    return command + [f"--config.{key}={value}" for key, value in changes.items()]
+
+
+def speed(name: str) -> Callable[[Figures, Size, argparse.Namespace], None]:
+    """Make the part that times a model's inner steps: as shipped, with variants, and PyTorch's."""
+
+    def part(figures: Figures, size: Size, options: argparse.Namespace) -> None:
+        steps = size.steps[name]
+        network = build_network(settings_of(steps.shape))
+        tokens_BL = jnp.zeros((1, 1), jnp.int32)
+        params = jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
+        figures.write(flops_per_token=flops_per_token(steps.shape, params))
+        shipped = compiled(steps, Variant())
+
+        def beside(name: str, run: Timed) -> dict:
+            """Tokens/s of a program, and how many times as fast it is as the one shipped."""
+            times = interleave({"shipped": shipped, name: run}, size.repeats)
+            rates = {
+                each: call.num_tokens / np.quantile(times[each], (0.75, 0.5, 0.25))
+                for each, call in (("shipped", shipped), (name, run))
+            }
+            return {"tokens_per_s": rates[name], "ratio": rates[name][1] / rates["shipped"][1]}
+
+        figures.measure("shipped", lambda: beside("shipped", shipped))
+        shape = dataclasses.replace(steps.shape, num_steps=min(16, steps.shape.num_steps))
+
+        def torch() -> dict:
+            if lacks := torch_lacks():
+                raise RuntimeError(lacks)
+            found = measure(shape, steps.batch, 1, size.repeats)
+            return {library: {"tokens_per_s": of["tokens_per_s"]} for library, of in found.items()}
+
+        figures.measure("torch", torch)
+        gc.collect()
+        if (library := sys.modules.get("torch")) and library.cuda.is_available():
+            library.cuda.empty_cache()
+        # XLA has chosen its kernels with nothing beside it, and remembers most of them.
+        with ThreadPoolExecutor(4) as pool:
+            runs = {
+                each: pool.submit(compiled, steps, variant)
+                for each, variant in steps.variants.items()
+                if each not in figures.known
+            }
+        for each in list(runs):
+            figures.measure(each, lambda each=each: beside(each, runs.pop(each).result()))
+
+    return part
+
+
+class Timed(InnerSteps):
+    """Inner steps that know how many tokens a call trains on."""
+
+    num_tokens = 0
+
+
+def compiled(steps: Steps, variant: Variant) -> Timed:
+    """Compile the inner steps with a variant's settings."""
+    settings = settings_of(steps.shape, **(steps.changes | variant.changes))
+    sizes = (variant.batch or steps.batch, variant.num_workers or steps.num_workers)
+    tokens_SRBL = random_tokens(steps.shape, *sizes)
+    run = Timed(
+        settings,
+        tokens_SRBL,
+        kernel=variant.kernel,
+        inner_tx=variant.inner_tx and variant.inner_tx(settings),
+        options=variant.options or None,
+    )
+    run.num_tokens = tokens_SRBL[..., 1:].size
+    return run
+
+
+# Changes of configs/recommended.py. One worker that skips the outer optimizer is plain AdamW.
+_CONSTANT: dict[str, Any] = {"batching.test": "constant", "ensemble.initial_workers": "none"}
+_ONE: dict[str, Any] = {"ensemble.num_workers": 1, "batching.buckets": "(128,)"}
+_ONE |= {f"batching.{name}": 128 for name in ("initial_batch_size", "max_batch_size", "batch_cap")}
+ARMS: dict[str, dict[str, Any]] = {
+    "recommended": {},
+    "DiLoCo": _CONSTANT,
+    "data parallel": _CONSTANT | _ONE,
+}
+
+
+def training(figures: Figures, size: Size, options: argparse.Namespace) -> None:
+    """Train configs/recommended.py, and with its settings DiLoCo and data parallelism."""
+    end_s = time.monotonic() + options.limit
+    common: dict[str, Any] = {"num_tokens": size.num_tokens, "inner.steps_per_round": 110}
+    common |= {"data.source": "tokens", "data.path": options.rows}
+    common |= {"data.tokenizer": options.tokenizer, "eval.num_sequences": 256}
+    common |= {"checkpoint.every_s": 1e6, "checkpoint.keep": 1} | size.trained
+    figures.write(rows=json.loads((options.rows / "prepared.json").read_text("utf-8"))["shapes"])
+    for name, changes in ARMS.items():
+        share_s, left_s = SHARES_S[name], end_s - time.monotonic()
+        if figures.known.get(name, {}).get("cut"):
+            del figures.known[name]  # it continues
+        elif name in figures.known:
+            continue
+        if left_s < 2 * _SAVING_S:
+            raise TimeoutError(f"{left_s:.0f} s are not enough for {name}")
+        workdir = options.work / name.replace(" ", "_")
+        command = train("recommended", workdir, common | changes)
+
+        def arm(command=command, workdir=workdir, share_s=share_s, left_s=left_s) -> dict:
+            found = curve(command, workdir, min(share_s, left_s))
+            is_cut = left_s < share_s and found["tokens_total"][-1] < size.num_tokens
+            return found | {"cut": is_cut}
+
+        figures.measure(name, arm)
+    if any(figures.known[name].get("cut") for name in ARMS):
+        raise TimeoutError("an arm was cut")
+
+
+SHARES_S = {"recommended": 160, "DiLoCo": 120, "data parallel": 120}
+_SAVING_S = 20  # for the round under way, and for saving the state
+
+
+def curve(command: Sequence[str], workdir: Path, limit_s: float) -> dict:
+    """Train for at most so many seconds; return held-out losses with what they cost."""
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        _, said = process.communicate(timeout=max(1.0, limit_s - _SAVING_S))
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            _, said = process.communicate(timeout=_SAVING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, said = process.communicate()
+    if process.returncode not in (0, 75, -signal.SIGKILL):
+        raise RuntimeError(last_line(said) or f"ended with {process.returncode}")
+    events = read(workdir / "ledger.jsonl")
+    names = ("tokens_total", "updates_total", "syncs_total", "loss", "wall_s")
+    evals = [
+        [event.get(name) for name in names]
+        for event in events
+        if (event["event"], event.get("trainer")) == ("eval", "consensus")
+    ]
+    rounds = [event for event in events if event["event"] == "round"]
+    columns = dict(zip(names, zip(*evals, strict=True), strict=True))
+    spent_s = [event["step_s"] for event in rounds]
+    return columns | {
+        "workers": [event["workers"] for event in rounds],
+        "round_tokens": [event["tokens"] for event in rounds],
+        "round_s": spent_s,
+    }
+
+
+def finetune(figures: Figures, size: Size, options: argparse.Namespace) -> None:
+    """Time rounds of configs/finetune.py from the checkpoint `--weights`."""
+    changes = {"model.init_from": options.weights, "data.source": "stdlib", "num_rounds": 3}
+    changes |= {"inner.steps_per_round": 20, "eval.num_sequences": 16, "checkpoint.every_s": 1e6}
+    workdir = options.work / "finetune"
+    figures.measure(
+        "run", lambda: curve(train("finetune", workdir, changes), workdir, options.limit)
+    )
+
+
+Part = Callable[[Figures, Size, argparse.Namespace], None]
+# In order of worth, each with its seconds; together at most 12 minutes.
+PARTS: dict[str, tuple[Part, float]] = {
+    "acceptance": (acceptance, 75),
+    "recommended": (speed("recommended"), 90),
+    "microllama": (speed("microllama"), 125),
+    "training": (training, sum(SHARES_S.values())),
+    "finetune": (finetune, 30),
+}
+
+
+# -- the tables ------------------------------------------------------------------------------
 
 
 def rates_of(kind: str) -> Rates | None:
@@ -366,150 +494,255 @@ def rates_of(kind: str) -> Rates | None:
     return next((rates for name, rates in RATES.items() if re.search(rf"\b{name}\b", kind)), None)
 
 
-def peak_of(kind: str, given: float | None) -> float | None:
-    """Dense bfloat16 FLOP/s of a kind of device, if it is known."""
-    known = rates_of(kind)
-    return given or (known and known.operations)
+def read_all(folder: Path) -> dict[str, dict]:
+    """The figures of all parts; a part that was not measured has none."""
+    return {part: Figures(folder / f"{part}.json").known for part in PARTS}
 
 
-def table(lines: list[dict], peak: float | None) -> str:
-    """Format results as a table in Markdown; a missing figure is replaced by its reason."""
-    last = {line["part"]: line for line in lines}
-    rows = ["| | |", "|---|---|"]
-    for name, part, key, form in ROWS:
-        line = last.get(part, {"error": ""})
-        value = line.get(key, line.get("error"))
-        if key == "share" and "flops_per_s" in line:
-            value = "the peak of this device is not known here; give --peak"
-            if peak:
-                value = {"share": line["flops_per_s"] / peak, "tera": peak / 1e12}
-        if isinstance(value, dict):
-            text = form.format(**value)
-        else:
-            text = f"not measured: {value}" if value else "not measured"
-        rows.append(f"| {name} | {text} |")
-    if peaks := last.get("programs", {}).get("programs"):
-        rows += ["", "| program | GiB compiled | GiB measured | ms | ms at least |"]
-        rows += ["|---|---|---|---|---|"]
-        rows += [
-            f"| {key} | {peak['planned'] / 2**30:.2f} | {peak['measured'] / 2**30:.2f}"
-            f" | {1e3 * peak['seconds']:.1f}"
-            f" | {f'{1e3 * least:.1f}' if (least := peak['least_seconds']) else '-'} |"
-            for key, peak in peaks.items()
+def _cell(figure: dict | None, form: str, **more: object) -> str:
+    """Format a figure, or say why there is none."""
+    if not figure:
+        return "not measured"
+    return (
+        f"not measured: {figure['error']}" if "error" in figure else form.format(**figure, **more)
+    )
+
+
+def _share(known: dict, figure: dict) -> float:
+    rates = rates_of(known["device"])
+    flops = figure["tokens_per_s"][1] * known["flops_per_token"]
+    return flops / rates.operations if rates else float("nan")
+
+
+TITLES = {
+    "recommended": "recommended, eight workers of 16 x 512",
+    "microllama": "MicroLlama, 8 x 1,024",
+}
+
+
+def speed_table(found: Mapping[str, dict]) -> list[str]:
+    """Speeds as shipped, and those of PyTorch; then every variant's."""
+    lines = ["| | tokens/s | share of the peak | over `torch.compile` | over eager PyTorch |"]
+    lines += ["|---|---|---|---|---|"]
+    for part, title in TITLES.items():
+        known = found[part]
+        shipped = known.get("shipped", {})
+        cells = [_cell(shipped, "{tokens_per_s[1]:,.0f}")]
+        cells.append(f"{_share(known, shipped):.3f}" if "tokens_per_s" in shipped else "")
+        torch = known.get("torch", {})
+        for library in ("compile", "eager"):
+            rates = [torch.get(each, {}).get("tokens_per_s") for each in ("adloco_jax", library)]
+            cells.append(f"{rates[0][1] / rates[1][1]:.2f}" if all(rates) else _cell(torch, "-"))
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    names = dict.fromkeys(name for steps in FULL.steps.values() for name in steps.variants)
+    lines += ["", f"| with | {' | '.join(TITLES)} |", "|---|---|---|"]
+    form = "{ratio:.3f} ({tokens_per_s[1]:,.0f}{share})"
+    for name in names:
+        cells = []
+        for part in TITLES:
+            if name not in FULL.steps[part].variants:
+                cells.append("-")
+                continue
+            figure = found[part].get(name)
+            share = ""
+            if figure and "tokens_per_s" in figure:
+                share = f", {_share(found[part], figure):.3f}"
+            cells.append(_cell(figure, form, share=share))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def communications(name: str, arm: dict) -> list[int]:
+    """Communications until each evaluation; data parallelism was computed by one worker."""
+    return arm["updates_total"] if name == "data parallel" else arm["syncs_total"]
+
+
+def training_table(known: dict) -> list[str]:
+    """Held-out losses of the arms at equal tokens, with what they cost."""
+    arms = {name: known[name] for name in ARMS if "loss" in known.get(name, {})}
+    if not arms:
+        return ["Training: not measured."]
+    last = min(arm["tokens_total"][-1] for arm in arms.values())
+    lines = ["| | loss | tokens | updates | communications | loss at the end | tokens/s |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, arm in arms.items():
+        # the evaluation nearest to the tokens that all arms have
+        at = int(np.argmin(np.abs(np.array(arm["tokens_total"]) - last)))
+        rate = sum(arm["round_tokens"][1:]) / max(sum(arm["round_s"][1:]), 1e-9)
+        cells = [f"{arm['loss'][at]:.3f}", f"{arm['tokens_total'][at] / 1e6:.1f} M"]
+        cells += [f"{arm['updates_total'][at]:,}", f"{communications(name, arm)[at]:,}"]
+        cells += [
+            f"{arm['loss'][-1]:.3f} after {arm['tokens_total'][-1] / 1e6:.1f} M",
+            f"{rate:,.0f}",
         ]
-    where = last["machine"]["machine"] if "machine" in last else "no GPU was at hand"
-    return "\n".join([*rows, "", f"Machine: {where}.", ""])
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
-def read_results(path: Path, size: str) -> list[dict]:
-    """The lines of this size in the results, if any."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [line for line in map(json.loads, lines) if line["size"] == size]
+def acceptance_lines(known: dict) -> list[str]:
+    """How far a round is from a CPU's, and what a resumed run is."""
+    update = known.get("update") or {}
+    text = ", ".join(f"{name} {value:.1e}" for name, value in update.items() if name != "error")
+    resumed = known.get("resume")
+    return [
+        f"- A round beside a CPU's, relative differences: {text or _cell(update, '')}.",
+        f"- Resumed bit for bit, deterministic operations:"
+        f" {resumed if isinstance(resumed, str) else _cell(resumed, '')}.",
+    ]
 
 
-def append(path: Path, line: dict) -> None:
-    """Add a line to the results."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line, default=float) + "\n")
+def front(found: Mapping[str, dict]) -> str:
+    """The first sentences of the page."""
+    sentences = []
+    device = next((known["device"] for known in found.values() if "device" in known), "one GPU")
+    for part, title in (("recommended", "`recommended`"), ("microllama", "MicroLlama")):
+        shipped = found[part].get("shipped", {})
+        if "tokens_per_s" in shipped:
+            share = _share(found[part], shipped)
+            sentences.append(
+                f"{title} {shipped['tokens_per_s'][1]:,.0f} tokens/s ({share:.2f} of the peak)"
+            )
+    text = f"Inner steps on one {device}: {', '.join(sentences) or 'not measured'}."
+    arms = {
+        name: found["training"][name] for name in ARMS if "loss" in found["training"].get(name, {})
+    }
+    if arms:
+        ends = [
+            f"{name} {arm['loss'][-1]:.3f} ({arm['tokens_total'][-1] / 1e6:.0f} M tokens,"
+            f" {arm['updates_total'][-1]:,} updates,"
+            f" {communications(name, arm)[-1]:,} communications)"
+            for name, arm in arms.items()
+        ]
+        text += f" Held-out loss of the 35 M model: {'; '.join(ends)}."
+    return text
+
+
+BLOCK = r"(?<=<!-- {} -->\n).*(?=<!-- end of the {} -->)"
+
+
+def write_page(folder: Path, page: Path) -> None:
+    """Replace the front and the tables of the page."""
+    found = read_all(folder)
+    machines = dict.fromkeys(known["machine"] for known in found.values() if "machine" in known)
+    table = [*speed_table(found), "", *training_table(found["training"]), ""]
+    table += [
+        *acceptance_lines(found["acceptance"]),
+        "",
+        *(f"Machine: {each}." for each in machines),
+    ]
+    text = page.read_text("utf-8")
+    for name, lines in (("front", textwrap.wrap(front(found), 120)), ("table", table)):
+        block = re.compile(BLOCK.format(name, name), re.DOTALL)
+        text = block.sub(lambda _, lines=lines: "\n".join([*lines, ""]), text)
+    page.write_text(text, encoding="utf-8")
+
+
+# -- running the parts -----------------------------------------------------------------------
+
+
+def last_line(said: str) -> str:
+    """The last line of what a process said, for a table."""
+    return (said.strip().splitlines() or [""])[-1][:200].replace("|", "/")
 
 
 def measure_part(part: str, options: argparse.Namespace) -> None:
-    """Measure a part in this process and write its line."""
-    start_s = time.monotonic()
-    figures = {} if part == "machine" else PARTS[part](SIZES[options.size])
-    device = jax.devices()[0]
-    about = {"part": part, "size": options.size, "device": device.device_kind}
-    about |= {"platform": device.platform, "machine": machine()}
-    about["seconds"] = round(time.monotonic() - start_s, 1)
-    append(options.results, about | figures)
+    """Measure what a part lacks, in this process.
+
+    Raises:
+      ConfigError: If there is no accelerator.
+    """
+    device, path = jax.devices()[0], options.out / f"{part}.json"
+    if device.platform == "cpu" and not options.tiny:
+        raise ConfigError(
+            "no accelerator: jax finds only a CPU; install jax[cuda12] on a machine with a GPU, or"
+            " give --tiny"
+        )
+    figures = Figures(path)
+    if figures.known.get("device", device.device_kind) != device.device_kind:
+        path.unlink()  # of another card
+        figures = Figures(path)
+    figures.known.pop("stopped", None)
+    figures.write(device=device.device_kind, machine=machine())
+    PARTS[part][0](figures, TINY if options.tiny else FULL, options)
+    figures.write(done=True)
 
 
-def run_part(part: str, options: argparse.Namespace, limit_s: float) -> str:
-    """Measure a part in another process; return one line with its error, or an empty text."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ENVIRONMENT.get(part, {})
+def run_part(part: str, options: argparse.Namespace, limit_s: float) -> int:
+    """Measure a part in another process for at most `limit_s`; return its exit code."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # one GPU, also where there are several
-    if options.size == "toy":
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str((options.work / "programs").absolute()))
+    environment.setdefault("PYTHONPATH", str(ROOT))
+    if options.tiny:
         environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most of the time is compilation
-    command = [sys.executable, __file__, f"--part={part}", f"--size={options.size}"]
-    command += [f"--results={options.results}"]
-    process = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    own = {"part": part, "limit": max(1.0, limit_s - 5)}
+    given = vars(options) | own
+    command = [sys.executable, __file__, *(["--tiny"] if options.tiny else [])]
+    names = ("out", "work", "rows", "tokenizer", "weights", "part", "limit")
+    command += [f"--{name}={given[name]}" for name in names if given[name] is not None]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        _, said = process.communicate(timeout=limit_s)
+        return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        return f"took more than {limit_s:.0f} s"
+        return -signal.SIGKILL
     finally:
         if process.returncode is None:  # also at an interrupt: what it has started, too
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    if process.returncode == 0:
-        return ""
-    print(said, file=sys.stderr)
-    last = (said.strip().splitlines() or [f"ended with {process.returncode}"])[-1]
-    return last[:200].replace("|", "/")
+            process.wait()
 
 
-def measure_all(options: argparse.Namespace) -> list[dict]:
-    """Measure the parts that the results lack, and return all results.
-
-    Raises:
-      ConfigError: If there is no accelerator, or JAX does not start.
-    """
+def measure_all(options: argparse.Namespace) -> int:
+    """Measure the parts that are not done; return an exit code."""
     end_s = time.monotonic() + 60 * options.minutes
-    if fault := run_part("machine", options, 120):
-        raise ConfigError(f"jax does not start: {fault}")
-    here = read_results(options.results, options.size)[-1]
-    if here["platform"] == "cpu" and options.size != "toy":
-        raise ConfigError(
-            "no accelerator: jax finds only a CPU; install jax[cuda12] on a machine with a GPU, or"
-            " give --size toy"
-        )
-
-    def lines() -> list[dict]:
-        found = read_results(options.results, options.size)
-        return [line for line in found if line["device"] == here["device"]]
-
-    for part in PARTS:
-        left_s = end_s - time.monotonic()
-        if part in finished(lines()) or left_s <= 0:
+    needs = {"training": ("rows", "tokenizer"), "finetune": ("weights",)}
+    for part, (_, seconds) in PARTS.items():
+        lacks = [f"--{name}" for name in needs.get(part, ()) if getattr(options, name) is None]
+        figures = Figures(options.out / f"{part}.json")
+        limit_s = min(end_s - time.monotonic(), seconds * (4 if options.tiny else 1))
+        if lacks or figures.known.get("done") or limit_s < _LEAST_S:
+            print(f"{part}: {'done' if 'done' in figures.known else ' '.join(['skipped', *lacks])}")
             continue
-        print(f"{part}, at most {min(left_s, PART_LIMIT_S):.0f} s", flush=True)
-        fault = run_part(part, options, min(left_s, PART_LIMIT_S))
-        if fault:
-            append(options.results, here | {"part": part, "error": fault})
-    return lines()
+        print(f"{part}: at most {limit_s:.0f} s", flush=True)
+        start_s = time.monotonic()
+        code = run_part(part, options, limit_s)
+        print(f"{part}: {time.monotonic() - start_s:.0f} s, exit code {code}", flush=True)
+        if code == ConfigError.exit_code:
+            return code
+        figures = Figures(options.out / f"{part}.json")
+        if code != 0:
+            figures.write(stopped=f"exit code {code} after {time.monotonic() - start_s:.0f} s")
+    return 0 if all(read_all(options.out)[part].get("done") for part in FIRST) else 1
+
+
+_LEAST_S = 10
+FIRST = ("acceptance", "recommended", "microllama", "training")
 
 
 def main() -> int:
-    """Measure, and write the table."""
+    """Measure, or write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="microllama")
-    parser.add_argument("--results", type=Path, default=Path("runs/gpu/results.jsonl"))
-    parser.add_argument("--page", type=Path, help="holds the table; docs/GPU.md, of toy none")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for all parts together")
-    parser.add_argument("--peak", type=float, help="dense bfloat16 FLOP/s of the device")
-    parser.add_argument("--part", choices=["machine", *PARTS], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the parts' figures")
+    parser.add_argument("--work", type=Path, default=Path("runs/gpu"), help="runs and programs")
+    parser.add_argument("--rows", type=Path, help="folder of rows, for the part training")
+    parser.add_argument("--tokenizer", help="the tokenizer of the rows")
+    parser.add_argument("--weights", help="a checkpoint, for the part finetune")
+    parser.add_argument("--minutes", type=float, default=12.0, help="for all parts together")
+    parser.add_argument("--tiny", action="store_true", help="small models, on a CPU")
+    parser.add_argument("--tables", type=Path, nargs="?", const=ROOT / "docs" / "GPU.md")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     try:
-        if options.part:
+        if options.tables:
+            write_page(options.out, options.tables)
+        elif options.part:
             measure_part(options.part, options)
-            return 0
-        lines = measure_all(options)
+        else:
+            return measure_all(options)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    text = table(lines, peak_of(lines[-1]["device"], options.peak))
-    print(text)
-    page = options.page or (ROOT / "docs" / "GPU.md" if options.size != "toy" else None)
-    if page:
-        page.write_text(TABLE.sub(lambda _: text, page.read_text("utf-8")), encoding="utf-8")
-    missing = [part for part in PARTS if part not in finished(lines)]
-    if missing:
-        print(f"missing: {', '.join(missing)}; the same command measures them")
-    return 1 if missing else 0
+    return 0
 
 
 if __name__ == "__main__":

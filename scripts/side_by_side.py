@@ -14,12 +14,14 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses the same GPU
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 from timing import interleave
@@ -29,7 +31,7 @@ from adloco_jax import hf
 from adloco_jax.config import Settings, default_config, validate
 from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.engine.programs import needed_bytes
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import Kernel, here
 from adloco_jax.run.assemble import (
     build_model,
     build_network,
@@ -58,6 +60,12 @@ SHAPES = {
         1024,
         16,
     ),
+    "recommended": Shape(
+        {"vocab_size": 32000, "width": 384, "num_layers": 6, "num_heads": 3, "num_kv_heads": 3}
+        | {"mlp_width": 1024, "dtype": "bfloat16"},
+        512,
+        32,
+    ),
 }
 
 
@@ -71,6 +79,9 @@ class InnerSteps:
         params: PyTree | None = None,
         *,
         parallelism: int | None = None,
+        kernel: Kernel | None = None,
+        inner_tx: optax.GradientTransformation | None = None,
+        options: dict[str, Any] | None = None,
     ):
         """Compile the inner steps.
 
@@ -79,9 +90,12 @@ class InnerSteps:
           tokens_SRBL: The tokens that each call trains on, int32 [S, R, B, L + 1].
           params: One model's parameters to start from; None draws them from key 0.
           parallelism: How many workers compute as one batch; None: as a run on this device.
+          kernel: The implementation of attention; None: as a run on this device.
+          inner_tx: The optimizer without clipping; None: that of the settings.
+          options: Options of the compiler.
         """
-        init_fn, loss_fn = build_model(settings, here())
-        inner_tx, num_workers = inner_transform(settings), tokens_SRBL.shape[1]
+        init_fn, loss_fn = build_model(settings, here(), kernel=kernel)
+        inner_tx, num_workers = inner_transform(settings, inner_tx), tokens_SRBL.shape[1]
         ensemble = adloco_jax.init(
             init_fn(jax.random.key(0)) if params is None else params,
             num_trainers=num_workers,
@@ -105,7 +119,8 @@ class InnerSteps:
             )
 
         jitted = jax.jit(steps, donate_argnums=0)
-        self._program = jitted.lower(self._workers, *self._inputs).compile()
+        lowered = jitted.lower(self._workers, *self._inputs)
+        self._program = lowered.compile(compiler_options=options)
 
     @property
     def needed_bytes(self) -> int:
@@ -156,13 +171,8 @@ def measure(
     products = _products(settings.model.dtype, with_torch=with_torch)
     times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
-    # Six operations for each weight of a matrix (Kaplan et al. 2020, arXiv 2001.08361, 2.1), and
-    # attention's two products, of the half that is not masked.
-    leaves = jax.tree.leaves_with_path(params)
-    weights = sum(leaf.size for path, leaf in leaves if _is_matrix(path, leaf))
-    attention = 6 * shape.model["num_layers"] * shape.sequence_length * shape.model["width"]
     num_tokens = tokens[..., 1:].size
-    flops = num_tokens * (6 * weights + attention)
+    flops = num_tokens * flops_per_token(shape, params)
     return {
         name: {
             "seconds": float(np.median(times[name])),
@@ -173,6 +183,17 @@ def measure(
         }
         for name in calls
     }
+
+
+def flops_per_token(shape: Shape, params: PyTree) -> int:
+    """Operations of an update for each token, without what is rematerialised.
+
+    Six for each weight of a matrix (Kaplan et al. 2020, arXiv 2001.08361, 2.1), and attention's two
+    products, of the half that is not masked.
+    """
+    leaves = jax.tree.leaves_with_path(params)
+    weights = sum(leaf.size for path, leaf in leaves if _is_matrix(path, leaf))
+    return 6 * (weights + shape.model["num_layers"] * shape.sequence_length * shape.model["width"])
 
 
 def _torch_calls(
