@@ -5,14 +5,10 @@ at its first use, so commands without arrays do not wait for JAX. Source: "AdLoC
 2508.18182.
 """
 
-import ast
-import functools
 import importlib
-import inspect
-import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the public names; `_homes` reads from these imports where they are defined
+if TYPE_CHECKING:  # the public names, for type checkers
     from adloco_jax.contrib import AGGREGATORS as AGGREGATORS
     from adloco_jax.contrib import INNER_OPTIMIZERS as INNER_OPTIMIZERS
     from adloco_jax.contrib import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
@@ -67,23 +63,31 @@ if TYPE_CHECKING:  # the public names; `_homes` reads from these imports where t
 
 __version__ = "0.3.0"
 
+# The modules of the public names. A test compares it with the imports above.
+_HOMES = {
+    "contrib": "AGGREGATORS INNER_OPTIMIZERS OUTER_OPTIMIZERS ROUND_LENGTHS",
+    "contrib.streaming": "outer_update_fragment put_fragment receive_fragment take_fragment",
+    "core.batching": "BATCH_TESTS BatchTest augmented_inner_product_test constant"
+    " inner_product_test next_batch_size norm_test ramp switch_mode",
+    "core.gradstats": "gradient_stats gradient_stats_of_means pool",
+    "core.merge": "MERGE_POLICIES Candidate allocate_workers choose_merge merge reassign spawn",
+    "core.outer": "apply_differences inner_steps outer_step outer_update pack_differences"
+    " start_round",
+    "core.types": "BatchPlan Ensemble GradientStats RoundMetrics init put take",
+    "data": "DATA_SOURCES ArrayRows DataSource",
+    "loop.adloco": "State",
+    "models.architectures": "ARCHITECTURES Architecture",
+    "training": "Result fit train",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-@functools.cache
-def _homes() -> dict[str, str]:
-    """Map each public name to its module, by the imports under `TYPE_CHECKING` in this file."""
-    source = ast.parse(inspect.getsource(sys.modules[__name__]))
-    (block,) = (node for node in source.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {name.name: str(node.module) for node in imports for name in node.names}
-
-
-__all__ = sorted(_homes())
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str):
-    if name not in __all__:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'adloco_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(_homes()[name]), name)
+    return getattr(importlib.import_module(f"adloco_jax.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

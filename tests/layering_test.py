@@ -1,12 +1,17 @@
 """Imports point one way only: the pure modules know no host library and nothing above the line."""
 
 import ast
+import importlib.machinery
+import importlib.util
+import py_compile
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+import adloco_jax
 
 PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 
@@ -190,3 +195,16 @@ def test_the_pure_functions_cost_jax_flax_and_optax_only_and_the_package_alone_n
     assert not libraries & heavy
     above = {name for name in modules if name.split(".")[1] not in ("core", "models")}
     assert "adloco_jax.core" in modules and not above
+
+
+def test_the_package_imports_from_bytecode_alone_with_the_names_that_type_checkers_see(tmp_path):
+    source = PACKAGE / "__init__.py"
+    (block,) = [n for n in ast.parse(source.read_text("utf-8")).body if isinstance(n, ast.If)]
+    seen = {a.name: n.module for n in block.body for a in n.names}
+    path = py_compile.compile(str(source), cfile=str(tmp_path / "adloco_jax.pyc"), doraise=True)
+    loader = importlib.machinery.SourcelessFileLoader("bytecode", path)
+    spec = importlib.util.spec_from_loader("bytecode", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    assert {name: f"adloco_jax.{home}" for name, home in module._HOME_OF.items()} == seen
+    assert module.__all__ == sorted(seen) and module.norm_test is adloco_jax.norm_test
