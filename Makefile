@@ -5,6 +5,7 @@
 # make check  lint, format, types, and GitHub's files against their schemas
 # make format  formats the code, and sorts its imports
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
+# make lowest  the same with the lowest versions that pyproject.toml allows, and the core tests
 # make parity  installs PyTorch and compares with it
 # make gpu    installs jax and torch for CUDA, and measures on one GPU
 # make accelerators  compiles configs for GPUs that the machine does not have; if it is stopped,
@@ -34,7 +35,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo environment test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check format dist extras faults mutants clean
+.PHONY: demo environment test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check format wheel dist lowest extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -86,11 +87,16 @@ format: $(WITH)-check
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-dist: $(WITH)-dist
+wheel: $(WITH)-dist
 	rm -rf build dist
 	$(RUN) -m build
 	$(RUN) -m twine check --strict dist/*
+
+dist: wheel
 	PYTHON=$(PYTHON) scripts/try_wheel.sh $(CONSTRAINTS)
+
+lowest: wheel
+	PYTHON=$(PYTHON) scripts/try_wheel.sh constraints/lowest.txt tests/core_*_test.py
 
 faults: $(INSTALLED)
 	$(RUN) scripts/faults.py
