@@ -93,9 +93,12 @@ def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None 
             (values[group] if rest else values).pop(rest[0] if rest else group, None)
             wrong.append(".".join([group, *rest[:1]]) + " = ")
     try:
-        settings = Settings.model_validate(values, context=known)
-    except ValidationError as error:
-        faults += [line for line in worded(error) if not any(key in line for key in wrong)]
+        settings = Settings.model_validate(values)
+    except ValidationError:  # a group that is no group, which has a line already
+        pass
+    else:
+        rules = settings.faults(known)
+        faults += [line for line in rules if not any(key in line for key in wrong)]
     if faults or settings is None:
         raise ConfigError("\n".join(faults))
     batching = settings.batching.model_copy(update={"buckets": _resolve_buckets(settings)})
@@ -139,8 +142,6 @@ def worded(error: ValidationError) -> list[str]:
         key = "".join(loc).removeprefix(".")
         if fault["type"] == "extra_forbidden":
             lines.append(unknown_key_fault(key))
-        elif fault["type"] == "value_error":
-            lines += str(fault["ctx"]["error"]).split("\n")  # broken rules
         else:
             need = _NEEDS.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
             need = need.replace("Input should be", "must be")
@@ -157,14 +158,18 @@ def unknown_key_fault(key: str) -> str:
 def namesakes(key: str) -> list[str]:
     """List the known keys with the same last part, or whose words begin with its letters (`lr`).
 
-    Keys of the same group are preferred.
+    Else those that contain it as words (`batch_size`), or the first of the group that it names. Of
+    several, keys of the same group are preferred.
     """
     group, _, name = key.rpartition(".")
-    found = []
-    for known in KNOBS:
-        last = known.rpartition(".")[2]
-        if name in (last, "".join(word[0] for word in last.split("_") if "_" in last)):
-            found.append(known)
+    lasts = {known: known.rpartition(".")[2] for known in KNOBS}
+    found = [
+        known
+        for known, last in lasts.items()
+        if name in (last, "".join(word[0] for word in last.split("_") if "_" in last))
+    ]
+    found = found or [known for known, last in lasts.items() if f"_{name}_" in f"_{last}_"]
+    found = found or [known for known in KNOBS if known.startswith(f"{name}.")][:2]
     return [known for known in found if known.rpartition(".")[0] == group] or found
 
 

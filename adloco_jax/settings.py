@@ -10,9 +10,9 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 Change = Literal["harmless", "accepted", "refused"]
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 class SettingsGroup(
     BaseModel, strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True
 ):
-    """A group of knobs. Tables and rules are checked only if the tables are the context."""
+    """A group of knobs; `faults` checks its rules."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the rules about combinations of knobs that are broken."""
@@ -68,12 +68,17 @@ class SettingsGroup(
                 if getattr(self, name) not in table:
                     yield name, f"must be {' or '.join(map(repr, table))}"
 
-    @model_validator(mode="after")
-    def _obeys_rules(self, info: ValidationInfo) -> Self:
-        tables = info.context
-        if tables and (broken := [*self._unknown_names(tables)] or [*self.broken_rules(tables)]):
-            raise ValueError("\n".join(f"{self._values(keys)}: {need}" for keys, need in broken))
-        return self
+    def faults(self, tables: Tables) -> list[str]:
+        """Describe names that no table has, else broken rules; those of the groups come first.
+
+        Rules about several groups are checked if no group names an entry that does not exist.
+        """
+        groups = [value for _, value in self if isinstance(value, SettingsGroup)]
+        found = [line for group in groups for line in group.faults(tables)]
+        broken = [*self._unknown_names(tables)]
+        if not broken and not any(map(any, (group._unknown_names(tables) for group in groups))):
+            broken = [*self.broken_rules(tables)]
+        return found + [f"{self._values(keys)}: {need}" for keys, need in broken]
 
     def _values(self, keys: str) -> str:
         group = type(self).__name__.removesuffix("Settings").lower()
@@ -354,8 +359,10 @@ class BatchingSettings(SettingsGroup):
         first, largest, cap = self.initial_batch_size, self.max_batch_size, self.batch_cap
         if not 0 < len(self.growth) == len(set(self.growth)):
             yield "growth", "must name some of workers, rounds, batch; list each once"
-        if first > min(largest or cap, cap):
-            yield "initial_batch_size max_batch_size batch_cap", "the first is too large; lower it"
+        for key, limit in (("max_batch_size", largest), ("batch_cap", cap)):
+            if limit is not None and first > limit:
+                need = f"the first is larger; set --config.batching.{key}={first}"
+                yield f"initial_batch_size {key}", need
         if self.buckets and largest not in (None, max(self.buckets)):
             yield "buckets max_batch_size", "the largest bucket must be the second; change one"
         if self.buckets and not largest and not any(first <= n <= cap for n in self.buckets):

@@ -37,7 +37,7 @@ BAD_ROWS = {
     "cut": (b'{"text": "abc', "not one JSON object per line"),
     "two": (b'{"text": "a"} {"text": "b"}', "not one JSON object"),
     "a list": (b'[{"text": "a"}]', "have a JSON list, need an object"),
-    "no text": (b'{"body": 1, "id": 3}', r"no field 'text' \(data.text_column.*\), have body, id"),
+    "no text": (b'{"body": 1, "id": 3}', "have body, id; set --config.data.text_column=body"),
     "null": (b'{"text": null}', "'text' must be a string, have None"),
     "a number": (b'{"text": 5}', "'text' must be a string, have 5"),
     "invalid UTF-8": (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),

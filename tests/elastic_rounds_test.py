@@ -297,7 +297,7 @@ def test_the_line_of_a_round_has_all_trainers_though_each_has_its_own_clock(
     run(tmp_path, settings)
     shown = [line for line in capsys.readouterr().out.splitlines() if "/3: " in line]
     assert [line.split(":")[0] for line in shown] == ["round 1/3", "round 2/3", "round 3/3"]
-    assert all("2x1x2 2x1x2, 2 trainers, 4 of 4 workers" in line for line in shown)
+    assert all("trainers 2, workers 4/4, batch 2," in line for line in shown)
 
 
 def test_of_two_workers_the_one_far_beyond_the_last_accepted_updates_is_rejected(

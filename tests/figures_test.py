@@ -53,9 +53,9 @@ def variant(*runs):
 def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     run = read(tmp_path)
     made, time_s = loss.charts([variant(run)]), cluster.run_seconds(run.events, loss.CLUSTER)
-    assert [*made] == ["Tokens", "Communications", "Bytes", "Simulated time"]
+    assert [*made] == ["Tokens", "Serial updates", "Communications", "Bytes", "Simulated time"]
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
-    spent = [TOKENS, [1, 2, 4, 5, 6, 7], moved, [*time_s.values()]]
+    spent = [TOKENS, [4, 8, 12, 16, 20, 24], [1, 2, 4, 5, 6, 7], moved, [*time_s.values()]]
     for ((up, _), lines), x in zip(drawn.items(), spent, strict=True):
         assert up == "held-out loss (nats/token)"
         assert points(lines["consensus"]) == near(x, CONSENSUS)
@@ -67,7 +67,7 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
 def test_costs_that_stay_zero_have_no_chart(tmp_path):
     alone = [row for row in ROUNDS if row[1] == 2]
     made = loss.charts([variant(read(tmp_path, rounds=alone, merge=False))])
-    assert [*made] == ["Tokens", "Simulated time"]
+    assert [*made] == ["Tokens", "Serial updates", "Simulated time"]
 
 
 def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path, drawn):

@@ -189,6 +189,12 @@ GUESSES = {
     "train quickstart --config.data.source=csv --config.data.path=x.csv": "hf reads such files",
     "compare": "write: adloco compare compare_quick",
     "compare quickstart": "write: adloco train ",
+    "compare runs/first runs/first": "write: adloco report runs/first runs/first --out report",
+    "train quickstart --config.batch_size=16": "did you mean batching.initial_batch_size or",
+    "train quickstart --data=x.txt": "did you mean --config.data.source or --config.data.path?",
+    "train quickstart --config.batching.initial_batch_size=16 --config.batching.max_batch_size=8": (
+        "set --config.batching.max_batch_size=16"
+    ),
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
     "exprt runs/first": "did you mean adloco export runs/first?",
     "configs --stray": "--stray; write: adloco configs (",
@@ -321,6 +327,41 @@ def test_the_source_of_a_path_follows_from_its_name(elsewhere, capsys, name, sou
     assert configured(f"--config.data.path={name}", config="microllama").data.source == "hf"
     (elsewhere / "prepared.json").touch()
     assert configured("--config.data.path=.").data.source == "tokens"
+
+
+def test_a_config_that_names_no_text_takes_the_source_from_the_path(elsewhere, capsys):
+    (elsewhere / "a.txt").touch()
+    words = ["--config.data.path=a.txt", "--config.data.tokenizer=bytes"]
+    assert configured(*words, config="recommended").data.source == "text"
+    assert capsys.readouterr().out.startswith("data.source=text, by the name a.txt")
+
+
+TRAINED = [path.stem for path in (ROOT / "configs").glob("[!_c]*.py")]  # without comparisons
+
+
+@pytest.mark.parametrize("name", sorted(TRAINED))
+@pytest.mark.parametrize("first", [2, 16])
+def test_one_key_sets_the_first_batch_of_every_shipped_config(elsewhere, name, first):
+    (elsewhere / "a.txt").touch()
+    words = {
+        "recommended": ["--config.data.path=a.txt", "--config.data.tokenizer=bytes"],
+        "finetune": ["--config.data.path=a.txt"],
+    }.get(name, [])
+    before = importlib.import_module(f"adloco_jax.configs.{name}").get_config().batching
+    words = [*words, f"--config.batching.initial_batch_size={first}"]
+    after = validate(configured(*words, config=name)).batching
+    assert after.initial_batch_size == first and after.batch_cap >= first
+    assert first in after.buckets and after.max_batch_size in (None, max(after.buckets))
+    for key in ("max_batch_size", "batch_cap"):  # a batch that stays constant stays so
+        if getattr(before, key) == before.initial_batch_size:
+            assert getattr(after, key) == first
+
+
+def test_rules_about_several_groups_are_reported_with_the_other_faults(capsys):
+    words = ["--config.batching.eta=-1", "--config.inner.final_lr_frac=0.5"]
+    lines = refused(capsys, "train", "quickstart", *words, "--config.data.sequence_length=999")
+    keys = ("batching.eta", "inner.schedule", "data.sequence_length")
+    assert sorted(line.partition(" = ")[0] for line in lines) == sorted(keys)
 
 
 def test_no_line_and_no_traceback_shows_a_secret(capfd, monkeypatch):

@@ -22,12 +22,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def round_of(*sizes, heldout=math.nan, loss=2.41349, tokens=51234.5):
+def round_of(*sizes, heldout=math.nan, loss=2.41349, tokens=51234.5, num_trainers=0):
     """The line of a round, from each trainer's micro-batch, accumulation and workers."""
     names = ("micro_batch_size", "num_accum_steps", "workers")
     lines = [dict(zip(names, size, strict=True)) for size in sizes]
     losses = [loss] + [math.nan] * (len(sizes) - 1)  # no update of the others was finite
-    return describe_round(lines, losses, heldout=heldout, pool=6, tokens_per_s=tokens)
+    return describe_round(
+        lines,
+        losses,
+        heldout=heldout,
+        num_trainers=num_trainers or len(sizes),
+        pool=6,
+        tokens_per_s=tokens,
+    )
 
 
 def show(file, *, num_rounds=4, every=1):
@@ -41,10 +48,7 @@ def show(file, *, num_rounds=4, every=1):
     return file.getvalue()
 
 
-LINE = (
-    "loss 2.413, batch x accumulation x workers 4x1x2 8x3x1, 2 trainers, 3 of 6 workers,"
-    " 51,234 tokens/s, "
-)
+LINE = "loss 2.413, trainers 2, workers 3/6, batch 4 8x3, 51,234 tok/s, "
 
 
 def test_without_a_terminal_each_round_is_one_line():
@@ -57,10 +61,12 @@ def test_without_a_terminal_each_round_is_one_line():
     assert found == ["3", "6", "7"]
 
 
-def test_a_line_says_held_out_loss_and_counts_many_trainers():
-    text = round_of(*[(8, 1, 1)] * 4, (8, 2, 1), heldout=2.25)
-    assert "held-out 2.25, " in text
-    assert "workers 8x1x1 in 4 trainers 8x2x1 in 1 trainer, 5 trainers, 5 of 6" in text
+def test_a_line_says_held_out_loss_equal_sizes_once_and_the_trainers_left_in_100_columns():
+    text = round_of(*[(8, 1, 1)] * 4, (8, 2, 1), heldout=2.25, num_trainers=4)
+    assert "held-out 2.25, trainers 5->4, workers 5/6, batch 8 8x2, " in text
+    text = round_of((8, 2, 1), (4, 1, 1), (8, 8, 1), heldout=2.2512, num_trainers=1)
+    assert "trainers 3->1, workers 3/6, batch 4-64, " in text
+    assert len(f"round 1/20: {text}, 00:12 left") <= 104  # 100 without the merge
 
 
 def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_last_rounds(

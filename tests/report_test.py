@@ -39,7 +39,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "communications  8 blocking, summed over trainers; 7.51 MiB moved",
         "merges          1, 1 refused",
         "batch growths   6, accumulating from round 4",
-        "programs        3 compiled in 4.0 s, 1 of them from the cache",
+        "programs        2 compiled, 1 from the cache; rounds waited 0.0 s",
         "memory          host 1.5 GiB peak, device 3 GiB peak, largest program 2.25 GiB",
         "wall time       0:01:15",
         "held-out loss   2.0000 nats/token (chance 5.55), the best trainer after round 6",
@@ -103,6 +103,24 @@ def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
     (tmp_path / "new" / "ledger.jsonl").write_text(f"{start}\n")
     table = summary.closing_table(tmp_path / "new")
     assert "communications  0 blocking, summed over trainers; 0 bytes moved\n" in table
+
+
+def test_a_finished_run_names_the_next_commands(tmp_path, capsys):
+    first, run = write_run(tmp_path / "first"), write_run(tmp_path / "runs of mine")
+    (run / "export").mkdir()
+    (run / "export" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    report.conclude(run)
+    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    both = f"adloco report {first} '{run}' --out '{tmp_path}/first-runs of mine'"
+    assert commands == [f"next: adloco generate '{run}' --prompt \"The\"", f"next: {both}"]
+
+
+def test_the_headline_says_when_runs_differ_in_length(tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", learning_rate=1.0, loss_shift=1.0)]
+    assert "differ" not in report.write(runs, tmp_path / "same").read_text()
+    short = write_run(tmp_path / "c", learning_rate=2.0, loss_shift=1.0, rounds=ROUNDS[:6])
+    page = report.write([runs[0], short], tmp_path / "report").read_text()
+    assert "The runs differ in length: 2.00 after 24 serial updates, " in page
 
 
 class Page(HTMLParser):
@@ -185,10 +203,10 @@ def forty(tmp_path_factory):
 def test_one_run_leaves_a_page_and_the_totals(single):
     run, path = single
     assert {file.name for file in path.parent.iterdir()} == FILES
-    assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 4
+    assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 5
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
-    num_charts = {"costs": 4, "trainers": 1, "training": 1, "batches": 2, "test": 2, "time": 1}
+    num_charts = {"costs": 5, "trainers": 1, "training": 1, "batches": 2, "test": 2, "time": 1}
     assert len(page.charts) == sum(num_charts.values())
     command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     assert page.text.count(command) == 1
@@ -212,7 +230,7 @@ def test_the_first_screen_says_how_it_went(single):
     for text in ("2.0000", "17.9 k", "8", "7.51 MiB", "0:01:15"):
         assert re.search(rf'<td data-head="[a-z]+[^"]*">{text}<', screen)
     assert re.findall(r"<label[^>]*>([^<]*)", source) == [
-        *("Tokens", "Communications", "Bytes", "Simulated time")
+        *("Tokens", "Serial updates", "Communications", "Bytes", "Simulated time")
     ]
 
 
@@ -263,7 +281,7 @@ def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # the final losses
     assert "Never evaluated, so not drawn: b." in page.text
     assert "gathering them is counted too" in page.text
-    assert len(page.charts) == 4 + 2
+    assert len(page.charts) == 5 + 2
     keys = {value for name, value in page.attributes if name == "data-k"}
     assert keys == {"1", "2"} and page.source.count('<tr data-k="') == 2
     summary = json.loads((many.parent / "summary.json").read_text())
@@ -298,9 +316,9 @@ def left_and_right(text, box_px):
 def test_no_text_lies_over_another_on_a_phone_also_of_forty_variants(single, forty):
     """A phone of 390 pixels leaves 280 for a chart between the margins of `page.html`."""
     assert len(forty.encode()) < 2_000_000
-    charts = [(drawn, 6, 40) for drawn in Page(forty).charts[:4]]
+    charts = [(drawn, 6, 40) for drawn in Page(forty).charts[:5]]
     charts += [(drawn, 9, 1) for drawn in Page(single[1].read_text()).charts]
-    del charts[8]  # the chart of trainers, which has no ticks to check
+    del charts[10]  # the chart of trainers, which has no ticks to check
     for drawn, most_ticks, num_curves in charts:
         ticks = [t for t in drawn["texts"] if t["class"] == "tick"]
         spans = [left_and_right(text, 280) for text in ticks]

@@ -101,6 +101,9 @@ class Parser(argparse.ArgumentParser):
         """
         if self.subject:
             given = [*vars(options)[self.subject], *(vars(options).pop("same", None) or ())]
+            if self.subject == "config" and given and all(map(is_run, given)):
+                runs = shlex.join([*given, *["--out", "report"] * (len(given) > 1)])
+                raise ConfigError(f"these are runs; write: adloco report {runs}")
             if not given or (len(given) > 1 and not self.takes_several):
                 self.error(f"name {'a' if not given else 'one'} {self.subject}")
             vars(options)[self.subject] = given if self.takes_several else given[0]

@@ -71,8 +71,8 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
         # its own data set do not apply.
         values |= {key: KNOBS[key].default for key in _OF_A_DATA_SET if values[key] is None}
     guessed, at, data = None, values["data.path"], made.get("data")
-    is_stdlib = isinstance(data, ConfigDict) and data.get("source") == "stdlib"
-    if at and not values["data.source"] and is_stdlib:
+    names_no_text = isinstance(data, ConfigDict) and not data.get("path")
+    if at and not values["data.source"] and names_no_text:
         from adloco_jax.cli.prepare import guess_source
         from adloco_jax.data.prepared import is_prepared
 
@@ -85,9 +85,12 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
         if kind not in DATA_SOURCES and (source := SOURCES.get(kind)):
             faults.append(f"data.source = {kind!r}: no source; {source} reads such files")
             values["data.source"] = source
+    before, batching = made.get("batching", {}).get("initial_batch_size"), made.get("batching")
     for key, text in values.items():
         if text is not None:
             override(made, key, text)
+    if run is None and isinstance(batching, ConfigDict):
+        follow_batch(batching, before, {key for key in KNOBS if values[key] is not None})
     sizes, model = "", made.get("model")
     if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
         sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
@@ -102,6 +105,23 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     if guessed is not None:
         print(f"data.source={guessed}, by the name {at}; --config.data.source names another")
     return path, made
+
+
+def follow_batch(batching: ConfigDict, before: int, given: Container[str]) -> None:
+    """Let limits that the command line does not give follow the first batch or micro-batch of it.
+
+    A limit that was the config's first batch `before`, or is less than the new one, becomes the new
+    one.
+    """
+    first = batching.initial_batch_size
+    if "batching.initial_batch_size" in given and isinstance(first, int):
+        for name in ("max_batch_size", "batch_cap"):
+            limit = batching[name]
+            if f"batching.{name}" not in given and isinstance(limit, int):
+                batching[name] = first if limit == before or limit < first else limit
+    sizes = {"batching.initial_batch_size", "batching.max_batch_size"}
+    if any(key in given for key in sizes) and "batching.buckets" not in given:
+        batching.buckets = ()
 
 
 def take_sizes(config: ConfigDict, given: Container[str]) -> str:

@@ -29,6 +29,7 @@ from adloco_jax.settings import DataSettings
 
 # The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
 MAX_LINE_BYTES = 2**24
+_TEXTS = ("content", "body", "document", "article", "sentence")  # usual names of a text's column
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
@@ -115,7 +116,7 @@ def documents_of(
 
 
 def _text(row: Record, column: str) -> str:
-    require_columns(row.columns, [column], row.where)
+    require_columns(row.columns, {"text_column": column}, row.where)
     text = row.columns[column]
     if not isinstance(text, str):
         raise DataError(f"{row.where}: {column!r} must be a string, have {text!r:.40}")
@@ -129,7 +130,7 @@ def _text(row: Record, column: str) -> str:
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
     if not text:
         raise DataError(f"{row.where}: {data.text_column!r} is empty")
-    require_columns(row.columns, [data.label_column], row.where)
+    require_columns(row.columns, {"label_column": data.label_column}, row.where)
     label = row.columns[data.label_column]
     if type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
@@ -139,16 +140,18 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
     return label
 
 
-def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Raise DataError if a table lacks a column that the config names, or has it twice."""
+def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: str) -> None:
+    """Raise DataError if a table lacks a column that a key of the config names, or has it twice."""
     columns = list(columns)
-    for column in wanted:
+    for key, column in wanted.items():
         if columns.count(column) > 1:
             raise DataError(f"{where}: {columns.count(column)} fields are named {column!r}, need 1")
         if column not in columns:
+            likely = _TEXTS if key == "text_column" else ()
+            other = next((name for name in likely if name in columns), "NAME")
             raise DataError(
-                f"{where}: no field {column!r} (data.text_column, data.label_column), have"
-                f" {', '.join(columns)}"
+                f"{where}: no field {column!r}, have {', '.join(columns)}; set"
+                f" --config.data.{key}={other}"
             )
 
 
@@ -250,7 +253,9 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
     with _arrow_faults(file), pyarrow.parquet.ParquetFile(file) as rows:
         require_columns(rows.schema_arrow.names, _used(data), str(file))
-        yield from _arrow_records(rows.iter_batches(batch_size=1024, columns=_used(data)), file)
+        yield from _arrow_records(
+            rows.iter_batches(batch_size=1024, columns=[*_used(data).values()]), file
+        )
 
 
 def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
@@ -259,7 +264,7 @@ def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
     with _arrow_faults(file), pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as rows:
         require_columns(rows.schema.names, _used(data), str(file))
-        yield from _arrow_records((batch.select(_used(data)) for batch in rows), file)
+        yield from _arrow_records((batch.select([*_used(data).values()]) for batch in rows), file)
 
 
 def _arrow_records(batches: Iterable[Any], file: Path) -> Iterator[Record]:
@@ -278,8 +283,9 @@ def _arrow_faults(file: Path) -> Iterator[None]:
         raise DataError(f"{file}: damaged or unreadable ({reason(error, 200)})") from error
 
 
-def _used(data: DataSettings) -> list[str]:
-    return [column for column in (data.text_column, data.label_column) if column]
+def _used(data: DataSettings) -> dict[str, str]:
+    names = {"text_column": data.text_column, "label_column": data.label_column}
+    return {key: column for key, column in names.items() if column}
 
 
 def read_text(file: Path) -> str:
@@ -372,7 +378,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
         dataset: Any = builder.as_streaming_dataset(split=split)
         if dataset.features is not None:
             require_columns(dataset.features, _used(data), where)
-            dataset = dataset.select_columns(_used(data))
+            dataset = dataset.select_columns([*_used(data).values()])
     count = dataset.num_shards
 
     def records(index: int, path: None) -> Iterator[Record]:

@@ -98,6 +98,7 @@ class Recorder:
         )
         tokens, seconds = self._unshown
         how = {"heldout": self.loss, "pool": self.settings.ensemble.num_workers}
+        how["num_trainers"] = len(control.trainers)
         text = describe_round(lines, losses, **how, tokens_per_s=tokens / seconds)
         self._unshown = np.zeros(2)
         self._newest = {t.id: self._newest[t.id] for t in control.trainers if t.id in self._newest}

@@ -1,6 +1,5 @@
 """Write the terminal output of a run: lines about rounds and events, above a progress bar."""
 
-import collections
 import importlib.util
 import sys
 import time
@@ -21,15 +20,14 @@ with warnings.catch_warnings():  # without ipywidgets the first import in a note
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-_MOST_LISTED = 4  # with more trainers, the line of a round counts equal sizes, and lists them once
+_MOST_LISTED = 2  # with more sizes of batches, the line of a round has the range
 # The line for each kind of change at the end of a round.
 _CHANGES = {
     "learner": "learner {learner} {what}: {why}",
     "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
-    "merge": "trainers {listed} merge into trainer {into}: held-out loss {losses} ->"
-    " {loss_after:.4f}",
-    "refusal": "trainers {listed} do not merge: the loss would rise by {barrier:.4f} over their"
-    " mean, more than merge.max_barrier; {why}",
+    "merge": "trainers {listed} merge into trainer {into}: guard loss {losses} -> {loss_after:.4f}",
+    "refusal": "trainers {listed} do not merge: the guard loss would rise by {barrier:.4f} over"
+    " their mean, more than merge.max_barrier; {why}",
     "fault": "trainer {trainer} leaves the run with its workers: its last {skipped_in_a_row}"
     " updates were not finite",
 }
@@ -139,25 +137,26 @@ def describe_round(
     losses: Sequence[float],
     *,
     heldout: float,
+    num_trainers: int,
     pool: int,
     tokens_per_s: float,
 ) -> str:
-    """Describe a finished round on one line: loss, batch sizes, trainers, workers and speed.
+    """Describe a finished round: loss, trainers, workers, batch x accumulation, and speed.
 
-    `lines` are the trainers' ledger lines, `pool` the workers once all have started.
+    `lines` are the trainers' ledger lines, `num_trainers` those that are left after the round,
+    `pool` the workers once all have started.
     """
     loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
-    names = ("micro_batch_size", "num_accum_steps", "workers")
-    sizes = ["x".join(str(line[name]) for name in names) for line in lines]
+    sizes = {(line["micro_batch_size"], line["num_accum_steps"]) for line in lines}
+    batch = " ".join(f"{size}x{accum}".removesuffix("x1") for size, accum in sorted(sizes))
     if len(sizes) > _MOST_LISTED:
-        counts = collections.Counter(sizes).most_common()
-        sizes = [f"{size} in {counted(count, 'trainer')}" for size, count in counts]
+        batch = f"{min(a * b for a, b in sizes)}-{max(a * b for a, b in sizes)}"
     workers = sum(line["workers"] for line in lines)
+    left = "" if num_trainers == len(lines) else f"->{num_trainers}"
     return (
         f"loss {loss:.4g}{'' if np.isnan(heldout) else f', held-out {heldout:.4g}'},"
-        f" batch x accumulation x workers {' '.join(sizes)},"
-        f" {counted(len(lines), 'trainer')}, {workers} of {pool} workers,"
-        f" {tokens_per_s:,.0f} tokens/s"
+        f" trainers {len(lines)}{left}, workers {workers}/{pool}, batch {batch},"
+        f" {tokens_per_s:,.0f} tok/s"
     )
 
 

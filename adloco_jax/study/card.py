@@ -38,7 +38,7 @@ def write(
     start, data = config["model"]["init_from"], config["data"]
     base, dataset = _on_hub(start), _on_hub(data["path"]) if data["source"] == "hf" else None
     language = data["name"] if re.fullmatch("[a-z]{2}", data["name"]) else None
-    name, task = workdir.resolve().name, _task(folder)
+    name, task = workdir.resolve().name, task_of(folder)
     scores = {metric: found[metric] for metric in _METRICS if found[metric] is not None}
     metadata = ModelCardData(
         base_model=base,
@@ -84,7 +84,8 @@ def write(
     page.write_files(folder, {FILE: "\n\n".join(text) + "\n"})
 
 
-def _task(folder: Path) -> str | None:
+def task_of(folder: Path) -> str | None:
+    """Return the hub's name of what the model in a folder does; None if `transformers` has none."""
     path = folder / "config.json"
     name = read_json(path, DataError)["architectures"][0] if path.exists() else ""
     return next((task for end, task in _TASKS.items() if name.endswith(end)), None)

@@ -23,7 +23,7 @@ from adloco_jax.settings import KNOBS
 from adloco_jax.study import chart, results
 from adloco_jax.study.chart import Axis, Curve, Figure
 from adloco_jax.study.cluster import Cluster, run_seconds
-from adloco_jax.study.curves import COSTS, heldout_points, last, lines
+from adloco_jax.study.curves import COSTS, heldout_points, last, serial_updates
 from adloco_jax.study.results import Trial
 from adloco_jax.study.summary import markdown as plain
 from adloco_jax.study.summary import markdown_table, short
@@ -113,14 +113,12 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
       DataError: If no evaluation is left.
     """
     end_s = run_seconds(events, simulated)
-    updates: dict[int, int] = {}
-    for event in lines(events, "round"):
-        updates[event["round"]] = max(updates.get(event["round"], 0), event["updates"])
+    updates = serial_updates(events)
     points = [
         {cost: found[cost] for cost in COSTS}
         | {
             "loss": found["value"],
-            "updates": sum(count for index, count in updates.items() if index <= found["round"]),
+            "updates": updates.get(found["round"], 0),
             "time_s": end_s.get(found["round"], 0.0),
             "rounds": found["round"],
         }

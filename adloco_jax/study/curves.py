@@ -1,5 +1,6 @@
 """Read and group the ledgers of runs, and compute curves of losses over costs, such as tokens."""
 
+import itertools
 import json
 import math
 import os
@@ -216,6 +217,12 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
     values = [np.interp(grid, [*curve], [*curve.values()]) for curve in settled]
     lowest = 25 if len(settled) >= 5 else 0
     return Band(grid, *np.percentile(values, (lowest, 50, 100 - lowest), axis=0))
+
+
+def serial_updates(events: Sequence[dict]) -> dict[int, int]:
+    """Updates that were made one after another until each round's end; trainers work at once."""
+    longest = [max(e["updates"] for e in found) for found in by_round(events).values()]
+    return dict(zip(by_round(events), itertools.accumulate(longest), strict=True))
 
 
 def _nan(value: float | None) -> float:

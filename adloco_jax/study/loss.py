@@ -16,10 +16,12 @@ _DECADE = 10  # the ratio of values from which an axis is logarithmic
 # By key of a point: the cost's short name, and the unit of its ticks.
 _COSTS = {
     "tokens": ("Tokens", ""),
+    "updates": ("Serial updates", ""),
     "syncs": ("Communications", ""),
     "bytes": ("Bytes", "B"),
     "simulated_s": ("Simulated time", ""),
 }
+_OTHER_LABELS = {"updates": "serial updates", "simulated_s": "simulated time (s)"}
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
@@ -50,8 +52,11 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
             found = curves.heldout_points(run.events, trainer=who, field=field)
         else:
             found = curves.training_points(run.events, trainer=trainer)
-        end_s = run_seconds(run.events, CLUSTER)
-        return [point | {"simulated_s": end_s.get(point["round"], 0.0)} for point in found]
+        more = {
+            "updates": curves.serial_updates(run.events),
+            "simulated_s": run_seconds(run.events, CLUSTER),
+        }
+        return [p | {cost: at.get(p["round"], 0) for cost, at in more.items()} for p in found]
 
     drawn = [
         (
@@ -71,7 +76,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
         drawn += [("consensus", "", "c6 bold", whole)] if heldout else []
     made = {}
     for cost, (name, unit) in _COSTS.items():
-        label = curves.COSTS.get(cost, "simulated time (s)")
+        label = curves.COSTS.get(cost, _OTHER_LABELS.get(cost, ""))
         shown = [_curve(cost, *item) for item in drawn]
         spent = [value for curve in shown for value in curve.x]
         if not any(spent) and cost != "tokens":

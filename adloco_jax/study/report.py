@@ -118,8 +118,23 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
         export = Path(workdir) / "export"
         if export.exists() and not (export / card.FILE).exists():
             card.write(export, Path(workdir))
+        for command in _next_commands(Path(workdir)):
+            print(f"next: {command}")
     except (DataError, OSError) as error:
         print(f"the report or the card was not written: {error}", file=sys.stderr)
+
+
+def _next_commands(workdir: Path) -> list[str]:
+    """The commands to try next: text of the model, and a report with the newest other run."""
+    run, found = shlex.quote(str(workdir)), []
+    if card.task_of(workdir / "export") == "text-generation":
+        found.append(f'adloco generate {run} --prompt "The"')
+    others = {path.parent for path in workdir.parent.glob("*/ledger.jsonl")} - {workdir}
+    if others:
+        other = max(others, key=lambda path: (path / "ledger.jsonl").stat().st_mtime)
+        out = workdir.parent / f"{other.name}-{workdir.name}"
+        found.append(f"adloco report {shlex.quote(str(other))} {run} --out {shlex.quote(str(out))}")
+    return found
 
 
 def describe_run(run: str | os.PathLike[str]) -> str:
@@ -192,16 +207,23 @@ def _lead(variants: Sequence[Variant]) -> str:
     for variant in variants:
         found = [_measures(run) for run in variant.runs]
         if all(end["loss"] is not None for end in found):
-            measures = ("loss", "tokens_total", "syncs_total")
+            measures = ("loss", "tokens_total", "syncs_total", "serial_updates")
             medians = [statistics.median(end[name] for end in found) for name in measures]
             ends.append((*medians, variant.label))
     if not ends:
         return "No variant has a held-out loss in all of its runs."
-    lowest, tokens, syncs, label = min(ends)
-    return (
+    lowest, tokens, syncs, _, label = min(ends)
+    lead = (
         f"Lowest held-out loss at its end: {summary.number(lowest)} nats, {label}, after"
         f" {summary.short(tokens)} tokens and {syncs:,.0f} communications."
     )
+    for position, what in ((3, "serial updates"), (1, "tokens")):
+        if len({end[position] for end in ends}) > 1:
+            each = [f"{end[0]:.2f} after {summary.short(end[position])}" for end in sorted(ends)]
+            each[0] += f" {what}"
+            more = ", …" * (len(ends) > _MAX_OPEN)
+            return f"{lead} The runs differ in length: {', '.join(each[:_MAX_OPEN])}{more}."
+    return lead
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
@@ -245,7 +267,7 @@ def _measures(run: RunRecord) -> dict:
     return found | {
         "syncs_total": found["syncs_total"] + found["consensus_syncs"],
         "bytes_total": found["bytes_total"] + found["consensus_bytes"],
-        "stall_s": sum(stall_s for _, stall_s in curves.stalls(run.events).values()),
+        "serial_updates": max(curves.serial_updates(run.events).values()),
     }
 
 

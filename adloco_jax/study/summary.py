@@ -10,7 +10,15 @@ from datetime import timedelta
 import numpy as np
 
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.study.curves import SPENDING, by_trainer, gathering, last, lines, read_run
+from adloco_jax.study.curves import (
+    SPENDING,
+    by_trainer,
+    gathering,
+    last,
+    lines,
+    read_run,
+    stalls,
+)
 
 _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
 
@@ -92,7 +100,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "goodput": goodput(events),
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
-        "compile_s": sum(e["seconds"] for e in programs),
+        "stall_s": sum(stall_s for _, stall_s in stalls(events).values()),
         # Peak memory of the host, of the fullest device, and of the largest program.
         "host_peak_bytes": max((e["host_peak_bytes"] for e in memory), default=None),
         "device_peak_bytes": max(device, default=None),
@@ -147,7 +155,8 @@ def described(totals: dict) -> list[tuple[str, str]]:
     t = totals | {
         "moved": in_bytes(totals["bytes_total"]),
         "gathered": in_bytes(totals["consensus_bytes"]),
-        "compiling": seconds(totals["compile_s"]),
+        "compiled": totals["num_programs"] - totals["num_programs_cached"],
+        "waited": seconds(totals["stall_s"]),
         "wall": seconds(totals["wall_s"]),
     }
     peaks = {"host {} peak": "host_peak_bytes", "device {} peak": "device_peak_bytes"}
@@ -163,8 +172,8 @@ def described(totals: dict) -> list[tuple[str, str]]:
         "": "and {consensus_syncs} with {gathered}, to average the consensus",
         "merges": "{num_merges}" + refused,
         "batch growths": "{num_batch_growths}" + (since if t["first_accumulating_round"] else ""),
-        "programs": "{num_programs} compiled in {compiling}, {num_programs_cached} of them from the"
-        " cache",
+        "programs": "{compiled} compiled, {num_programs_cached} from the cache; rounds waited"
+        " {waited}",
         "memory": ", ".join(known) or "-",
         "wall time": "{wall}",
         "speed": "{tokens_per_s:,.0f} tokens/s",
