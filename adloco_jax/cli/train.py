@@ -85,7 +85,8 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
         if kind not in DATA_SOURCES and (source := SOURCES.get(kind)):
             faults.append(f"data.source = {kind!r}: no source; {source} reads such files")
             values["data.source"] = source
-    before, batching = made.get("batching", {}).get("initial_batch_size"), made.get("batching")
+    batching = made.get("batching")
+    before = batching.get("initial_batch_size") if isinstance(batching, ConfigDict) else None
     for key, text in values.items():
         if text is not None:
             override(made, key, text)
@@ -107,7 +108,7 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     return path, made
 
 
-def follow_batch(batching: ConfigDict, before: int, given: Container[str]) -> None:
+def follow_batch(batching: ConfigDict, before: int | None, given: Container[str]) -> None:
     """Let limits that the command line does not give follow the first batch or micro-batch of it.
 
     A limit that was the config's first batch `before`, or is less than the new one, becomes the new

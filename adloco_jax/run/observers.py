@@ -97,9 +97,14 @@ class Recorder:
             *(self._newest[trainer] for trainer in sorted(self._newest)), strict=True
         )
         tokens, seconds = self._unshown
-        how = {"heldout": self.loss, "pool": self.settings.ensemble.num_workers}
-        how["num_trainers"] = len(control.trainers)
-        text = describe_round(lines, losses, **how, tokens_per_s=tokens / seconds)
+        text = describe_round(
+            lines,
+            losses,
+            heldout=self.loss,
+            num_trainers=len(control.trainers),
+            pool=self.settings.ensemble.num_workers,
+            tokens_per_s=tokens / seconds,
+        )
         self._unshown = np.zeros(2)
         self._newest = {t.id: self._newest[t.id] for t in control.trainers if t.id in self._newest}
         done = share_done(control.round, control.tokens_total, self.settings)
