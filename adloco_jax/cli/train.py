@@ -114,14 +114,18 @@ def follow_batch(batching: ConfigDict, before: int | None, given: Container[str]
     A limit that was the config's first batch `before`, or is less than the new one, becomes the new
     one.
     """
-    first = batching.initial_batch_size
+    first = batching.get("initial_batch_size")
     if "batching.initial_batch_size" in given and isinstance(first, int):
         for name in ("max_batch_size", "batch_cap"):
-            limit = batching[name]
+            limit = batching.get(name)
             if f"batching.{name}" not in given and isinstance(limit, int):
                 batching[name] = first if limit == before or limit < first else limit
     sizes = {"batching.initial_batch_size", "batching.max_batch_size"}
-    if any(key in given for key in sizes) and "batching.buckets" not in given:
+    if (
+        any(key in given for key in sizes)
+        and "buckets" in batching
+        and "batching.buckets" not in given
+    ):
         batching.buckets = ()
 
 
