@@ -149,20 +149,13 @@ def test_a_line_of_results_has_the_last_rounds_training_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"seed": "1"}, "line.seed: have '1', expected a count"),
-        ({"start": {"time": 3}}, "line.start.time: have 3, expected text"),
-        ({"curve": [{"loss": 1.0}]}, r"line.curve\[0\].tokens: missing"),
-        ({"curve": []}, "line.curve"),
-        (None, "line: have None, expected an object"),
-    ],
+    ("change", "fault"), [({"curve": []}, "line.curve: have"), (None, "line: have None")]
 )
 def test_a_line_that_is_no_result_is_refused_by_file_line_and_field(tmp_path, change, fault):
     line = {"variant": "a", "seed": 1, "config": "c", "curve": [POINT], "start": {}}
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps(line) + "\n" + json.dumps(change and line | change) + "\n")
-    with pytest.raises(DataError, match=f"results.jsonl:2: {fault}"):
+    with pytest.raises(DataError, match=f"results.jsonl:2: remove the line, .*: {fault}"):
         results.read(path)
 
 

@@ -1,13 +1,12 @@
 """Runs as variants, curves and bands, against numbers computed by hand."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 from ledgers import write_run
 
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import curves
 
@@ -79,15 +78,6 @@ def test_runs_and_labels_that_do_not_fit_are_the_users_mistake(tmp_path):
         with pytest.raises(ConfigError) as raised:
             curves.variants(**wrong)
         assert "\n" not in str(raised.value)
-
-
-def test_a_ledger_of_an_older_version_is_named_with_the_field(tmp_path):
-    path = write_run(tmp_path) / "ledger.jsonl"
-    whole = [json.loads(line) for line in path.read_text().splitlines()]
-    next(line for line in whole if line["event"] == "merge").pop("syncs")
-    path.write_text("\n".join(map(json.dumps, whole)))
-    with pytest.raises(DataError, match="ledger.jsonl:22: merge.syncs: missing"):
-        curves.read_run(tmp_path)
 
 
 def test_training_points_are_means_over_trainers_and_know_the_same_costs(tmp_path):

@@ -1,6 +1,7 @@
 """The card of an export, its shards, and its way to the Hugging Face hub."""
 
 import json
+import re
 import shutil
 import xml.etree.ElementTree as xml
 
@@ -134,13 +135,16 @@ def test_the_runs_export_is_pushed_with_the_users_changes(trained, tmp_path, hub
     run = shutil.copytree(trained.workdir, tmp_path / "run")
     path = run / "export" / "README.md"
     path.write_text(path.read_text().replace("\n---\n", "\nlicense: mit\n---\n", 1))
+    scores = {"results": {"arc": {"acc,none": 0.5}}, "n-shot": {}, "n-samples": {}}
+    (run / "benchmarks_1.json").write_text(json.dumps(scores))
     assert export(run, "--push=me/model") == 0
     assert "/me/model\n" in capsys.readouterr().out
     assert files(hub / "me" / "model") == files(run / "export")
     assert b"license: mit" in files(run / "export")["README.md"]
+    assert b"type: arc" in files(run / "export")["README.md"]
     assert export(run, "--push=me/model", "--dtype=bfloat16", "--shard-size=10KB") == 0
     assert files(hub / "me" / "model") == files(run / "export")
-    assert b"license: mit" not in files(run / "export")["README.md"]
+    assert not re.search(b"license: mit|type: arc", files(run / "export")["README.md"])
     assert hf.load(run / "export").stored_as == ("bfloat16",)
 
 

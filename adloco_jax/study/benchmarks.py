@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
 from adloco_jax.errors import DataError
+from adloco_jax.files import Format, checked, read_json
 
 FILES = "benchmarks_*.json"  # of `lm_eval --output_path RUN/benchmarks.json`, with their dates
 
 
-class _Results(BaseModel):
+class _Results(Format):
     """What is read of a file, by task; the metrics have names such as `acc,none`."""
 
     metrics: dict[str, dict[str, Any]] = Field(alias="results")
@@ -37,10 +38,8 @@ def read(workdir: Path) -> list[Score]:
     """
     tasks: dict[str, list[Score]] = {}
     for path in sorted(Path(workdir).glob(FILES)):
-        try:
-            found = _Results.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise DataError(f"{path}: not the results of lm_eval; delete the file") from error
+        where = f"{path}: no results of lm_eval, delete it: file"
+        found = checked(read_json(path, DataError), _Results, where, DataError)
         for task, metrics in found.metrics.items():
             counts = sorted({*found.examples.get(task, {}).values()})
             examples = " of ".join(f"{count:,}" for count in counts)

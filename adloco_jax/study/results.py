@@ -12,12 +12,13 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple
 
 from ml_collections import ConfigDict
+from pydantic import Field
 
 from adloco_jax.errors import DataError
-from adloco_jax.files import Maybe, fault
+from adloco_jax.files import Count, Format, checked
 from adloco_jax.settings import KNOBS, default_of
 from adloco_jax.study.curves import lines, training_points
 
@@ -25,7 +26,7 @@ _PATHS = ("data.path", "data.heldout_path")
 _NOTED = ("merge", "refusal", "spawn")
 
 
-class _Point(TypedDict):
+class _Point(Format):
     """What a run had spent at one evaluation, and its loss there; see `compare.curve`."""
 
     loss: float
@@ -37,11 +38,20 @@ class _Point(TypedDict):
     rounds: float
 
 
-# The fields of a line and their types, for `files.fault`.
-_LINE = {
-    **{"variant": str, "seed": int, "config": str, "curve": list[_Point]},
-    **{"start": dict.fromkeys(("time", "devices", "jax"), Maybe(str | None))},
-}
+class _Start(Format):
+    time: str | None = None
+    devices: str | None = None
+    jax: str | None = None
+
+
+class _Line(Format):
+    """What is read of a line."""
+
+    variant: str
+    seed: Count
+    config: str  # its digest
+    start: _Start
+    curve: Annotated[tuple[_Point, ...], Field(min_length=1)]
 
 
 class Trial(NamedTuple):
@@ -81,11 +91,9 @@ def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
         line: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-        if reason := fault(line, _LINE, "line") or ("" if line["curve"] else "line.curve"):
-            raise DataError(
-                f"{path}:{number}: {reason}; remove the line, and the run is made again"
-            )
-        found[line["variant"], line["seed"], line["config"]] = line
+        where = f"{path}:{number}: remove the line, and the run is made again: line"
+        read = checked(line, _Line, where, DataError)
+        found[read.variant, read.seed, read.config] = line
     return found
 
 
