@@ -457,6 +457,11 @@ class EngineSettings(SettingsGroup):
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""
+        fields = type(self).model_fields.items()
+        given = [name for name, field in fields if getattr(self, name) != field.default]
+        if self.kind == "local" and given:
+            need = "this engine has no learners; set the first to ray or bucket, or unset the rest"
+            yield " ".join(["kind", *given]), need
         if self.kind == "bucket" and "://" not in self.address:
             yield "kind address", "a bucket has an address, such as s3://BUCKET/RUN; set the second"
         if self.quorum and self.max_learners and self.quorum > self.max_learners:

@@ -1,9 +1,12 @@
 """Run a whole experiment: build its parts, call the training loop, and write the report."""
 
+import base64
 import contextlib
 import datetime
 import faulthandler
 import functools
+import html
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax.config import validate
-from adloco_jax.core.types import Ensemble, LossFn
+from adloco_jax.core.types import Ensemble, LossFn, described
 from adloco_jax.data import ArrayRows
 from adloco_jax.elastic.engine import ElasticEngine
 from adloco_jax.elastic.fleet import TRANSPORTS, check_possible
@@ -25,7 +28,7 @@ from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DivergedError, Preempted, ResourceError
-from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco
+from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State, adloco
 from adloco_jax.loop.plans import is_over
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_arguments
@@ -58,6 +61,9 @@ from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
 
+OnRound = Callable[[State, list[dict]], object]
+"""`on_round(state, lines)`: what the caller of `fit` does after each round."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -67,6 +73,21 @@ class Result:
     params: PyTree  # parameters of the consensus model
     loss: float  # held-out loss of the consensus model, in the run's unit (nats/token for text)
     state: State  # the state after the last round
+
+    def __repr__(self) -> str:
+        return (
+            f"Result({str(self.workdir)!r}, loss {self.loss:.4f}, round {self.state.control.round},"
+            f" params: {described(self.params)})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Show the curves of the loss in a notebook, if the report was written."""
+        figure = self.workdir / "report" / "loss.svg"
+        words = f"<p>{html.escape(repr(self))}</p>"
+        if not figure.exists():
+            return words
+        data = base64.b64encode(figure.read_bytes()).decode()
+        return f'{words}<img src="data:image/svg+xml;base64,{data}">'
 
     @property
     def ensemble(self) -> Ensemble:
@@ -147,18 +168,19 @@ def train(
 
 
 def fit(
-    settings: Settings,
+    settings: Settings | ConfigDict,
     *,
     corpus: Rows,
-    init_fn: InitFn,
     loss_fn: LossFn,
     workdir: str | Path,
+    init_fn: InitFn | None = None,
     params: PyTree | None = None,
     num_classes: int | None = None,
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
     loss_unit: str | None = None,
     loss_of: Callable[[Mode], LossFn] | None = None,
+    on_round: OnRound | None = None,
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
@@ -166,25 +188,29 @@ def fit(
     """Run AdLoCo on the caller's model and rows of tokens, or resume such a run, as `train` does.
 
     Args:
-      settings: The result of `validate`. Of the groups `model` and `data` training uses only
-        `model.arch` (labels of parameters), `model.remat`, `model.width` (passes on a CPU),
-        `data.sequence_length` and `data.subset_frac`.
+      settings: A config, or the result of `validate`. Of the groups `model` and `data` training
+        uses only `model.arch` (labels of parameters), `model.remat`, `model.width` (passes on a
+        CPU), `data.sequence_length` and `data.subset_frac`.
       corpus: The rows to train on and the held-out rows: `ArrayRows`, or an object with the methods
         of `engine.inputs.Rows`.
-      init_fn: Makes one trainer's parameters from a PRNG key.
-      loss_fn: `loss_fn(params, rows) -> scalar`, the mean loss over int32 rows [B, L + 1].
+      loss_fn: `loss_fn(params, rows) -> scalar`, the mean loss over int32 rows [B, L + 1]. If it
+        has a parameter `key`, it gets a PRNG key, another for each micro-batch (for dropout, say),
+        and a fixed one in tests and evaluations.
       workdir: The run's folder; a run of these settings in it is resumed.
+      init_fn: Makes one trainer's parameters from a PRNG key. Not needed with `params`.
       params: Initial parameters of all trainers. None: `init_fn` draws them.
       num_classes: Number of classes, if each row begins with its class and its length; the run then
         reports how well they are predicted. None for rows of text.
-      inner_tx: Replaces `inner.tx`. It must have learning rate 1: updates are multiplied by the
-        config's rate. A resumed run needs the same.
-      outer_tx: Replaces `outer.tx`, likewise with learning rate 1.
+      inner_tx: Replaces `inner.tx` and is used as it is: it has its own rate and schedule, and the
+        config's do not act (the ledger's learning_rate is 1). A resumed run needs the same.
+      outer_tx: Replaces `outer.tx`, likewise.
       loss_unit: "nats/token" (perplexity is then reported too), "nats/example", or other words.
         None: "nats/example" with `num_classes`, "nats/token" if the corpus knows its tokens per
         byte, else no unit.
       loss_of: `loss_of(mode) -> loss_fn`, for a model that recomputes layers in the backward pass
         if `mode.remat` (`run.choose.Mode`) says so. None: `loss_fn`, without.
+      on_round: `on_round(state, lines)` is called after each round; `lines` are the ledger's since
+        the last call, such as `round` and `eval` (docs/folder.md). A failed round is repeated.
       command: As in `train`.
       accept_config_change: As in `train`.
       accept_data_change: As in `train`.
@@ -196,13 +222,17 @@ def fit(
         `corpus.batch` gives two workers the same rows.
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
-    check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
+    if isinstance(settings, ConfigDict):
+        settings = validate(settings, workdir)
+    settings = check_arguments(
+        settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx
+    )
     check_possible(settings, Path(workdir), by_fit=True)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     check_installed(settings.log)
     model = Model(
-        init_fn=init_fn,
+        init_fn=init_fn or (lambda key: params),
         loss_of=lambda mode, _: loss_of(mode) if loss_of else loss_fn,
         row_length=corpus.heldout_rows.shape[1],
         num_classes=num_classes,
@@ -224,13 +254,13 @@ def fit(
             accept_data_change=accept_data_change,
         )
 
-    return run_to_end(processes.run_on_all(put_together))
+    return run_to_end(processes.run_on_all(put_together), on_round)
 
 
-def run_to_end(run: Run) -> Result:
+def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
     """Run all remaining rounds of a run, export its consensus model, and write the report."""
     require_equal_processes(run)
-    result = _last_attempt(run)
+    result = _last_attempt(run, on_round or (lambda state, lines: None))
     exported = fetch(result.params)
     if processes.is_first():
         tokenizer = getattr(run.corpus, "tokenizer", None)
@@ -240,7 +270,7 @@ def run_to_end(run: Run) -> Result:
     return result
 
 
-def _last_attempt(run: Run) -> Result:
+def _last_attempt(run: Run, on_round: OnRound) -> Result:
     """Run all remaining rounds, with a new attempt from the newest checkpoint on failure."""
     failures = Failures()
     with (
@@ -254,7 +284,7 @@ def _last_attempt(run: Run) -> Result:
             with contextlib.ExitStack() as stack:
                 attempt = begin(run, stack, stop, failures, _make_engine)
                 try:
-                    state = _execute(run, attempt)
+                    state = _execute(run, attempt, on_round)
                     params, loss = attempt.evaluator.params, attempt.recorder.loss
                     return Result(run.workdir, params, loss, state)
                 except (jax.errors.JaxRuntimeError, OSError) as error:
@@ -271,7 +301,7 @@ def _saying_how_to_resume(run: Run) -> Iterator[None]:
         raise
 
 
-def _execute(run: Run, attempt: Attempt) -> State:
+def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
     settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
     if is_over(state.control, settings):
         attempt.evaluator.consensus(state)
@@ -279,6 +309,13 @@ def _execute(run: Run, attempt: Attempt) -> State:
             attempt.recorder.write_end(state.control, "finished")
         return state
     observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
+    lines: deque[dict] = deque()  # another thread writes lines too, on what it compiles
+
+    def tell(state: State, _: Boundary) -> None:
+        on_round(state, [lines.popleft() for _ in range(len(lines))])
+
+    observe.append(tell)
+    attempt.recorder.ledger.listeners.append(lines.append)
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:
             # If no round ends within this number of seconds, the tracebacks of all threads are

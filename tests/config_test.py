@@ -185,7 +185,9 @@ CONTRADICTIONS = {
     "head size": dict(model__width=60),  # 60 / 4 is odd
     "fragments in learners": dict(engine__kind="ray", outer__delay_updates=1),
     "no bucket": dict(engine__kind="bucket", engine__address="bucket/run"),
-    "quorum": dict(engine__quorum=3, engine__max_learners=2),
+    "quorum": dict(engine__kind="ray", engine__quorum=3, engine__max_learners=2),
+    "an address of no engine": dict(engine__address="s3://bucket/run"),
+    "learners of no engine": dict(engine__steps="by_speed", engine__restart_s=9.0),
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),
     "kv heads": dict(model__num_kv_heads=3),
     "classes of unlabelled text": dict(model__arch="bert"),

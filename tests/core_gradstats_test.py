@@ -12,6 +12,7 @@ from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from nets import per_example_products
+from trees import at
 
 from adloco_jax import (
     GradientStats,
@@ -51,6 +52,26 @@ def loss_fn(params, batch):
 def linear_loss(weights, batch):
     """A loss whose gradient for an example is the example."""
     return jnp.mean(batch @ weights)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"chunk_size": 2}, {"estimator": "taps"}, {"inner_products": False}], ids=str
+)
+def test_in_shard_map_each_device_measures_its_own_examples(how, check_vma):
+    mesh, batch = jax.make_mesh((4,), ("data",)), batch_of(24)
+
+    def measure(params, batch):
+        stats = gradient_stats(tapped_loss, params, batch, **how)
+        return jax.tree.map(lambda leaf: leaf[None], stats)
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    mapped = jax.shard_map(measure, mesh=mesh, **specs, check_vma=check_vma)
+    actual = mapped(PARAMS, jax.device_put(batch, NamedSharding(mesh, P("data"))))
+    parts_4 = jax.tree.map(lambda leaf: leaf.reshape(4, 6, *leaf.shape[1:]), batch)
+    each = [gradient_stats(tapped_loss, PARAMS, at(parts_4, n), **how) for n in range(4)]
+    expected = pool(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), pool(actual), expected)
 
 
 def grads_by_hand(batch):

@@ -165,6 +165,7 @@ def test_spawning_and_averaging_at_once_changes_nothing():
     ensemble = different([0, 1, 1])
     spawned = jax.jit(adloco_jax.spawn, static_argnums=(1, 2))(ensemble, 1, 4)
     assert spawned.owners == (0, 1, 1, 1, 1)
+    spawned = spawned.replace(outer_state_M=PLAIN.init(None))
     update = jax.jit(functools.partial(adloco_jax.outer_update, outer_tx=PLAIN))
     after, _ = update(spawned, adloco_jax.start_round(spawned))
     for name in ("params_M", "inner_state_R"):

@@ -13,6 +13,7 @@ from ensembles import (
     NESTEROV,
     PLAIN,
     SGD,
+    TXS,
     batch_of,
     ensemble_of,
     loss_fn,
@@ -544,6 +545,42 @@ def test_a_transformation_that_a_round_cannot_serve_is_refused(name, tx, words):
     ensemble = ensemble_of([0], **txs)
     with pytest.raises(ValueError, match=f"{name}: .*{words}"):
         jax.eval_shape(lambda e, b: outer_step(e, b, loss_fn, **txs), ensemble, batch_of(1, 1, 2))
+
+
+@pytest.mark.parametrize("name", ["inner_tx", "outer_tx"])
+def test_another_transformation_than_inits_is_refused(name):
+    ensemble, other = ensemble_of([0], **TXS), TXS | {name: optax.lion(0.1)}
+    with pytest.raises(ValueError, match=f"^{name}: another transformation than the one that made"):
+        outer_step(ensemble, batch_of(1, 1, 2), loss_fn, **other)
+
+
+def test_a_key_of_the_old_style_is_refused(unchecked):
+    with pytest.raises(ValueError, match=r"^key: got uint32\(2,\), not typed keys; use jax.random"):
+        outer_step(ensemble_of([0]), batch_of(1, 1, 2), loss_fn, **TXS, key=jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_shard_map_a_round_is_refused_and_inner_steps_are_each_devices(check_vma):
+    ensemble, batch = ensemble_of([0], **TXS), batch_of(2, 1, 8)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    how = {"mesh": mesh, "in_specs": (P(), P(None, None, "data")), "check_vma": check_vma}
+
+    def round_of(ensemble, batch):
+        return outer_step(ensemble, batch, loss_fn, **TXS)[0]
+
+    with pytest.raises(ValueError, match="outer_step: called in jax.shard_map over data, where"):
+        jax.shard_map(round_of, out_specs=P(), **how)(ensemble, batch)
+
+    def steps(ensemble, batch):
+        workers, *_ = inner_steps(start_round(ensemble), batch, loss_fn, inner_tx=TXS["inner_tx"])
+        return workers.params_R
+
+    actual = jax.shard_map(steps, out_specs=P("data"), **how)(ensemble, batch)
+    parts_4 = jax.tree.map(
+        lambda leaf: jnp.moveaxis(leaf.reshape(2, 1, 4, 2, *leaf.shape[3:]), 2, 0), batch
+    )
+    each = [steps(ensemble, at(parts_4, n)) for n in range(4)]
+    assert_close(actual, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each))
 
 
 def test_sharded_over_workers_is_unsharded_and_communicates_only_between_rounds():

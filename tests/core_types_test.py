@@ -8,11 +8,13 @@ import numpy as np
 import optax
 import pytest
 from ensembles import ADAMW, NESTEROV, TXS, batch_of, ensemble_of, filled, loss_fn, params_of
+from flax import nnx
 from trees import assert_close, assert_equal, at, rows
 
 import adloco_jax
-from adloco_jax import outer_step, put, reassign, take
+from adloco_jax import State, gradient_stats, outer_step, put, reassign, take
 from adloco_jax.core.types import Ensemble
+from adloco_jax.loop.control import Control
 
 init = functools.partial(adloco_jax.init, **TXS)
 
@@ -172,11 +174,40 @@ def test_impossible_moves_are_refused(owner_R, words):
         ({"w": jnp.zeros(2), "act": jnp.tanh}, r"params\['act'\]: got .*tanh.*expected an array"),
         (lambda x: x, "params: got <function .*expected an array"),
         ({"w": jnp.zeros(2, jnp.complex64)}, "complex64, expected real numbers"),
+        (
+            {"params": {"w": jnp.zeros(2)}, "batch_stats": {"mean": jnp.zeros(2)}},
+            r"params\['batch_stats'\]\['mean'\]: state that the model changes \(batch_stats\)",
+        ),
+        (
+            nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0))),
+            r"params\['mean'\]: state that the model changes \(BatchStat\), not a",
+        ),
     ],
 )
 def test_what_is_no_parameter_is_named(params, words, unchecked):
     with pytest.raises(ValueError, match=words):
         init(params, num_trainers=1, num_workers=1)
+
+
+def test_what_a_round_returns_has_a_short_repr():
+    ensemble = ensemble_of([0, 0, 1], {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)})
+    text = "Ensemble(2 trainers, 3 workers, params_M: 20 numbers, float32, in 2 arrays)"
+    assert repr(ensemble) == text and repr(jax.tree.map(jnp.shape, ensemble))
+    jax.jit(lambda ensemble: [repr(ensemble), ensemble][1])(ensemble)
+    assert repr(State(ensemble, Control([], [], [], 1, 1, round=3, tokens_total=5000))) == (
+        f"State(round 3, 5,000 tokens, {text})"
+    )
+    stats = gradient_stats(lambda w, x: jnp.mean(x @ w), jnp.zeros(2), jnp.eye(2).at[1, 0].set(1))
+    short = "GradientStats(num_examples=2, noise=0.5, signal=1)"
+    assert repr(stats) == repr(jax.tree.map(np.float64, stats)) == short
+    several = jax.tree.map(lambda leaf: leaf[None], stats)
+    assert repr(several) == "GradientStats(float32[1] in each field)"
+    jax.jit(lambda stats: [repr(stats), stats][1])(stats)
+
+
+def test_random_state_of_nnx_is_left_as_it_is():
+    state = nnx.state(nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
+    ensemble_of([0], {"w": jnp.zeros(2), "dropout": state})
 
 
 def test_keys_in_an_optimizers_state_are_taken_put_and_moved():

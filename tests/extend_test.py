@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from ml_collections import ConfigDict
-from toy import bigram_loss, corpus, init_fn, settings_of
+from toy import bigram_loss, config_of, corpus, init_fn, settings_of
 
 from adloco_jax import (
     AGGREGATORS,
@@ -24,6 +24,7 @@ from adloco_jax.cli.names import load_config
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.ledger import read
+from adloco_jax.settings import KNOBS
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -77,19 +78,57 @@ def test_a_snippet_trains(index, tmp_path):
         assert merge["loss_before"] == sorted(merge["loss_before"])
 
 
-def test_fit_takes_the_callers_optimizers_at_the_configured_rate(tmp_path):
-    """AdamW and Nesterov as arguments equal AdamW and Nesterov by name."""
-    named = settings_of(num_rounds=2, ensemble={"num_trainers": 1, "num_workers": 2})
+def test_fit_takes_the_callers_optimizers_as_they_are(tmp_path):
+    """AdamW and Nesterov as arguments equal AdamW and Nesterov by name and rate."""
+    how = {"num_rounds": 2, "ensemble": {"num_trainers": 1, "num_workers": 2}}
+    named = settings_of(**how, inner={"learning_rate": 0.05}, outer={"learning_rate": 0.6})
+    free = settings_of(**how, inner={"learning_rate": KNOBS["inner.learning_rate"].default})
     given = {
-        "inner_tx": optax.adamw(1.0, weight_decay=named.inner.weight_decay),
-        "outer_tx": optax.sgd(1.0, momentum=0.9, nesterov=True),
+        "inner_tx": optax.adamw(0.05, weight_decay=named.inner.weight_decay),
+        "outer_tx": optax.sgd(0.6, momentum=0.9, nesterov=True),
     }
-    results = [run(tmp_path / "named", named), run(tmp_path / "given", named, **given)]
+    results = [run(tmp_path / "named", named), run(tmp_path / "given", free, **given)]
     jax.tree.map(np.testing.assert_array_equal, *(result.params for result in results))
+    assert run(tmp_path / "given", free, **given).loss == results[1].loss  # it may be resumed
 
 
-def test_an_optimizer_given_and_named_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="inner_tx: given beside inner.tx='sgd'; leave inner.tx"):
-        sgd = settings_of(inner={"tx": "sgd", "weight_decay": 0.0})
-        run(tmp_path / "r", sgd, inner_tx=optax.lion(1.0))
+def test_an_optimizer_given_beside_knobs_of_another_is_refused(tmp_path):
+    config = config_of(
+        inner={"tx": "sgd", "weight_decay": 0.0, "schedule": "cosine", "round_length": "qsr"},
+        outer={"learning_rate": 0.5},
+        num_rounds=None,
+        num_tokens=10_000,
+    )
+    with pytest.raises(ConfigError) as refused:
+        run(tmp_path / "r", config, inner_tx=optax.lion(1e-3), outer_tx=optax.sgd(1.0))
+    assert str(refused.value).split("\n") == [
+        "inner_tx: given beside inner.tx='sgd'; leave inner.tx at 'adamw'",
+        "inner_tx: given beside inner.learning_rate=0.05; leave inner.learning_rate at 0.0004",
+        "inner_tx: given beside inner.schedule='cosine'; leave inner.schedule at 'constant'",
+        "inner_tx: given beside inner.weight_decay=0.0; leave inner.weight_decay at 0.1",
+        "inner_tx: given beside inner.round_length='qsr'; leave inner.round_length at 'fixed'",
+        "outer_tx: given beside outer.learning_rate=0.5; leave outer.learning_rate at 0.7",
+    ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fit_takes_a_config_and_params_and_calls_after_each_round(tmp_path):
+    config, seen = config_of(num_rounds=2, eval={"every_rounds": 2}), []
+    params = init_fn(None)
+    result = run(
+        tmp_path / "r",
+        config,
+        init_fn=None,
+        params=params,
+        on_round=lambda state, lines: seen.append((state, lines)),
+    )
+    assert [state.control.round for state, _ in seen] == [1, 2]
+    kinds = ("round", "eval")
+    told = [[line for line in lines if line["event"] in kinds] for _, lines in seen]
+    assert [line for lines in told for line in lines] == [
+        line for line in read(tmp_path / "r/ledger.jsonl") if line["event"] in kinds
+    ]
+    assert {line["round"] for line in told[1]} == {2} and told[1][-1]["loss"] == result.loss
+    assert repr(result).endswith(f"/r', loss {result.loss:.4f}, round 2, params: float32[6, 6])")
+    assert repr(result.state).startswith("State(round 2, ")
+    assert '<img src="data:image/svg+xml;base64,' in result._repr_html_()

@@ -92,7 +92,7 @@ def test_a_run_corrects_its_outer_steps_for_the_length_of_rounds(tmp_path, monke
     """If rounds are twice as long, an outer step is two Nesterov steps with half the difference."""
     double = lambda *, steps_per_round, **_: 2 * steps_per_round  # noqa: E731
     monkeypatch.setitem(ROUND_LENGTHS, "double", double)
-    plain = optax.sgd(1.0, momentum=0.9, nesterov=True)
+    plain = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
     def twice(grads, state, params=None):
         half = optax.tree.scale(0.5, grads)

@@ -117,7 +117,7 @@ def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
 
 def test_fit_refuses_wrong_arguments_by_name(tmp_path):
     for wrong, expected in (
-        (dict(settings=default_config()), "settings: a ConfigDict; give what config.validate"),
+        (dict(settings={"a": 1}), "settings: a dict; give a config, or validate"),
         (dict(workdir=3), "workdir: an int; give the path of a folder"),
         (dict(corpus=np.zeros((9, 9))), "corpus: a ndarray; give ArrayRows"),
         (dict(corpus=object()), "corpus: an object without heldout_rows, fingerprint, sha"),
@@ -132,7 +132,16 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
         ),
         (dict(inner_tx=0.1), "inner_tx: a float; give a transformation, such as optax.adamw"),
         (dict(outer_tx=optax.sgd), "outer_tx: a function; give a transformation"),
-        (dict(init_fn={}), "init_fn: a dict; give a function of a PRNG key that returns param"),
+        (dict(init_fn={}), "init_fn: a dict; give params, or a function of a PRNG key that"),
+        (dict(init_fn=None), "init_fn: a NoneType; give params, or a function"),
+        (
+            dict(init_fn=None, params={"w": jnp.zeros(3), "f": jnp.tanh}),
+            r"params: .*'f'.* its leaves must all be arrays",
+        ),
+        (
+            dict(init_fn=lambda key: {"batch_stats": jnp.zeros(3)}),
+            r"init_fn: params\['batch_stats'\]: state that the model changes",
+        ),
         (
             dict(loss_fn=None, init_fn=3),
             "init_fn: an int; .*\nloss_fn: a NoneType; give a function",

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
+from adloco_jax.core.types import LossFn, at_least_float32, is_key, trainable, with_trainable
 
 
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
@@ -100,13 +100,25 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
     return array
 
 
+def checked_key(name: str, key: Array | None) -> None:
+    """Raise ValueError for a key that is not a typed one."""
+    if key is not None and not is_key(key):
+        raise ValueError(f"{name}: got {key.dtype}{key.shape}, not typed keys; use jax.random.key")
+
+
 def checked_update(
-    name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
+    name: str,
+    tx: optax.GradientTransformation,
+    state: PyTree,
+    params_X: PyTree,
+    *,
+    refused: tuple[type, ...],
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Return the `update` function of `tx`, unless `state` has a node of a class in `refused`.
 
-    An outer update would not change parameters that an optimizer's state holds. `update` ignores
-    extra arguments that `tx` does not take; it raises ValueError if `tx` requires one it lacks.
+    An outer update would not change parameters that an optimizer's state holds. ValueError too if
+    `tx` makes another state of `params_X`. `update` ignores extra arguments that `tx` does not
+    take; it raises ValueError if `tx` requires one it lacks.
     """
 
     def keeps_params(node):
@@ -119,6 +131,13 @@ def checked_update(
                 f"{name}: its state has a {type(node).__name__}, which holds parameters or expects"
                 " a pair of them; the outer update cannot move these, so use another transformation"
             )
+
+    made = jax.eval_shape(jax.vmap(tx.init), trainable(params_X))
+    if jax.tree.structure(made) != jax.tree.structure(state):
+        raise ValueError(
+            f"{name}: another transformation than the one that made the ensemble's states; give"
+            " `init` and this call the same"
+        )
 
     def update(grads, state, params, **extra):
         try:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from adloco_jax.core.types import BatchPlan, GradientStats
+from adloco_jax.core.types import BatchPlan, GradientStats, refuse_traced
 
 TestMode = Literal["unbiased", "paper"]
 Scalar: TypeAlias = Float[Array, "..."] | Float[np.ndarray, "..."] | np.floating | float
@@ -124,6 +124,7 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
     Entries are (first round, sequences per worker). ValueError unless they start at round 0 and
     increase.
     """
+    refuse_traced("round_index", round_index)
     rounds = [first for first, _ in schedule]
     if not rounds or rounds[0] != 0 or sorted(set(rounds)) != rounds:
         raise ValueError(f"schedule: rounds {rounds}, expected increasing whole numbers from 0")
@@ -194,6 +195,7 @@ def next_batch_size(
     """
     batch_size = _whole("batch_size", batch_size)
     batch_cap = _whole("batch_cap", batch_cap)
+    refuse_traced("requested", requested)
     if not math.isfinite(requested):
         return batch_size
     low = batch_size if monotone else 1
@@ -231,6 +233,7 @@ def switch_mode(
 
 
 def _whole(name: str, value) -> int:
+    refuse_traced(name, value)
     if not hasattr(value, "__index__") or value < 1:
         raise ValueError(
             f"{name}={value!r}: expected a positive whole number; round it first, see"

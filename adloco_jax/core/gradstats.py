@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.arguments import trainable_loss, with_fixed_key
-from adloco_jax.core.meshes import on_any_mesh
+from adloco_jax.core.meshes import on_any_mesh, varying_alike
 from adloco_jax.core.types import (
     GradientStats,
     LossFn,
@@ -76,6 +76,7 @@ def gradient_stats(
       appendix A.
     """
     estimator = resolve_estimator(estimator, loss_fn)
+    params, batch = varying_alike(params, batch)
     loss_of, params = _scalar_loss(loss_fn, params, has_aux=has_aux), trainable(params)
     examples = _examples(batch, chunk_size, num_examples, inner_products)
     sums_P, norms_B = _sum_gradients(loss_of, params, examples, estimator)
@@ -215,6 +216,7 @@ class _Examples(NamedTuple):
 
         if len(parts_I) == 1 and self.group >= self.size:
             return one_pass(0, carry)
+        carry, _ = varying_alike(carry, self.batch_B)
         return lax.fori_loop(0, done_I[-1], one_pass, carry)
 
 
@@ -348,7 +350,7 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
     def loss(params, tap_B):
         return loss_fn(params, batch_B, tap_B=watched(tap_B))
 
-    tap_B = jnp.where(valid_C, 0.0, -1.0).astype(jnp.float32)
+    tap_B, _ = varying_alike(jnp.where(valid_C, 0.0, -1.0).astype(jnp.float32), params)
     grad, norms_B = jax.grad(loss, argnums=(0, 1))(params, tap_B)
     if not is_reached:
         raise ValueError(

@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float, Key, PyTree
 from adloco_jax.core.arguments import (
     checked_batch_length,
     checked_factors,
+    checked_key,
     checked_update,
     takes,
     trainable_loss,
 )
-from adloco_jax.core.meshes import on_any_mesh
+from adloco_jax.core.meshes import on_any_mesh, varying_alike
 from adloco_jax.core.types import (
     LossFn,
     Workers,
@@ -79,10 +80,12 @@ def inner_steps(
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
+    workers, batch_TRB = varying_alike(workers, batch_TRB)
     num_workers = jax.tree.leaves(workers.params_R)[0].shape[0]
     num_micro_batches = checked_batch_length(batch_TRB, num_workers, name="batch_TRB")
     shape_TR = (num_micro_batches, num_workers)
     learning_rate_TR = checked_factors("learning_rate_TR", learning_rate_TR, shape_TR)
+    checked_key("key_TRB", key_TRB)
     if takes(loss_fn, "key") != (key_TRB is not None):
         raise ValueError(
             "loss_fn: takes `key` if and only if it is given one; pass key=jax.random.key(seed) to"
@@ -98,7 +101,9 @@ def inner_steps(
     step = functools.partial(
         _step,
         functools.partial(_in_passes, value_and_grad, examples_per_pass),
-        checked_update("inner_tx", inner_tx, workers.inner_state_R, refused=_KEEPS_PARAMS),
+        checked_update(
+            "inner_tx", inner_tx, workers.inner_state_R, workers.params_R, refused=_KEEPS_PARAMS
+        ),
     )
 
     def run_worker(carry, inputs_T):

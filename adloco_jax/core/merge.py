@@ -18,6 +18,7 @@ from adloco_jax.core.types import (
     moved_params,
     moved_states,
     positions,
+    refuse_traced,
     shares,
     where_leading,
 )
@@ -84,6 +85,7 @@ def choose_merge(
 
     Source: AdLoCo algorithm 2, lines 2-4.
     """
+    refuse_traced("requested_batch_sizes", *requested_batch_sizes)
     if width < 2:
         raise ValueError(f"width={width}: expected at least 2 trainers to become one")
     if policy not in MERGE_POLICIES:
@@ -250,6 +252,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
       a worker (docs/algorithm.md, section 7, defect 16).
     """
+    refuse_traced("requested_batch_sizes", *requested_batch_sizes)
     requested = [int(b) for b in requested_batch_sizes]
     if not requested or num_workers < len(requested):
         raise ValueError(

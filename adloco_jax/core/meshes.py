@@ -76,6 +76,30 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
     return decorate
 
 
+def varying_alike(*trees: PyTree) -> PyTree:
+    """In `jax.shard_map`, mark arrays as varying over all axes over which one of them varies.
+
+    Otherwise JAX sums the gradients of replicated parameters over devices.
+    """
+    axes = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees)]
+    every = frozenset().union(*axes)
+
+    def vary(leaf):
+        lacking = tuple(every - jax.typeof(leaf).manual_axis_type.varying)
+        return jax.lax.pcast(leaf, lacking, to="varying") if lacking else leaf
+
+    return jax.tree.map(vary, trees)
+
+
+def refuse_in_shard_map(name: str) -> None:
+    """Raise ValueError in `jax.shard_map`, where workers of several devices cannot be averaged."""
+    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"{name}: called in jax.shard_map over {', '.join(map(str, axes))}, where it does not"
+            " average over devices; call it in jax.jit, with sharded arrays"
+        )
+
+
 def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
     """Shard a result like the argument `ensemble`, with its count of rounds replicated."""
     return jax.tree.map(lambda _: whole, result).replace(

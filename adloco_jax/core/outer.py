@@ -20,12 +20,13 @@ from jaxtyping import Bool, Float, Key, PyTree
 from adloco_jax.core.arguments import (
     checked_batch_length,
     checked_factors,
+    checked_key,
     checked_update,
     fold_in_each,
 )
 from adloco_jax.core.compress import Precision, check_precision, pack, unpack
 from adloco_jax.core.inner import inner_steps
-from adloco_jax.core.meshes import on_any_mesh
+from adloco_jax.core.meshes import on_any_mesh, refuse_in_shard_map
 from adloco_jax.core.types import (
     Ensemble,
     LossFn,
@@ -173,6 +174,8 @@ def outer_step(
 
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
+    refuse_in_shard_map("outer_step")
+    checked_key("key", key)
     num_updates = checked_batch_length(batch, ensemble.num_workers, num_accum_steps, name="batch")
     shape_SR = (num_updates, ensemble.num_workers)
     learning_rate_TR = checked_factors("learning_rate_SR", learning_rate_SR, shape_SR)
@@ -382,6 +385,7 @@ def apply_differences(
 
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """
+    refuse_in_shard_map("outer_update")
     owners = ensemble.owners
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
     extra = {
@@ -389,7 +393,11 @@ def apply_differences(
         for name, values in (extra_M or {}).items()
     }
     transform = checked_update(
-        "outer_tx", outer_tx, ensemble.outer_state_M, refused=(optax.LookaheadState,)
+        "outer_tx",
+        outer_tx,
+        ensemble.outer_state_M,
+        ensemble.params_M,
+        refused=(optax.LookaheadState,),
     )
     check_precision(precision)
     single_M, single_R = np.bincount(owners) == 1, _are_single(ensemble)

@@ -46,6 +46,12 @@ class Ensemble(struct.PyTreeNode):
     round: Array  # int32 []: rounds completed
     params_R: PyTree = None  # [R, ...] workers' own parameters; None: a round starts at params_M
 
+    def __repr__(self) -> str:
+        return (
+            f"Ensemble({self.num_trainers} trainers, {self.num_workers} workers,"
+            f" params_M: {described(self.params_M)})"
+        )
+
     @property
     def owner_R(self) -> np.ndarray:
         """Position in the stack of each worker's trainer, as an array int32 [R]."""
@@ -107,6 +113,13 @@ class GradientStats(struct.PyTreeNode):
     plugin_ip_sum: Array | np.ndarray  # sum_j (p_j - |mean|^2)^2, weight t - 1
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
+    def __repr__(self) -> str:
+        if isinstance(self.scale, jax.core.Tracer) or np.shape(self.scale) != ():
+            return f"GradientStats({described(self.scale)} in each field)"
+        names = ("num_examples", "noise", "signal")
+        numbers = (f"{name}={float(getattr(self, name)):.4g}" for name in names)
+        return f"GradientStats({', '.join(numbers)})"
+
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
         """Return the same statistics with the sums in units of another scale."""
         ratio = self.scale / (scale + (scale == 0))
@@ -128,6 +141,15 @@ class GradientStats(struct.PyTreeNode):
         return self.scale * (self.signal_sum / self.signal_weight)
 
 
+def described(tree: PyTree) -> str:
+    """Describe a tree of arrays in a few words: how many numbers, of which types."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    dtypes = " and ".join(sorted({str(leaf.dtype) for leaf in leaves}))
+    if len(leaves) == 1:
+        return f"{dtypes}{list(leaves[0].shape)}"
+    return f"{sum(leaf.size for leaf in leaves):,} numbers, {dtypes}, in {len(leaves)} arrays"
+
+
 class BatchPlan(NamedTuple):
     """Size and number of the micro-batches of one inner update of a worker."""
 
@@ -136,7 +158,10 @@ class BatchPlan(NamedTuple):
 
 
 def trainable(params: PyTree) -> PyTree:
-    """Replace all but floating-point leaves by None; ValueError if none, or one is complex."""
+    """Replace all but floating-point leaves by None.
+
+    ValueError if there is none, one is complex, or one is a state that the model itself changes.
+    """
 
     def select(leaf):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -147,6 +172,7 @@ def trainable(params: PyTree) -> PyTree:
         return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None
 
     values = jax.tree.map(select, params)
+    _refuse_state(values)
     if not jax.tree.leaves(values):
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
         raise ValueError(
@@ -154,6 +180,23 @@ def trainable(params: PyTree) -> PyTree:
             f" {', '.join(dtypes) or 'no array'}; convert the trainable arrays to float32"
         )
     return values
+
+
+def _refuse_state(values: PyTree) -> None:
+    """Raise ValueError for batch_stats of Linen, and for variables of NNX other than Param."""
+
+    def is_variable(node):
+        flax = [kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.")]
+        return "Variable" in flax and "Param" not in flax
+
+    for path, node in jax.tree.leaves_with_path(values, is_leaf=is_variable):
+        in_linen = any(getattr(part, "key", None) == "batch_stats" for part in path)
+        if jax.tree.leaves(node) and (in_linen or is_variable(node)):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)}: state that the model changes"
+                f" ({'batch_stats' if in_linen else type(node).__name__}), not a parameter; a model"
+                " must be a function of its parameters alone: replace batch by layer normalisation"
+            )
 
 
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
@@ -450,6 +493,15 @@ def check_owners(owners: np.ndarray, num_trainers: int) -> None:
         raise ValueError(
             f"owner_R={owners.tolist()}: expected every one of num_trainers={num_trainers} at least"
             f" once; without a worker: {missing}; unknown: {strange}"
+        )
+
+
+def refuse_traced(name: str, *values: object) -> None:
+    """Raise ValueError for a traced value, where sizes are chosen in Python."""
+    if any(isinstance(value, jax.core.Tracer) for value in values):
+        raise ValueError(
+            f"{name}: traced by jax.jit or jax.vmap, where sizes are not known; call this outside,"
+            " with the number that the compiled function returns"
         )
 
 

@@ -33,6 +33,10 @@ class State(NamedTuple):
     ensemble: Ensemble
     control: Control
 
+    def __repr__(self) -> str:
+        done = f"round {self.control.round}, {self.control.tokens_total:,} tokens"
+        return f"State({done}, {self.ensemble!r})"
+
 
 class Boundary(NamedTuple):
     """The results of a round, and what changed for trainers and workers at its end."""

@@ -14,6 +14,9 @@ import optax
 from jaxtyping import PyTree
 
 from adloco_jax import hf
+from adloco_jax.contrib import ROUND_LENGTHS
+from adloco_jax.core.arguments import takes
+from adloco_jax.core.types import trainable
 from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError, reason
@@ -57,17 +60,20 @@ def check_inputs(
 def check_arguments(
     settings: Settings,
     corpus: Rows,
-    init_fn: Callable[..., PyTree],
+    init_fn: Callable[..., PyTree] | None,
     loss_fn: Callable[..., Any],
     params: PyTree | None,
     workdir: str | os.PathLike,
     inner_tx: optax.GradientTransformation | None,
     outer_tx: optax.GradientTransformation | None,
-) -> None:
-    """Check the arguments of `fit`; ConfigError has one line for each fault, with its argument."""
+) -> Settings:
+    """Check the arguments of `fit`; return its settings, with rate 1 for optimizers that are given.
+
+    ConfigError has one line for each fault, with its argument.
+    """
     faults = []
     if not isinstance(settings, Settings):
-        faults.append(f"settings: {_kind(settings)}; give what config.validate(config) returns")
+        faults.append(f"settings: {_kind(settings)}; give a config, or validate(config)")
     elif settings.data.attention == "document":
         faults.append("data.attention = 'document': loss_fn says what a token attends to; set row")
     if not isinstance(workdir, str | os.PathLike):
@@ -86,42 +92,67 @@ def check_arguments(
             f"corpus.heldout_rows: {dtype} of shape {shape}; give an array of integers [E, L + 1]"
         )
     for name, given, expected in (
-        ("init_fn", init_fn, "a function of a PRNG key that returns parameters"),
+        ("init_fn", init_fn, "params, or a function of a PRNG key that returns parameters"),
         ("loss_fn", loss_fn, "a function of parameters and rows [B, L + 1]"),
     ):
-        if not callable(given):
+        if not callable(given) and not (given is init_fn is None is not params):
             faults.append(f"{name}: {_kind(given)}; give {expected}")
-    faults = faults or _of_params(init_fn, params)
+    make = init_fn or (lambda key: params)
+    faults = faults or _of_params(make, params, "init_fn" if init_fn else "params")
     if not faults:
-        drawn = jax.eval_shape(init_fn, jax.random.key(0))
+        drawn = jax.eval_shape(make, jax.random.key(0))
         for name, given in (("inner_tx", inner_tx), ("outer_tx", outer_tx)):
-            key, named = f"{name[:5]}.tx", getattr(settings, name[:5]).tx
-            if given is not None and named != (default := KNOBS[key].default):
-                faults.append(f"{name}: given beside {key}={named!r}; leave {key} at {default!r}")
-            faults += [] if given is None else _of_transform(name, given, drawn)
+            if given is not None:
+                group = name.removesuffix("_tx")
+                faults += _beside(name, settings) + _of_transform(name, given, drawn)
+                knobs = getattr(settings, group).model_copy(update={"learning_rate": 1.0})
+                settings = settings.model_copy(update={group: knobs})
         # The config may name an optimizer that the user has added to the table.
         if inner_tx is None:
             faults += _of_transform("inner_tx", inner_transform(settings), drawn)
     if faults:
         raise ConfigError("\n".join(faults))
+    return settings
 
 
-def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[str]:
+# The knobs that describe an optimizer, which do not act on one that the caller gives.
+_OF_OPTIMIZERS = {
+    "inner_tx": "tx learning_rate warmup_updates schedule final_lr_frac weight_decay decay"
+    " beta1 beta2 round_length",
+    "outer_tx": "tx learning_rate momentum",
+}
+
+
+def _beside(name: str, settings: Settings) -> list[str]:
+    faults, group = [], name.removesuffix("_tx")
+    for knob in _OF_OPTIMIZERS[name].split():
+        key, value = f"{group}.{knob}", getattr(getattr(settings, group), knob)
+        by_rate = knob != "round_length" or takes(ROUND_LENGTHS[value], "next_rate")
+        if by_rate and value != (default := KNOBS[key].default):
+            faults.append(f"{name}: given beside {key}={value!r}; leave {key} at {default!r}")
+    return faults
+
+
+def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None, name: str) -> list[str]:
     try:
         drawn = jax.eval_shape(init_fn, jax.random.key(0))
     except TypeError as error:  # a leaf that is not an array, or a mistake in the function
         need = "its leaves must all be arrays: leave others out of the tree"
-        return [f"init_fn: {reason(error)}; {need}"]
+        return [f"{name}: {reason(error)}; {need}"]
     if not jax.tree.leaves(drawn):
-        return ["init_fn: its parameters hold no array; expected at least one"]
-    faults = _unsaved("init_fn: params", drawn)
+        return [f"{name}: its parameters hold no array; expected at least one"]
+    try:
+        trainable(drawn)
+    except ValueError as error:
+        return [f"{name}: {error}"]
+    faults = _unsaved(f"{name}: params", drawn)
     # A leaf is named by its keys, which the export joins by "/" and Orbax by ".".
     for separator in "/.":
         paths = (path for path, _ in jax.tree.leaves_with_path(drawn))
         names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
         faults += [
-            f"init_fn: {count} leaves are saved as {name!r}; rename all but one"
-            for name, count in names.items()
+            f"{name}: {count} leaves are saved as {leaf!r}; rename all but one"
+            for leaf, count in names.items()
             if count > 1
         ]
     if params is None or faults:
@@ -153,7 +184,7 @@ def _unsaved(name: str, tree: PyTree) -> list[str]:
 
 def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> list[str]:
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
-        return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1.0)"]
+        return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1e-3)"]
     try:
         before = jax.eval_shape(tx.init, params)
         if faults := _unsaved(f"{name}: its state", before):

@@ -104,10 +104,11 @@ class Ledger(contextlib.AbstractContextManager):
     ):
         """Open or create the file at `path`, in an existing folder, for appending.
 
-        `on_write` is called with each line, as a dict, on the thread that called `write`.
+        `on_write` is called with each line, as a dict, on the thread that called `write`; so is
+        each function that is added to `listeners`.
         """
         self._path = Path(path)
-        self._on_write = on_write
+        self.listeners = [on_write]
         content = _content(self._path)
         rest = content[content.rfind(b"\n") + 1 :]  # the last line if it has no newline
         with write_errors(self._path):
@@ -136,7 +137,8 @@ class Ledger(contextlib.AbstractContextManager):
                 rest = memoryview(text)
                 while rest:  # if the disk is full, it first accepts a part of the line, then raises
                     rest = rest[self._file.write(rest) :]
-        self._on_write(line)
+        for listener in self.listeners:
+            listener(line)
 
     def sync(self) -> None:
         """Write the lines from the system's buffers to disk, because a checkpoint follows them."""
