@@ -35,6 +35,10 @@ from adloco_jax.models.weight_maps import WeightMap
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLED = "pytorch_model.bin"
+_ADAPTER = "adapter_config.json"
+# The files that may have the weights, or an index of other files; the first that exists is read.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_WEIGHTS += (_PICKLED, f"{_PICKLED}.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Buffers (constant tensors) that old versions of transformers saved; config.json determines them.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
@@ -137,7 +141,7 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
       DataError: If the architecture is another, or tensors are missing, unexpected, stored twice,
         of a wrong shape, not of a float dtype or not finite. The message names all faults.
     """
-    one_of = ["*.safetensors", _PICKLED] if _has_torch() else ["*.safetensors"]
+    one_of = ["*.safetensors", "pytorch_model*.bin"] if _has_torch() else ["*.safetensors"]
     with _folder(str(path_or_name), one_of, key=key) as folder:
         network, stored, left_out, config = _checked(folder, needs_head=head)
         shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
@@ -159,7 +163,7 @@ def inspect(path_or_name: str | Path) -> Description:
     of `load(..., head=False)`, except for weights that are not finite.
     """
     name, key = str(path_or_name), "model.init_from"
-    with _folder(name, ["config.json"], key=key) as folder:
+    with _folder(name, ["config.json", _ADAPTER], key=key) as folder:
         if not is_address(name) and not is_on_hub(name, key=key):
             network, stored, _, config = _checked(folder, needs_head=False)
             return Description(network, not _lacking(network, stored), True, config)
@@ -236,6 +240,14 @@ def save(
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(partial, getattr(network, "max_length", None))
+        generation = partial / "generation_config.json"
+        if generation.exists():
+            # The tokenizer's folder has it, and may be that of a model with other ends of text.
+            content = read_json(generation, DataError, **_JSON)
+            ends = np.ravel(config.get("eos_token_id", [])).tolist()
+            if not {*ends} <= {*np.ravel(content.get("eos_token_id", [])).tolist()}:
+                content |= {key: config[key] for key in config if key.endswith("token_id")}
+                generation.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _differing(network: nn.Module, names: WeightMap, config: dict) -> list[str]:
@@ -243,7 +255,7 @@ def _differing(network: nn.Module, names: WeightMap, config: dict) -> list[str]:
     return [
         f"{name}={getattr(network, name)}"
         for name, value in names.attributes(config).items()
-        if getattr(network, name) != value
+        if getattr(network, name) != value and name != "pad_id"  # it follows the tokenizer
     ]
 
 
@@ -258,7 +270,7 @@ def _weight_maps() -> list[WeightMap]:
 @contextlib.contextmanager
 def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
-    files, hint = ("config.json", "*.safetensors.index.json"), "" if _has_torch() else _TORCH
+    files, hint = ("config.json", "*.index.json", _ADAPTER), "" if _has_torch() else _TORCH
     with fetched(name, files, one_of=one_of, key=key, hint=hint) as folder:
         if folder.is_file():
             raise DataError(
@@ -266,6 +278,11 @@ def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
             )
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")
+        if (folder / _ADAPTER).exists():
+            raise DataError(
+                f"{folder / _ADAPTER}: an adapter, which is not read; merge it into its base model"
+                " (merge_and_unload of peft), and save that in a folder of its own"
+            )
         yield folder
 
 
@@ -309,27 +326,26 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists():
-        return _open(_inside(folder, whole.name, whole))
-    if not index.exists() and (folder / _PICKLED).exists():
-        return _unpickled(_inside(folder, _PICKLED, folder / _PICKLED))
-    if not index.exists():
+    file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
+    if file is None:
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
         have = f"have {', '.join(pickled[:3])}, which is never read" if pickled else "have neither"
         raise DataError(
             f"{folder}: need model.safetensors, or an index and its shards; {have}; convert with"
             " `save_pretrained(..., safe_serialization=True)`"
         )
-    weight_map = read_json(index, DataError, **_JSON).get("weight_map")
+    opened = _unpickled if file.name.startswith(_PICKLED) else _open
+    if file.suffix != ".json":
+        return opened(_inside(folder, file.name, file))
+    weight_map = read_json(file, DataError, **_JSON).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise DataError(f"{index}: need a weight_map from tensor to file")
-    files = [_open(_inside(folder, file, index)) for file in sorted(set(weight_map.values()))]
-    found = _joined((name, where) for file in files for name, where in file.items())
+        raise DataError(f"{file}: need a weight_map from tensor to file")
+    shards = [opened(_inside(folder, name, file)) for name in sorted(set(weight_map.values()))]
+    found = _joined((name, where) for shard in shards for name, where in shard.items())
     misplaced = [
-        f"{index}: {name}: not in {file}"
-        for name, file in weight_map.items()
-        if name not in found or found[name].file.name != file
+        f"{file}: {name}: not in {shard}"
+        for name, shard in weight_map.items()
+        if name not in found or found[name].file.name != shard
     ]
     if misplaced:
         raise DataError(_listed(misplaced))
@@ -337,14 +353,13 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """Return the path of a file that the safetensors index `index` names.
+    """Return the path of a file of weights, whose name may come from the index `index`.
 
     Refuses names and links that lead out of the folder, except the hub cache's links to `blobs`.
     """
-    if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
-        raise ConfigError(
-            f"{index}: {name[:200]!r} is not the name of a .safetensors file beside it"
-        )
+    kind = ".bin" if index.name.startswith(_PICKLED) else ".safetensors"
+    if not re.fullmatch(r"[^/\\\0]+" + re.escape(kind), name):
+        raise ConfigError(f"{index}: {name[:200]!r} is not the name of a {kind} file beside it")
     # The hub's cache has links from models--x--y/snapshots/<commit>/ to models--x--y/blobs/.
     root = folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
@@ -437,6 +452,10 @@ def _checked(
         (re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)), where)
         for name, where in _stored(folder).items()
     )
+    if not any(name.startswith(names.prefix) for name in stored):  # saved without a head
+        stored = {
+            name if _HEADS.fullmatch(name) else names.prefix + name: stored[name] for name in stored
+        }
     if network.num_layers > len(stored):
         raise DataError(
             f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"

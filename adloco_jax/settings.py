@@ -162,13 +162,11 @@ class DataSettings(SettingsGroup):
     label_column: Name = "label"
     """Field of a row's class, an integer from 0; bert only."""
     tokenizer: Name | None = None
-    """bytes, a *.json, a *.model, a folder, a hub name. Unset: model.init_from's, else bytes."""
+    """bytes, a *.json, a *.model, a folder, a hub name. Unset: model.init_from's; bytes without."""
     sequence_length: Count = 128
     """L, predicted tokens per row."""
     attention: Literal["row", "document"] = "row"
     """What a token attends to before it: its row, or only its own document in the row."""
-    # Not a knob: the id that separates documents, -1 if not known (`run.folder.completed`).
-    separator: Annotated[int, Field(ge=-1, le=INT32), RECORDED] = -1
     num_sequences: Count | None = None
     """Upper limit of the training rows; unset: all."""
     heldout_frac: Part = 0.05
@@ -528,8 +526,8 @@ class Settings(SettingsGroup):
             yield "eval.sample_tokens model.max_length", "no room is left for a text; lower it"
         if is_labelled and "text_column" not in source.needs:
             yield "model.arch data.source", "rows need labels; set the second to jsonl, parquet, hf"
-        build = inspect.signature(tables["ARCHITECTURES"][self.model.arch].build)
-        if self.data.attention == "document" and "separator" not in build.parameters:
+        loss = inspect.signature(tables["ARCHITECTURES"][self.model.arch].loss)
+        if self.data.attention == "document" and "documents" not in loss.parameters:
             yield "model.arch data.attention", "it cannot separate documents; set the second to row"
         if is_labelled and self.data.sequence_length < 3:
             yield "model.arch data.sequence_length", "two tokens frame a text; set at least 3"

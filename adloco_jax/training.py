@@ -151,7 +151,7 @@ def train(
         if whole.model.init_from and not list_rounds(folder / "checkpoints"):
             params, lines = pretrained_params(whole)
             model = model._replace(params=params)
-        corpus = load_data(whole, recorded_commit(folder))
+        corpus = load_data(whole, recorded_commit(folder), folder)
         print(*lines, corpus.describe(), sep="\n")
         return assemble(
             whole,

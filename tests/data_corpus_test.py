@@ -130,10 +130,12 @@ def test_the_description_shows_the_first_row_trained_on_in_one_printable_line(tm
     path = write_documents(tmp_path, texts)
     corpus = load(path, sequence_length=40)
     first, sample = corpus.describe().split("\n  | ")
-    assert first.startswith("data: 1 file; 54 documents to train on, 6 held out\nrows: ")
+    assert first.startswith(
+        "data: 1 file; 54 documents to train on, 6 held out\ntokenizer: bytes, 257 ids\n"
+    )
     assert " of 40 tokens to train on" in first and sample.isprintable()
-    assert r"line\n\t\x1b[31m " in sample and "é<end of text>line" in sample
-    assert sample.count("<end of text>") == int((corpus.batch(0, 0, 0, 1) == END).sum())
+    assert r"line\n\t\x1b[31m " in sample and "é<|endoftext|>line" in sample
+    assert sample.count("<|endoftext|>") == int((corpus.batch(0, 0, 0, 1) == END).sum())
     long = load(path, sequence_length=300, num_streams=1, heldout_frac=0.7).describe()
     _, long = long.split("\n  | ")
     assert len(long) == 240 and long.endswith("…")

@@ -373,7 +373,13 @@ def strange_id(folder):
     np.save(folder / "train.npy", array)
 
 
+def strange_start(folder):
+    starts = np.load(folder / "heldout.starts.npy")
+    np.save(folder / "heldout.starts.npy", starts[::-1])
+
+
 DAMAGE = {
+    "a start": (strange_start, "documents' starts do not ascend"),
     "truncated": (
         lambda folder: os.truncate(folder / "train.npy", 99),
         r"not a complete \.npy array",
@@ -383,14 +389,14 @@ DAMAGE = {
     "other type": (other_type, "int16 of shape"),
     "huge": (forged((4611686018427387904,)), r"train\.npy: "),
     "negative": (forged((-5,)), r"train\.npy: "),
-    "rows": (edit(shapes=[[1, 16], [2, 16]]), "says uint16 of"),
+    "rows": (edit(shapes=[[1, 16], [2, 16], [1], [1]]), "says uint16 of"),
     "a bool": (edit(vocab_size=True), "damaged, prepared.vocab_size: have True"),
     "a word": (edit(tokens_per_byte="1"), "damaged, prepared.tokens_per_byte: have '1'"),
     "no side": (edit(hashes=None), "damaged, prepared.hashes: missing"),
     "one side": (edit(hashes=["a"]), "does not describe training and held-out rows"),
     "files": (edit(files=[5]), r"damaged, prepared.files\[0\]: have 5"),
     "no name": (edit(files=[{}]), r"prepared.files\[0\].name: missing"),
-    "format": (edit(format=1), "format 1, need 3; prepare the data again"),
+    "format": (edit(format=1), "format 1, need 4; prepare the data again"),
     "no object": (write("[]"), "a JSON list"),
     "deep": (write("[" * 10**6), "no readable JSON"),
     "an id": (strange_id, "token id 257"),

@@ -334,8 +334,12 @@ def test_the_tokenizer_of_a_run_is_its_checkpoints(tmp_path):
             settings = settings.model_copy(update={group: changed})
         return tokenizer_of(settings)
 
-    for name, init_from in ((None, ""), (None, bare), ("bytes", tmp_path / "gone")):
+    for name, init_from in ((None, ""), ("bytes", bare), ("bytes", tmp_path / "gone")):
         assert of(name, init_from).name == "bytes"
+    (bare / "sub").mkdir()
+    shutil.copy(chat / "tokenizer.json", bare / "sub")
+    with pytest.raises(ConfigError, match=r"bare: has no tokenizer .*set data.tokenizer"):
+        of(None, bare)
     assert of(None).name == str(chat) and of(None).eot_id == 2
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes: 257 ids, .*tokenizer unset"):
         of("bytes")

@@ -10,19 +10,27 @@ import numpy as np
 import pytest
 import toy
 from nets import FAMILY, LLAMA, flat, loss_of, make_params, make_rows, tapped_grad
+from texts import write_documents
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from toy import data_settings
+from transformers import PreTrainedTokenizerFast
 
 from adloco_jax.config import validate
-from adloco_jax.engine.spec import Machine
+from adloco_jax.data import load_corpus
+from adloco_jax.data.prepared import DocumentRows
+from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.engine.spec import Machine, here
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama, sequence_losses
-from adloco_jax.models.layers import param_shapes
-from adloco_jax.run.assemble import attention, build_network, load_data
-from adloco_jax.run.folder import completed, recorded_values
+from adloco_jax.models.kernels import ATTENTION
+from adloco_jax.run.assemble import attention, build_model, load_data, spec_of
 from adloco_jax.run.plan import plan
 from adloco_jax.training import fit, train
 
 LENGTH = 36  # two blocks of queries
-SEPARATOR = 5
+WIDTH = LENGTH + 1
+# Of four rows, the positions at which documents begin: one is empty, one the last target.
+BEGIN = ([9], [], [0, LENGTH], [3, 4, 20, 33])
 MODELS = {
     "family": FAMILY.clone(max_length=LENGTH),
     "window": Llama(**LLAMA | {"max_length": 2 * LENGTH, "window": LENGTH}),
@@ -31,19 +39,17 @@ DOCUMENT = {"attention": "document"}
 
 
 def packed_rows(model):
-    """Rows of 2, 1, 1 and 5 documents: one empty, and separators at both ends of rows."""
-    rows = make_rows(model, batch=4, length=LENGTH)
-    rows[1:][rows[1:] == SEPARATOR] = 0
-    rows[2, [0, LENGTH]] = SEPARATOR
-    rows[3, [3, 4, 20, 33]] = SEPARATOR
-    return jnp.asarray(rows)
+    """Rows of 2, 1, 1 and 5 documents."""
+    tokens = make_rows(model, batch=4, length=LENGTH)
+    starts = [row * WIDTH + t for row, begin in enumerate(BEGIN) for t in begin]
+    return jnp.asarray(DocumentRows(tokens, np.array(starts))[np.arange(4)])
 
 
 def documents_alone(rows):
     """For each document: its row, its tokens with the next separator (padded), and their number."""
     found = []
-    for number, row in enumerate(rows):
-        starts = [t for t in range(LENGTH) if t == 0 or row[t] == SEPARATOR]
+    for number, row in enumerate(rows[:, :WIDTH]):
+        starts = sorted({0, *BEGIN[number]} - {LENGTH})
         for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
             tokens = np.zeros(LENGTH + 1, np.int32)
             tokens[: end + 1 - start] = row[start : end + 1]
@@ -61,7 +67,7 @@ def loss_sum(model, params, tokens, count):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_packed_row_is_the_token_weighted_sum_of_its_documents(name):
     plain = MODELS[name]
-    model = plain.clone(separator=SEPARATOR, layer_form="call" if name == "window" else "scan")
+    model = plain.clone(layer_form="call" if name == "window" else "scan")
     params, direction, rows = make_params(plain), make_params(plain, 1), packed_rows(plain)
     number_D, *documents = documents_alone(rows)
     assert np.bincount(number_D).tolist() == [2, 1, 1, 5]
@@ -73,41 +79,95 @@ def test_a_packed_row_is_the_token_weighted_sum_of_its_documents(name):
     def assert_close(actual, expected):
         assert np.max(np.abs(actual - expected)) < 1e-5 * np.max(np.abs(expected))
 
-    losses_fn, loss_fn = sequence_losses(model), loss_of(model)
+    losses_fn, loss_fn = sequence_losses(model, documents=True), loss_of(model, documents=True)
     forward = jax.jit(lambda p, d: jax.jvp(lambda p: losses_fn(p, rows), (p,), (d,)))
     losses, slopes = forward(params, direction)
     assert_close(losses, losses_B)
     assert_close(slopes, grads_B @ flat(direction))
     of_examples = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
     assert_close(flat(of_examples(params, rows[:, None]), axes=1), grads_B)
-    mean, norms_B = tapped_grad(model)(params, rows, jnp.zeros(len(rows)))
+    mean, norms_B = tapped_grad(model, documents=True)(params, rows, jnp.zeros(len(rows)))
     assert_close(flat(mean), grads_B.mean(axis=0))
     assert_close(len(rows) ** 2 * norms_B, np.square(grads_B).sum(axis=1))
 
 
-def test_rows_without_separators_run_the_program_that_knows_none():
+def test_attention_over_rows_runs_the_program_that_knows_no_documents():
     """Its masks are constants."""
-    plain = MODELS["window"]
-    params, rows = make_params(plain), packed_rows(plain)
-    parted = loss_of(plain.clone(separator=SEPARATOR))
+    model = MODELS["window"]
+    params, rows = make_params(model), packed_rows(model)
+    whole = rows.at[:, WIDTH:].set(0)
+    plain, parted = loss_of(model), loss_of(model, documents=True)
     found = [
-        set(re.findall(r"= (cummax|ge|le|and)\b", str(jax.make_jaxpr(loss_fn)(params, rows))))
-        for loss_fn in (loss_of(plain), parted)
+        set(re.findall(r"= (ge|le|and)\b", str(jax.make_jaxpr(loss_fn)(params, given))))
+        for loss_fn, given in ((plain, whole[:, :WIDTH]), (parted, whole))
     ]
-    assert found == [set(), {"cummax", "le", "and"}]
-    whole = np.where(rows == SEPARATOR, 0, rows)
-    assert jax.jit(parted)(params, whole) == jax.jit(loss_of(plain))(params, whole)
+    assert found == [set(), {"le", "and"}]
+    assert jax.jit(parted)(params, whole) == jax.jit(plain)(params, whole[:, :WIDTH])
+    with pytest.raises(ValueError, match=r"rows has shape \(4, 37\), expected \[B, 2 \(L\+1\)\]"):
+        parted(params, whole[:, :WIDTH])
 
 
-def test_a_run_separates_documents_at_the_end_of_text(tmp_path, capsys):
-    config = toy.tiny_config(data=DOCUMENT | {"sequence_length": 16, "num_sequences": 200})
-    whole = completed(validate(config))
-    assert build_network(whole).separator == 256
-    assert build_network(completed(validate(toy.tiny_config()))).separator is None
+IM = ("<|im_start|>", "<|im_end|>")
+
+
+def chat(number):
+    turns = (("user", f"Twice {number}?"), ("assistant", f"It is {2 * number}."))
+    return "\n".join(f"{IM[0]}{role}\n{text}{IM[1]}" for role, text in turns)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """Chats whose turns end with the end-of-text token, and their rows."""
+    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = {"eos_token": IM[1], "pad_token": "<|endoftext|>", "additional_special_tokens": [IM[0]]}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path / "t")
+    path = write_documents(tmp_path, [chat(number) for number in range(60)])
+    given = {"source": "jsonl", "path": str(path), "tokenizer": str(tmp_path / "t")}
+    return data_settings(vocab_size=259, sequence_length=200, heldout_frac=0.2, **given | DOCUMENT)
+
+
+def test_a_turn_of_a_chat_sees_the_turns_before_it_and_no_other_chat(chats):
+    corpus = load_corpus(chats, note=lambda line: None)
+    row = corpus.rows[np.array([1])]
+    tokens, starts = row[:, :200], row[:, 201:401]
+    parts = np.split(tokens[0], np.unique(starts)[1:])
+    texts = {IM[1] + chat(number) for number in range(60)}  # after the end of the chat before
+    assert len(parts) > 4 and texts.issuperset(map(corpus.tokenizer.decode, parts[1:-1]))
+    network = MODELS["window"].clone(vocab_size=259, window=None, max_length=200)
+    logits = jax.jit(functools.partial(network.apply, {"params": make_params(network)}))
+    question, other = corpus.tokenizer.encode_batch(["?!"])[0]
+    start, end = len(parts[0]), len(parts[0]) + len(parts[1])
+    asked = start + parts[1].tolist().index(question)
+    changed = tokens.copy()
+    changed[0, asked] = other
+    before, after = (logits(each, starts_BL=starts) for each in (tokens, changed))
+    moved = np.flatnonzero(np.abs(before - after).max(axis=(0, 2)))
+    assert moved.tolist() == [*range(asked, end)]
+
+
+def test_a_run_limits_attention_to_documents(tmp_path, capsys):
+    path = write_documents(tmp_path, [f"<{number}>" for number in range(600)])
+    given = {"source": "jsonl", "path": str(path), "sequence_length": 16}
+    config = toy.tiny_config(data=DOCUMENT | given)
+    config.eval.sample_tokens = 4
+    spec = spec_of(validate(config), here())
+    assert (spec.row_length, spec.sequence_length) == (34, 16)
     assert "attention by xla within documents" in plan(config)
-    train(config, tmp_path)
+    result = train(config, tmp_path / "run")
     assert "attention by xla within documents" in capsys.readouterr().out
-    assert recorded_values(tmp_path / "config.json").data.separator == 256
+    settings = validate(config)
+    corpus = load_data(settings)
+    loss_fn = build_model(settings)[1]
+    heldout = split_heldout(corpus.heldout_rows, num_sequences=8, batch_size=1)
+    rows = jnp.asarray(heldout.report_EL)
+    found = float(loss_fn(result.params, rows))
+    assert abs(result.loss - found) < 1e-5 * found
+    row = {"data": settings.data.model_copy(update={"attention": "row"})}
+    whole = build_model(settings.model_copy(update=row))[1]
+    assert abs(float(whole(result.params, rows[:, :17])) - found) > 1e-5 * found
 
 
 def test_what_has_no_documents_is_refused_in_a_line(tmp_path):
@@ -127,5 +187,6 @@ def test_cudnn_computes_no_attention_within_documents():
     document = settings.data.model_copy(update=DOCUMENT)
     assert attention(settings, gpu) == "cudnn"
     assert attention(settings.model_copy(update={"data": document}), gpu) == "xla"
+    heads = jnp.zeros((1, 1, 2, 8))
     with pytest.raises(ValueError, match="'cudnn' separates no documents"):
-        param_shapes(Llama(**LLAMA, separator=0, attention="cudnn"))
+        ATTENTION["cudnn"](heads, heads, heads, jnp.zeros((1, 2), jnp.int32))

@@ -156,7 +156,7 @@ def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_pa
     config = tiny(init_from=str(tmp_path / "far"))
     network = build_network(validate(tiny())).clone(qk_norm=True, tied=True)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, np.float32), param_shapes(network))
-    hf.save(params, tmp_path / "far", network=network)
+    hf.save(params, tmp_path / "far", load_tokenizer("bytes"), network=network)
     described = json.loads((tmp_path / "far" / "config.json").read_text())
     assert described["model_type"] == "qwen3"
     more = {"generation": [1, {"a": 2}], "bos_token_id": 3, "eos_token_id": [4, 256]}
@@ -179,6 +179,7 @@ def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_pa
 
 def test_rows_longer_than_a_sliding_window_are_refused(tmp_path):
     config = tiny(init_from=str(tmp_path / "far"))
+    config.data.tokenizer = "bytes"
     network = build_network(validate(tiny())).clone(window=config.data.sequence_length - 1)
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), param_shapes(network))
     hf.save(params, tmp_path / "far", network=network)

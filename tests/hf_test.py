@@ -25,7 +25,15 @@ from adloco_jax.models.llama import RopeScaling
 
 SIZES = dict(vocab_size=11, width=12, num_layers=3, num_heads=3, mlp_width=10, max_length=16)
 NETWORK, BERT = Llama(**SIZES, num_kv_heads=1), Bert(**SIZES, num_classes=3)
-TEXTS = ["Hello wörld  two\n\tspaces 日本", " lead", "trail ", "", "a\x00b\x7f", "<|endoftext|>"]
+TEXTS = [
+    "one</s>two",
+    "Hello wörld  two\n\tspaces 日本",
+    " lead",
+    "trail ",
+    "",
+    "a\x00b\x7f",
+    "<|endoftext|>",
+]
 
 
 def drawn(network):
@@ -246,11 +254,17 @@ def test_the_hubs_cache_is_read_through_its_links(tmp_path, folder, params, monk
 
 @pytest.mark.parametrize(
     "name",
-    ["bytes", "torchtune_tokenizer_2000.json", "mistral-v1.model", "torchtune_m_2000.model"],
+    ["bytes", "torchtune_tokenizer_2000.json", "mistral-v1.model", "torchtune_m_2000.model", "old"],
 )
 def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, name):
     is_lossless = name != "torchtune_m_2000.model"
-    if name != "bytes":
+    if name == "old":  # as Llama 2: text after a special token begins a word
+        name = str(tmp_path / "old")
+        shutil.copytree(request.getfixturevalue("data_dir") / "tokenizers", name)
+        (tmp_path / "old" / "mistral-v1.model").rename(tmp_path / "old" / "tokenizer.model")
+        keys = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "legacy": True}
+        (tmp_path / "old" / "tokenizer_config.json").write_text(json.dumps(keys))
+    elif name != "bytes":
         name = str(request.getfixturevalue("data_dir") / "tokenizers" / name)
     tokenizer = load_tokenizer(name)
     tokenizer.save(tmp_path, None)
@@ -261,6 +275,36 @@ def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, name):
     for ids, same in zip(*encoded, strict=True):
         np.testing.assert_array_equal(ids, same)
         assert exported.decode(same) == tokenizer.decode(ids) or not is_lossless
+
+
+def test_an_export_generates_to_the_end_of_text_of_its_tokenizer(tmp_path, params):
+    load_tokenizer("bytes").save(tmp_path / "own", None)
+    for ends, kept in (([3, 256], [3, 256]), (7, 256), (None, 256)):
+        generation = {"eos_token_id": ends, "top_k": 3}
+        (tmp_path / "own" / "generation_config.json").write_text(json.dumps(generation))
+        tokenizer = load_tokenizer(str(tmp_path / "own"))
+        hf.save(params, tmp_path / "out", tokenizer, network=NETWORK)
+        found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+        assert (found["eos_token_id"], found["top_k"]) == (kept, 3)
+
+
+@pytest.mark.parametrize("kind", ["folder", "bert"])
+def test_a_model_that_was_saved_without_its_head_lacks_the_prefix_too(request, kind):
+    given = request.getfixturevalue(kind)
+    folder, prefix = (given, "model.") if kind == "folder" else (given[1], "bert.")
+    whole, heads = hf.load(folder), {"lm_head", "classifier"}
+
+    def edit(tensors):
+        for name in [*tensors]:
+            tensor = tensors.pop(name)
+            if name.startswith(prefix):
+                tensors[name.removeprefix(prefix)] = tensor
+
+    edit_tensors(folder, edit)
+    body = {name: leaf for name, leaf in whole.params.items() if name not in {"head", *heads}}
+    assert_same(hf.load(folder, head=False).params, body)
+    (line, *_) = refused(folder).splitlines()
+    assert line.split(": ")[1].split(".")[0] in heads and "missing" in line
 
 
 def test_a_bert_comes_back_bit_for_bit_and_without_its_head(bert):
@@ -330,6 +374,9 @@ def test_a_bad_tensor_is_named(folder, name, array, fault):
         (dict(rope_parameters={"full_attention": {}}), "have {'full_attention': {}}, need one obj"),
         (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor: have 0.5"),
         (dict(head_dim=False), "head_dim: have False, need a positive int"),
+        (dict(quantization_config={"bits": 4}), "quantization_config: have {'bits': 4}, need None"),
+        (dict(is_causal=False), "is_causal: have False, need True"),
+        (dict(pad_token_id=11), "pad_token_id: have 11, need null or an id below 11"),
         (dict(head_dim=5), "head_size=5: rotary embeddings need an even head size"),
         (dict(num_hidden_layers=10**9), "1000000000 layers, have 30 tensors"),
         (
@@ -432,6 +479,14 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
     assert "leads out of its folder" in refused(folder, ConfigError)
+
+
+def test_an_adapter_is_named(folder, tmp_path):
+    (folder / "adapter_config.json").write_text("{}")
+    shutil.copytree(folder, tmp_path / "alone")
+    (tmp_path / "alone" / "config.json").unlink()
+    for path in (folder, tmp_path / "alone"):
+        assert "adapter_config.json: an adapter, which is not read; merge" in refused(path)
 
 
 def test_a_bad_index_is_refused(folder):

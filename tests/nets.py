@@ -20,6 +20,7 @@ FAMILY = Llama(
     **LLAMA,
     rope_scaling=RopeScaling(4.0, 1.0, 4.0, 8),
     head_size=6,
+    pad_id=3,
     **dict.fromkeys(["qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied"], True),
 )
 TAPPED = NETWORKS | {"family": FAMILY}

@@ -1,5 +1,6 @@
 """Models give the numbers of PyTorch's decoders and BERT on equal weights; extra `parity`."""
 
+import functools
 import json
 
 import numpy as np
@@ -26,7 +27,7 @@ from transformers import (  # noqa: E402
 
 from adloco_jax import hf  # noqa: E402
 from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
-from adloco_jax.errors import DataError  # noqa: E402
+from adloco_jax.errors import ConfigError, DataError  # noqa: E402
 from adloco_jax.models import Llama, class_logits, next_token_loss  # noqa: E402
 from adloco_jax.settings import SIZES as MODEL_SIZES  # noqa: E402
 from adloco_jax.training import train  # noqa: E402
@@ -49,13 +50,19 @@ DECODERS = {
         LlamaConfig,
         dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, rms_norm_eps=1e-3),
     ),
-    "tied": (LlamaConfig, dict(num_attention_heads=2, num_key_value_heads=1) | TIED),
+    "tied": (
+        LlamaConfig,
+        dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=5) | TIED,
+    ),
     "llama3": (LlamaConfig, HEADS | TIED | dict(rope_parameters=LLAMA3, head_dim=8)),
     "linear": (LlamaConfig, HEADS | BIASES | dict(rope_parameters=LINEAR)),
     "mistral": (MistralConfig, HEADS | dict(head_dim=10, sliding_window=61)),
     "qwen2": (Qwen2Config, HEADS | TIED | dict(rope_theta=1e6)),
     "qwen3": (Qwen3Config, HEADS | TIED | dict(head_dim=16)),
-    "qwen3 with biases": (Qwen3Config, HEADS | dict(head_dim=6, attention_bias=True)),
+    "qwen3 with biases": (
+        Qwen3Config,
+        HEADS | dict(head_dim=6, attention_bias=True, pad_token_id=3),
+    ),
 }
 BERTS = {
     "three classes": dict(num_attention_heads=4, num_labels=3),
@@ -99,12 +106,16 @@ def theirs_of(model, rows):
     )
 
 
+@functools.cache
+def logits_of(network):
+    if isinstance(network, Llama):
+        return jax.jit(lambda params, rows: network.apply({"params": params}, rows))
+    return jax.jit(class_logits(network))
+
+
 def assert_same_logits(network, params, model, rows):
     theirs = theirs_of(model, rows).logits.detach().numpy()
-    if isinstance(network, Llama):
-        ours = jax.jit(network.apply)({"params": params}, rows)
-    else:
-        ours = jax.jit(class_logits(network))(params, rows)
+    ours = logits_of(network)(params, rows)
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
@@ -113,8 +124,6 @@ def assert_same_logits(network, params, model, rows):
 def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
     model, (network, params, *_) = pair
     rows = make_rows(network, length=length)
-    if not isinstance(network, Llama):  # in PyTorch the padding token's vector gets no gradient
-        rows[:, 2:] = np.maximum(rows[:, 2:], 1)
     model.double()
     assert_same_logits(network, params, model, rows)
     loss = theirs_of(model, rows).loss
@@ -142,10 +151,66 @@ def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
             assert model.config.eos_token_id == 256 and model.config.bos_token_id is None
         model.save_pretrained(tmp_path / "back")
         again = hf.load(tmp_path / "back")
-        assert again.network == network
+        assert again.network.clone(pad_id=network.pad_id) == network  # bytes have no padding
         for one, other in zip(*map(jax.tree.leaves, (again.params, params)), strict=True):
             np.testing.assert_array_equal(one, other)
         assert_same_logits(network, params, model, make_rows(network))
+
+
+# Other values of the fields of config.json: by type, and of those that only some classes have.
+OTHERS = {bool: [True, False], int: [1, 2], float: [0.5], str: ["relu"], type(None): [1]}
+FIELDS = {
+    "is_causal": [False],
+    "quantization_config": [{"quant_method": "bitsandbytes", "load_in_4bit": True}],
+    "layer_types": [["sliding_attention"]],
+    "max_window_layers": [0],
+    "num_labels": [3],
+    "original_max_position_embeddings": [4],
+    "partial_rotary_factor": [0.5],
+    "position_embedding_type": ["relative_key"],
+    "problem_type": ["regression", "multi_label_classification"],
+    "rope_parameters": [LLAMA3, LINEAR, LINEAR | {"partial_rotary_factor": 0.5}],
+    "rope_scaling": [LLAMA3, LINEAR],
+    "rope_theta": [50.0],
+    "sliding_window": [3, 61],
+    "use_bidirectional_attention": [True],
+    "use_sliding_window": [True],
+}
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "mistral", "qwen2", "qwen3", "three classes"])
+def test_no_field_of_a_config_changes_the_model_unread(tmp_path, name):
+    """Each is varied: the model is then that of transformers, or one of the two refuses it."""
+    kind, sizes = DECODERS[name] if name in DECODERS else (BertConfig, BERTS[name])
+    theirs = drawn(kind(**SIZES | sizes | {"num_hidden_layers": 1}))
+    theirs.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    values = theirs.config.to_dict() | FIELDS
+    del values["model_type"], values["return_dict"]  # the latter is the type of the output
+    compared, refused = set(), set()
+    labels = [{"0": "a", "1": "b", "2": "c"}]
+    others = {key: FIELDS.get(key) or OTHERS.get(type(x), labels) for key, x in values.items()}
+    cases = [(key, other) for key in others for other in others[key]]
+    for key, other in cases:
+        (tmp_path / "config.json").write_text(json.dumps(content | {key: other}))
+        try:
+            loaded = hf.load(tmp_path)
+        except DataError:
+            refused.add(key)
+            continue
+        window = getattr(loaded.network, "window", None) or 20
+        rows = make_rows(loaded.network, length=min(20, window, loaded.network.max_length) - 1)
+        try:
+            model, info = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+            theirs_of(model.float(), rows)
+        except Exception:  # deliberately broad, because classes raise their own kinds
+            continue
+        assert not any(info.values()), (key, other, info)
+        assert_same_logits(loaded.network, loaded.params, model, rows)
+        compared.add(key)
+    assert compared > {"initializer_range", "pad_token_id", "use_cache"}
+    assert refused > {"hidden_act", "quantization_config"}
+    assert ("is_causal" in refused) == (kind is not BertConfig)
 
 
 def old_spelling(config: dict) -> dict:
@@ -171,7 +236,7 @@ def test_a_trained_model_is_loaded_by_transformers(tmp_path, name, spelling):
     (folder / "config.json").write_text(json.dumps(before))
     config = tiny_config(num_rounds=2)
     config.model.update(dict.fromkeys(MODEL_SIZES))
-    config.model.init_from = str(folder)
+    config.model.init_from, config.data.tokenizer = str(folder), "bytes"
     result = train(config, tmp_path / "r")
     export = tmp_path / "r" / "export"
     model, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
@@ -211,6 +276,24 @@ def test_tied_and_untied_tensors_are_those_of_hugging_face(tmp_path, is_tied, st
     else:
         loaded = hf.load(tmp_path)
         assert_same_logits(loaded.network, loaded.params, model, make_rows(loaded.network))
+
+
+def test_shards_of_pickled_tensors_are_read(tmp_path):
+    drawn(CONFIGS["grouped heads"]).save_pretrained(tmp_path)
+    whole, file = hf.load(tmp_path), tmp_path / "model.safetensors"
+    tensors = {name: torch.from_numpy(array) for name, array in load_file(file).items()}
+    file.unlink()
+    names = {name: f"pytorch_model-0000{i % 2}.bin" for i, name in enumerate(tensors)}
+    for shard in {*names.values()}:
+        part = {name: tensor for name, tensor in tensors.items() if names[name] == shard}
+        torch.save(part, tmp_path / shard)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    pair = (hf.load(tmp_path).params, whole.params)
+    assert all(map(np.array_equal, *map(jax.tree.leaves, pair)))
+    index.write_text(json.dumps({"weight_map": names | {HEAD: "../pytorch_model.bin"}}))
+    with pytest.raises(ConfigError, match="is not the name of a .bin file beside it"):
+        hf.load(tmp_path)
 
 
 def test_logits_and_perplexity_of_a_checkpoint_of_a_foreign_tool(data_dir):

@@ -77,7 +77,8 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     manifest = rows.prepare(job, output)
     arrays, length = prepared.open_rows(output, manifest), settings.data.sequence_length
     order = order_of(settings, len(arrays[0]), where=str(output))
-    print(Corpus(*arrays, encoder, manifest, order, manifest.tokens_per_byte).describe())
+    train, heldout, *_ = arrays
+    print(Corpus(train, heldout, encoder, manifest, order, manifest.tokens_per_byte).describe())
     keys = {  # config keys that these rows determine
         "data.source": "tokens",
         "data.path": output,

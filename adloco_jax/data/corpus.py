@@ -21,7 +21,7 @@ import numpy as np
 from adloco_jax import hub
 from adloco_jax.data import prepared, rows, sources
 from adloco_jax.data.files import File, RemoteFile, cache_folder, find, identity, is_on_hub
-from adloco_jax.data.prepared import Manifest, Opened
+from adloco_jax.data.prepared import DocumentRows, Manifest, Opened
 from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
@@ -38,7 +38,8 @@ class Corpus:
 
     Attributes:
       rows: Rows to train on, [num_sequences, L+1], integers of any width. The row of a labelled
-        text has 2 + L integers: the class, the number n of tokens, and L tokens, zero after n.
+        text has 2 + L integers: the class, the number n of tokens, and L tokens, zero after n. With
+        `data.attention=document`, `DocumentRows`.
       heldout_rows: Rows of held-out documents, which have no row in `rows`.
       tokenizer: The tokenizer that made the ids.
       manifest: The description of the rows, and of the files from which they were made.
@@ -47,8 +48,8 @@ class Corpus:
         into one per byte. None for labelled texts, whose loss is not per token.
     """
 
-    rows: np.ndarray
-    heldout_rows: np.ndarray
+    rows: np.ndarray | DocumentRows
+    heldout_rows: np.ndarray | DocumentRows
     tokenizer: Tokenizer
     manifest: Manifest
     order: RowOrder
@@ -71,7 +72,7 @@ class Corpus:
         return self.manifest.files
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Return rows `start` to `start + count - 1` of a worker's stream, as int32 [count, L+1].
+        """Return rows `start` to `start + count - 1` of a worker's stream, as int32.
 
         The arguments are those of `data.sampling.stream_rows`.
         """
@@ -80,11 +81,13 @@ class Corpus:
 
     def describe(self) -> str:
         """Describe the rows of a run in words, with an excerpt of a training row."""
-        manifest, row, of_class = self.manifest, self.batch(0, 0, 0, 1)[0], ""
+        manifest, of_class = self.manifest, ""
+        row = self.batch(0, 0, 0, 1)[0, : manifest.shapes[0][1]]
         sides, num_tokens = [str(len(self.rows)), str(len(self.heldout_rows))], len(row) - 1
         if self.tokens_per_byte is None:
             for i, side in enumerate((self.rows, self.heldout_rows)):
-                sides[i] += f" ({', '.join(map(str, np.bincount(side[:, 0])))} by class)"
+                counts = np.bincount(side[np.arange(len(side))][:, 0])
+                sides[i] += f" ({', '.join(map(str, counts))} by class)"
             of_class, num_tokens = f" of class {row[0]}", len(row) - NUM_FIELDS
             row = row[NUM_FIELDS : NUM_FIELDS + row[1]]
         cut = f", {manifest.truncated} of the texts cut" if manifest.truncated else ""
@@ -93,26 +96,24 @@ class Corpus:
         unseen = ""
         if around and self.tokens_per_byte is not None:
             unseen = (
-                f"\ntokenizer: rows have no {self.tokenizer.decode(sorted(around))}, which"
-                " transformers adds to a text unless add_special_tokens=False"
+                f"; rows have no {self.tokenizer.decode(sorted(around))}, which transformers adds"
+                " to a text unless add_special_tokens=False"
             )
         files = counted(sum("bytes" in record for record in manifest.files), "file")
         return (
             f"data: {files if files[0] != '0' else manifest.files[-1]['name']};"
             f" {counted(manifest.documents[0], 'document')} to train on, {manifest.documents[1]}"
             f" held out{copies}\n"
+            f"tokenizer: {self.tokenizer.name}, {self.tokenizer.vocab_size} ids{unseen}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
             f" model will see, for instance{of_class}:\n"
-            f"  | {readable(row, self.tokenizer, max_chars=240)}{unseen}"
+            f"  | {readable(row, self.tokenizer, max_chars=240)}"
         )
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
-    """Decode a row to one line of at most `max_chars` characters, with `<end of text>` as marks."""
-    pieces = np.split(row, np.flatnonzero(row == tokenizer.eot_id))
-    text = "<end of text>".join(
-        tokenizer.decode(piece[piece != tokenizer.eot_id]) for piece in pieces
-    )
+    """Decode a row to one line of at most `max_chars` characters."""
+    text = tokenizer.decode(row)
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
@@ -122,6 +123,7 @@ def load_corpus(
     *,
     num_classes: int | None = None,
     commit: str = "",
+    run: Path | None = None,
     note: Note = print,
 ) -> Corpus:
     """Make rows of tokens from the configured text, or open rows that were made before.
@@ -138,6 +140,7 @@ def load_corpus(
       settings: The run's settings.
       num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
       commit: Commit of a data set on the hub. Empty: that of `data.revision` today.
+      run: Folder of the run, whose export may have its tokenizer.
       note: Called with each line to show to the user.
 
     Returns:
@@ -150,19 +153,26 @@ def load_corpus(
     """
     data = settings.data
     where = _where_of(data)
-    tokenizer = tokenizer_of(settings, num_classes)
+    tokenizer = tokenizer_of(settings, num_classes, run)
     if not DATA_SOURCES[data.source].is_folder:
         options = {"num_classes": num_classes, "commit": commit}
         options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
-        manifest, (train, heldout) = _kept_rows(data, tokenizer, note, options)
+        manifest, arrays = _kept_rows(data, tokenizer, note, options)
     else:
-        manifest, (train, heldout) = prepared.open_named(data, tokenizer)
-        for array in (train, heldout):  # ids are checked, because others may have made the folder
+        manifest, arrays = prepared.open_named(data, tokenizer)
+        # The content is checked, because others may have made the folder.
+        for array, starts in zip(arrays[:2], arrays[2:], strict=True):
             if array.max() >= tokenizer.vocab_size:
                 raise DataError(f"{where}: token id {array.max()}; prepare the data again")
-        train = train[: data.num_sequences]
-    if data.attention == "document" and manifest.documents[0] < 2:
-        raise DataError(f"{where}: a single document to train on; set data.attention=row")
+            if (np.diff(starts, prepend=0, append=array.size) < 0).any():
+                raise DataError(f"{where}: the documents' starts do not ascend; prepare it again")
+        arrays[0] = arrays[0][: data.num_sequences]
+    rows_of: list[np.ndarray | DocumentRows] = [*arrays[:2]]
+    if data.attention == "document":
+        if manifest.documents[0] < 2:
+            raise DataError(f"{where}: a single document to train on; set data.attention=row")
+        rows_of = [*map(DocumentRows, arrays[:2], arrays[2:])]
+    train, heldout = rows_of
     order = order_of(settings, len(train), where=where)
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
     return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)
@@ -177,8 +187,10 @@ def _kept_rows(
         wanted = make_job(data, tokenizer, **options | {"commit": "any"}).request
         found = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
         for path in sorted(found, key=os.path.getmtime, reverse=True):
-            manifest = prepared.read_prepared(path.parent)
-            if manifest.request | {"commit": "any"} == wanted:
+            manifest = None
+            with contextlib.suppress(DataError):  # rows of another version
+                manifest = prepared.read_prepared(path.parent)
+            if manifest and manifest.request | {"commit": "any"} == wanted:
                 note(f"{_where_of(data)}: the hub does not answer; using the rows made last")
                 return manifest, prepared.open_rows(path.parent, manifest)
         raise
@@ -204,17 +216,17 @@ def _kept_rows(
         return manifest, prepared.open_rows(folder, manifest)
 
 
-def check_corpus(settings: Settings) -> list[str]:
+def check_corpus(settings: Settings, run: Path | None = None) -> list[str]:
     """Check the group `data`, and that its files have a first text.
 
-    Returns a line for each property that only `load_corpus` can check.
+    Returns a line for each property that only `load_corpus` can check. `run` is as there.
 
     Raises:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
       DataError: If a path leads nowhere, or to files that are damaged, empty or of another kind.
     """
     data, source = settings.data, DATA_SOURCES[settings.data.source]
-    tokenizer = tokenizer_of(settings)
+    tokenizer = tokenizer_of(settings, run=run)
     if source.is_folder:
         prepared.open_named(data, tokenizer)
         return []

@@ -1,4 +1,4 @@
-"""Read folders of prepared rows: `train.npy`, `heldout.npy`, and `prepared.json`, written last.
+"""Read folders of prepared rows: arrays (`ARRAYS`), and `prepared.json`, written last.
 
 A run checks shapes, types, tokenizer and, for `data.source=tokens`, the ids; not the hashes.
 """
@@ -16,7 +16,9 @@ from adloco_jax.files import FileRecord, fault, read_json
 from adloco_jax.settings import DataSettings
 
 MANIFEST = "prepared.json"
-FORMAT = 3
+FORMAT = 4
+ARRAYS = ("train.npy", "heldout.npy", "train.starts.npy", "heldout.starts.npy")
+"""Rows to train on and held-out rows, and for packed rows the `DocumentRows.starts` of both."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Manifest:
       fingerprint: The tokenizer's fingerprint.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
-      shapes: Shapes of the two arrays, see `Corpus.rows`.
-      hashes: SHA-256 (hex) of `train.npy` and of `heldout.npy`.
+      shapes: Shapes of the arrays, in the order of `ARRAYS`; see `Corpus.rows`.
+      hashes: SHA-256 (hex) of the arrays' files.
       documents: Number of documents to train on, and number of held-out documents. The last
         document of an array may be cut.
       tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes.
@@ -68,8 +70,45 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
     return lines
 
 
-Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
-"""The description of rows, and the memory-mapped rows to train on and held-out rows."""
+Opened = tuple[Manifest, list[np.ndarray]]
+"""The description of rows, and their memory-mapped arrays, in the order of `ARRAYS`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DocumentRows:
+    """Packed rows that say where the document of each token begins.
+
+    `rows[index]` is int32 [n, 2 (L + 1)]: the tokens, then for each of them the first position of
+    the row to which it attends.
+
+    Attributes:
+      tokens: The packed tokens, [N, L + 1].
+      starts: Positions in all N (L + 1) tokens, int64, ascending: each begins a document.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and of integers in each."""
+        return len(self.tokens), 2 * self.tokens.shape[1]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.tokens)
+
+    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+        """Read the rows at `index`, integers [n]."""
+        length = self.tokens.shape[1]
+        first_n = np.asarray(index) * length
+        starts_nL = np.zeros((len(first_n), length), np.int32)
+        bounds_n2 = np.searchsorted(self.starts, np.stack([first_n, first_n + length], axis=1))
+        for starts_L, first, (low, high) in zip(starts_nL, first_n, bounds_n2, strict=True):
+            positions = self.starts[low:high] - first
+            starts_L[positions] = positions
+        starts_nL = np.maximum.accumulate(starts_nL, axis=1)
+        return np.hstack([self.tokens[index].astype(np.int32), starts_nL])
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
@@ -95,8 +134,9 @@ def read_prepared(folder: Path) -> Manifest:
     if found := fault(content, kinds, "prepared"):
         raise DataError(f"{path}: damaged, {found}")
     manifest = Manifest(**{key: content[key] for key in kinds})
-    sides = (manifest.shapes, manifest.hashes, manifest.documents)
-    if {*map(len, sides)} != {2} or manifest.tokens_per_byte < 0:
+    num_arrays = 2 if manifest.request.get("num_classes") else len(ARRAYS)
+    counts = [len(part) for part in (manifest.shapes, manifest.hashes, manifest.documents)]
+    if counts != [num_arrays, num_arrays, 2] or manifest.tokens_per_byte < 0:
         raise DataError(
             f"{path}: damaged, does not describe training and held-out rows, or has a negative"
             " tokens_per_byte"
@@ -104,16 +144,16 @@ def read_prepared(folder: Path) -> Manifest:
     return manifest
 
 
-def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the training rows and the held-out rows; check their shapes, not their content.
+def open_rows(folder: Path, manifest: Manifest) -> list[np.ndarray]:
+    """Memory-map the arrays of a folder, those of `ARRAYS`; check shapes, not their content.
 
     Raises:
       DataError: If an array is missing, a link to another folder, or not as described.
     """
-    dtype = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
+    of_rows = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []
-    for name, shape in zip(("train.npy", "heldout.npy"), manifest.shapes, strict=True):
-        file = folder / name
+    for name, shape in zip(ARRAYS, manifest.shapes, strict=False):
+        file, dtype = folder / name, np.dtype(np.int64) if len(arrays) > 1 else of_rows
         if not file.is_file() or file.resolve().parent != folder.resolve():
             raise DataError(f"{file}: missing, or a link to another folder; prepare the data again")
         try:
@@ -130,7 +170,7 @@ def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]
                 f" {shape}; damaged, prepare the data again"
             )
         arrays.append(rows)
-    return arrays[0], arrays[1]
+    return arrays
 
 
 def open_named(data: DataSettings, tokenizer: Tokenizer) -> Opened:
@@ -146,6 +186,8 @@ def open_named(data: DataSettings, tokenizer: Tokenizer) -> Opened:
     folder = Path(data.path).expanduser()
     manifest = read_prepared(folder)
     arrays, have = open_rows(folder, manifest), manifest.fingerprint
+    if len(arrays) < len(ARRAYS):
+        raise DataError(f"{where}: rows of labelled texts; prepare the data again")
     if arrays[0].shape[1] != data.sequence_length + 1:
         length = arrays[0].shape[1] - 1
         raise ConfigError(

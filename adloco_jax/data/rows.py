@@ -1,7 +1,8 @@
 """Make rows from text: tokenise documents, hold some of them out, pack them into rows, save these.
 
 Documents, each closed by an end-of-text token, are joined and cut every L+1 tokens, without padding
-or overlap. Labelled texts become one row `[label, number of tokens, tokens...]` each.
+or overlap; where each begins is kept beside the rows. Labelled texts become one row `[label, number
+of tokens, tokens...]` each.
 """
 
 import contextlib
@@ -422,11 +423,13 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     whole.mkdir()
     masks = _split(job, about)
     copies = len(about) - int(sum(mask.sum() for mask in masks))
-    paths = [whole / "train.npy", whole / "heldout.npy"]
-    with open(paths[0], "wb") as train, open(paths[1], "wb") as heldout:
-        write = _write_packed if is_packed else _write_labelled
-        shapes = write(job, kept, (train, heldout), masks)
-    for side, (have, least) in enumerate(zip(shapes, (1, MIN_HELDOUT_ROWS), strict=True)):
+    write, names = _write_labelled, prepared.ARRAYS[:2]
+    if is_packed:
+        write, names = _write_packed, prepared.ARRAYS
+    paths = [whole / name for name in names]
+    with contextlib.ExitStack() as stack:
+        shapes = write(job, kept, [stack.enter_context(open(p, "wb")) for p in paths], masks)
+    for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
         if have[0] < least:
             raise DataError(
                 f"{job.where[side]}: too little text: have {have[0]} rows of {have[1]} tokens to"
@@ -463,7 +466,8 @@ Masks = tuple[np.ndarray, np.ndarray]
 
 
 def _write_packed(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    lengths, ends, shapes = kept.about["length"], [], []
+    lengths, ends, shapes, starts = kept.about["length"], [], [], []
+    files, starts_files = files[:2], files[2:]
     dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
     for file, mask, limit in zip(
         files, masks, (job.data.num_sequences, job.heldout_limit), strict=True
@@ -473,6 +477,9 @@ def _write_packed(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks
         header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shapes[-1])}
         np.lib.format.write_array_header_1_0(file, header)
         ends.append(file.tell() + math.prod(shapes[-1]) * dtype.itemsize)
+        # A document begins with the end of text before it, from which its first token is predicted.
+        starts.append(np.maximum(np.cumsum(lengths[mask]) - lengths[mask] - 1, 0))
+        starts[-1] = starts[-1][starts[-1] < math.prod(shapes[-1])]
     for tokens, which in kept.pieces():
         offsets = np.cumsum(np.concatenate([[0], lengths[which]]))
         for file, mask in zip(files, masks, strict=True):
@@ -481,7 +488,9 @@ def _write_packed(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks
                 file.write(tokens[start:end].data)
     for file, end in zip(files, ends, strict=True):
         file.truncate(end)  # without the tail that is too short for a row
-    return shapes
+    for file, positions in zip(starts_files, starts, strict=True):
+        np.save(file, positions)
+    return shapes + [list(positions.shape) for positions in starts]
 
 
 def _write_labelled(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:

@@ -106,12 +106,17 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
         return _hugging_face_tokenizer(path, text_length, key)
 
 
-def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenizer:
-    """Load a run's tokenizer: that of its checkpoint, or else the configured one, or else bytes.
+def tokenizer_of(
+    settings: Settings, num_classes: int | None = None, run: Path | None = None
+) -> Tokenizer:
+    """Load a run's tokenizer: that of its checkpoint, or else the configured one.
+
+    Without either it is bytes, unless the run starts from weights. If it is gone, the export in the
+    folder `run` may have it.
 
     Raises:
       ConfigError: As from `load_tokenizer`, if the configured tokenizer gives other ids than the
-        checkpoint's, or if the tokenizer has more ids than the model.
+        checkpoint's, if weights have no tokenizer, or if it has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
     name, source = settings.data.tokenizer, settings.model.init_from
@@ -119,12 +124,17 @@ def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenize
     own = None
     # A run with a configured tokenizer resumes without the checkpoint.
     with contextlib.suppress(*(UserError,) if name else ()):
-        if source and default_tokenizer(source) == source:
+        if source and default_tokenizer(source):
             own = load_tokenizer(source, key="model.init_from", **options)
     if own and (not name or name == source):
         tokenizer = own
     else:
-        tokenizer = load_tokenizer(name or "bytes", **options)
+        try:
+            tokenizer = load_tokenizer(name or "bytes", **options)
+        except UserError:
+            if run is None or not (run / "export" / "tokenizer_config.json").exists():
+                raise
+            tokenizer = load_tokenizer(str(run / "export"), **options)
         if own and _facts(tokenizer) != _facts(own):
             raise ConfigError(
                 f"data.tokenizer={name}: {tokenizer.vocab_size} ids, and other ids for a text than"
@@ -143,10 +153,10 @@ def tokenizer_of(settings: Settings, num_classes: int | None = None) -> Tokenize
 
 
 def default_tokenizer(init_from: str) -> str:
-    """Return what applies if `data.tokenizer` is unset: the checkpoint if it has one, else "bytes".
+    """Return what applies if `data.tokenizer` is unset: the checkpoint, or "bytes" without one.
 
     Raises:
-      UserError: If there is no such checkpoint, or the server does not answer.
+      UserError: If there is no such checkpoint, it has no tokenizer, or the server does not answer.
     """
     if not init_from:
         return "bytes"
@@ -154,10 +164,14 @@ def default_tokenizer(init_from: str) -> str:
         with fetched(init_from, _HUB_FILES, one_of=_VOCABULARIES, key="model.init_from") as folder:
             if not folder.is_dir():
                 raise DataError(f"model.init_from={init_from}: no such folder")
-            has_one = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
+            if any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+                return init_from
     except hub.NoSuchFile:
-        has_one = False
-    return init_from if has_one else "bytes"
+        pass
+    raise ConfigError(
+        f"model.init_from={init_from}: has no tokenizer ({', '.join(_VOCABULARIES)}); set"
+        " data.tokenizer to the one for which the weights were made, such as bytes"
+    )
 
 
 def _facts(tokenizer: Tokenizer) -> tuple:
@@ -336,6 +350,8 @@ def _ends(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
     if max_length is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
+    if getattr(tokenizer, "legacy", False):  # transformers reads this key and does not write it
+        tokenizer.init_kwargs["legacy"] = True
     tokenizer.save_pretrained(str(folder))
 
 

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.merge import merge
 from adloco_jax.core.types import Ensemble
+from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.rows import MAX_GUARD_ROWS
 from adloco_jax.data.sampling import interleave, permute
 from adloco_jax.engine.programs import Programs
@@ -43,7 +44,7 @@ class HeldOut:
 
 
 def split_heldout(
-    rows_EL: np.ndarray,
+    rows_EL: np.ndarray | DocumentRows,
     *,
     num_sequences: int,
     batch_size: int,
@@ -58,7 +59,7 @@ def split_heldout(
     """
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
     if num_classes is not None and len(order):
-        order = order[interleave(rows_EL[order, 0])]
+        order = order[interleave(rows_EL[order][:, 0])]
     fewest = 1 if num_trainers == 1 else 2
     if len(order) < fewest:
         use = "to report on" if num_trainers == 1 else "half of them to choose among trainers"

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
+from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.engine.sharding import num_turns, placement, reshard
 from adloco_jax.engine.spec import Kind, Machine, ProgramKey, Spec
 from adloco_jax.errors import DataError
@@ -45,7 +46,7 @@ class Rows(Protocol):
     """The data that `fit` trains on, as `data.ArrayRows` and `data.Corpus` implement it."""
 
     @property
-    def heldout_rows(self) -> np.ndarray:
+    def heldout_rows(self) -> np.ndarray | DocumentRows:
         """Held-out rows, integers [E, L + 1], from documents that no training row contains."""
 
     @property

@@ -126,7 +126,7 @@ class Spec:
     outer_tx: optax.GradientTransformation
     outer: OuterSettings  # schedule, delay and precision of synchronisations
     num_micro_batches: int  # micro-batches per call of `steps`: S, or S / F with F fragments
-    row_length: int  # integers of a row: L + 1, or 2 + L if class and length come first
+    row_length: int  # integers of a row: L + 1, twice that with starts, or 2 + L with a label
     sequence_length: int  # L
     max_test_sequences: int  # most sequences that a batch-size test measures for one worker
     estimator: Estimator  # "vmap" or "taps", not "auto"

@@ -23,10 +23,11 @@ class Architecture:
         of arrays. Keywords, others to be ignored by `**_`: the sizes of the group `model`, `dtype`,
         `remat`, `checkpoint` (the text of the `config.json` of `model.init_from`, or empty),
         `attention` ("xla", or "cudnn" if `build` names the keyword and the device allows it),
-        `layer_form` (see `models.kernels.run_layers`) and, only if named, `separator` (the id that
-        separates documents, or None if tokens attend to whole rows).
+        `layer_form` (see `models.kernels.run_layers`).
       loss: `loss(module, *, loss_chunk)` returns `loss_fn(params, rows)`, the mean loss over int32
-        rows. With the keyword `tap_B` (`models.layers`), batch-size tests measure by taps.
+        rows. With the keyword `tap_B` (`models.layers`), batch-size tests measure by taps. With
+        `documents` (bool), `data.attention` may limit attention to documents: rows are then those
+        of `data.prepared.DocumentRows`.
       data: "text": rows of L + 1 tokens, loss in nats per token. "labelled": rows
         [label, number of tokens n, L tokens], loss in nats per example.
       rules: Conditions on the group `model`, checked with the config.
@@ -49,24 +50,23 @@ def _attributes(module: type[nn.Module], given: dict[str, Any]) -> dict[str, Any
     return {name: value for name, value in given.items() if name in names}
 
 
-def _build_llama(
-    *, attention: str, checkpoint: str, separator: int | None, **given: Any
-) -> llama.Llama:
+def _build_llama(*, attention: str, checkpoint: str, **given: Any) -> llama.Llama:
     # A checkpoint describes more than sizes, and the settings of sizes agree with it.
     described = LLAMA.attributes(json.loads(checkpoint)) if checkpoint else {}
     described |= _attributes(llama.Llama, given)
-    return llama.Llama(**described, attention=attention, separator=separator)
+    return llama.Llama(**described, attention=attention)
 
 
-def _build_bert(**given: Any) -> bert.Bert:
-    return bert.Bert(**_attributes(bert.Bert, given))
+def _build_bert(*, checkpoint: str, **given: Any) -> bert.Bert:
+    described = BERT.attributes(json.loads(checkpoint)) if checkpoint else {}
+    return bert.Bert(**described | _attributes(bert.Bert, given))
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         build=_build_llama,
-        loss=lambda module, *, loss_chunk: llama.next_token_loss(
-            module, sequences_per_chunk=loss_chunk
+        loss=lambda module, *, loss_chunk, documents=False: llama.next_token_loss(
+            module, sequences_per_chunk=loss_chunk, documents=documents
         ),
         rules=llama.RULES,
         weight_map=LLAMA,

@@ -1,7 +1,7 @@
 """BERT for sequence classification on a plain parameter tree, with the arithmetic of Hugging Face.
 
 Departures: no dropout, since a loss must depend on parameters and data alone; every token is of
-type 0; padding has no gradient for any id, where PyTorch has none for id 0.
+type 0; what follows a text's tokens has no gradient.
 """
 
 from collections.abc import Callable
@@ -107,6 +107,7 @@ class Bert(nn.Module):
       num_classes: C, number of classes, at least 2.
       type_vocab_size: Rows in the table of token types; those past the first get no gradient.
       norm_eps: Added to the variance in every norm.
+      pad_id: Token id whose embedding gets no gradient.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, biases, gelu, softmax, logits,
         and the sum of the embeddings are float32 in any case.
       remat: Whether the backward pass keeps only the input of each layer. If not, it keeps products
@@ -125,6 +126,7 @@ class Bert(nn.Module):
     num_classes: int
     type_vocab_size: int = 2
     norm_eps: float = 1e-12
+    pad_id: int | None = None
     dtype: str = "float32"
     remat: bool = False
     layer_form: str = "scan"
@@ -137,7 +139,7 @@ class Bert(nn.Module):
         # XLA merges what inlined layers recompute with the original, unless that is prevented.
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=policy)
-        self.embed = Embed(self.vocab_size, self.width, jnp.float32)
+        self.embed = Embed(self.vocab_size, self.width, jnp.float32, self.pad_id)
         self.token_type = Offset(self.type_vocab_size)
         self.position = Offset(self.max_length)
         self.embed_norm = LayerNorm(self.norm_eps, self.dtype)

@@ -122,17 +122,12 @@ def _visible(
     return causal[None, None] & (np.arange(num_keys)[None, None, None] >= starts_B1q1)
 
 
-def document_starts(tokens_BL: Int[Array, "B L"], separator: int) -> Int[Array, "B L"]:
-    """Return the first position of the document of each position; a separator begins one."""
-    begins_BL = jnp.where(tokens_BL == separator, np.arange(tokens_BL.shape[1])[None], 0)
-    return lax.cummax(begins_BL, axis=1)
-
-
 def _attend_cudnn(
     q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: Array | None = None
 ) -> Array:
     """Compute `attend` with cuDNN's fused kernel, which does not store the scores."""
-    assert starts_BL is None
+    if starts_BL is not None:
+        raise ValueError("attention='cudnn' separates no documents; use 'xla'.")
 
     def attend(*heads_BLHK: Array) -> Array:
         return jax.nn.dot_product_attention(

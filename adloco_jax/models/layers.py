@@ -344,11 +344,12 @@ class LayerNorm(nn.Module):
 
 
 class Embed(nn.Module):
-    """A layer that gives each token a learned vector."""
+    """A layer that gives each token a learned vector; that of `pad_id` gets no gradient."""
 
     vocab_size: int
     width: int
     dtype: DTypeLike
+    pad_id: int | None = None
 
     def setup(self) -> None:
         """Create the table."""
@@ -357,14 +358,20 @@ class Embed(nn.Module):
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Apply `look_up` and cast to `dtype`."""
-        return look_up(self.embedding, tokens_BL, tap_B).astype(self.dtype)
+        return self._cast(look_up(self.embedding, tokens_BL, tap_B), tokens_BL)
 
     def look_up_tied(
         self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
     ) -> tuple[Float[Array, "B L D"], TiedTap | None]:
         """Apply `look_up_tied` and cast to `dtype`."""
         x_BLD, tap = look_up_tied(self.embedding, tokens_BL, tap_B)
-        return x_BLD.astype(self.dtype), tap
+        return self._cast(x_BLD, tokens_BL), tap
+
+    def _cast(self, x_BLD: Array, tokens_BL: Array) -> Array:
+        if self.pad_id is not None:
+            is_pad_BL1 = (tokens_BL == self.pad_id)[:, :, None]
+            x_BLD = jnp.where(is_pad_BL1, lax.stop_gradient(x_BLD), x_BLD)
+        return x_BLD.astype(self.dtype)
 
     def attend(
         self, x_BLD: Float[Array, "B L D"], tap: TiedTap | None = None

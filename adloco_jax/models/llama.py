@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from adloco_jax.models.kernels import (
     ATTENTION,
     KEEP_NAMED,
-    document_starts,
     kept,
     pick,
     run_layers,
@@ -187,7 +186,7 @@ class Llama(nn.Module):
 
     Parameters are a dict of float32 arrays, those of all layers stacked along a leading axis N.
     Invalid sizes raise ValueError while tracing; a token id past the vocabulary gives NaN. A
-    checkpoint determines the attributes from `rope_scaling` to `tied` (`models.weight_maps`).
+    checkpoint determines the attributes from `rope_scaling` to `pad_id` (`models.weight_maps`).
 
     Attributes:
       vocab_size: V, number of token ids.
@@ -208,8 +207,7 @@ class Llama(nn.Module):
       mlp_bias: Whether the three products of the MLP have biases.
       qk_norm: Whether the queries and keys of each head are normalised before rotation.
       tied: Whether head and embedding table are one parameter.
-      separator: Token id that begins a document, to which its positions' attention is then limited
-        (needs `attention="xla"`). None: positions attend to all before them.
+      pad_id: Token id whose embedding gets no gradient, except as a part of a tied head.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, rotation, softmax and logits
         are float32 in any case.
       remat: Whether the backward pass keeps only the input of each layer. If not, it keeps inputs
@@ -238,7 +236,7 @@ class Llama(nn.Module):
     mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
-    separator: int | None = None
+    pad_id: int | None = None
     dtype: str = "float32"
     remat: bool = False
     attention: str = "xla"
@@ -249,27 +247,37 @@ class Llama(nn.Module):
         check_sizes(self, RULES if self.head_size is None else _HEAD_SIZE_RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
-        if self.separator is not None and self.attention != "xla":
-            raise ValueError(f"attention={self.attention!r} separates no documents; use 'xla'.")
         # XLA merges what inlined layers recompute with the original, unless that is prevented.
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=None if self.remat else KEEP_NAMED)
         self.head_dim = self.head_size or self.width // self.num_heads
         own = vars(self) | {"head_size": self.head_dim}
         sizes = _Sizes(**{name: own[name] for name in _Sizes._fields})
-        self.embed = Embed(self.vocab_size, self.width, self.dtype)
+        self.embed = Embed(self.vocab_size, self.width, self.dtype, self.pad_id)
         self.layers = stacked(block, self.num_layers)(sizes)
         self.layer = block(sizes, parent=None)
         self.norm = RMSNorm(self.norm_eps, self.dtype)
         if not self.tied:
             self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
 
-    def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L V"]:
-        """Return the logits of the next token at each position, in float32."""
-        return self.logits(*self.hidden(tokens_BL, tap_B))
+    def __call__(
+        self,
+        tokens_BL: Int[Array, "B L"],
+        tap_B: Tap = None,
+        starts_BL: Int[Array, "B L"] | None = None,
+    ) -> Float[Array, "B L V"]:
+        """Return the logits of the next token at each position, in float32.
+
+        `starts_BL` are the first positions to which positions attend (needs `attention="xla"`);
+        None: position 0.
+        """
+        return self.logits(*self.hidden(tokens_BL, tap_B, starts_BL))
 
     def hidden(
-        self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
+        self,
+        tokens_BL: Int[Array, "B L"],
+        tap_B: Tap = None,
+        starts_BL: Int[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
         """Return what `logits` takes: the last layer's normalised output, and the head's tap."""
         length = tokens_BL.shape[1]
@@ -281,9 +289,6 @@ class Llama(nn.Module):
         else:
             x_BLD = self.embed(tokens_BL, tap_B)
         # Rotary attention depends on distances alone, so the tables need no restart in a document.
-        starts_BL = None
-        if self.separator is not None:
-            starts_BL = document_starts(tokens_BL, self.separator)
         shared = (*tables, tap_B, starts_BL)
         x_BLD = run_layers(self.layers, self.layer, x_BLD, *shared, form=self.layer_form)
         return self.norm(x_BLD, tap_B), head_tap
@@ -293,23 +298,28 @@ class Llama(nn.Module):
         return self.embed.attend(hidden_BLD, tap) if self.tied else self.head(hidden_BLD, tap)
 
 
-def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
+def sequence_losses(
+    model: Llama, *, sequences_per_chunk: int = 0, documents: bool = False
+) -> Callable[..., Array]:
     """Make a function that returns the mean next-token loss of each sequence.
 
-    Every token counts. If the model separates documents, a separator closes one document as a
-    target and begins the next as an input, so a row's loss is that of its documents alone.
+    Every token counts. With `documents`, an end of text closes one document as a target and begins
+    the next as an input, so a row's loss is that of its documents alone.
 
     Args:
       model: The model that computes the logits.
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
         0 for all. Results depend on it only by rounding.
+      documents: Whether rows are those of `data.prepared.DocumentRows`, to whose documents
+        attention is limited.
 
     Returns:
-      `losses_fn(params, tokens, tap_B=None)`, float32 [B] in nats per token. Of the int32 tokens
-      [B, L+1] the model reads all but the last, and predicts all but the first.
+      `losses_fn(params, rows, tap_B=None)`, float32 [B] in nats per token. Of the int32 tokens
+      [B, L+1] the model reads all but the last, and predicts all but the first. With `documents`,
+      rows are [B, 2 (L+1)]: the tokens, then the first position to which each attends.
 
     Raises:
-      ValueError: While tracing the returned function, if `tokens` is not [B, L+1], L at least 1.
+      ValueError: While tracing the returned function, if `rows` has another shape, or no target.
     """
     # Bound methods can be pickled and sent to another process; a result of `nn.apply` cannot.
     hidden: Any = functools.partial(model.apply, method=Llama.hidden)
@@ -322,13 +332,17 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         losses_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
         return jnp.mean(losses_BL, axis=1)
 
-    def losses_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
-        if tokens.ndim != 2 or tokens.shape[1] < 2:
-            raise ValueError(f"tokens has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
-        hidden_BLD, tap = hidden({"params": params}, tokens[:, :-1], tap_B)
+    def losses_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
+        parts = 2 if documents else 1
+        if rows.ndim != 2 or rows.shape[1] < 2 * parts or rows.shape[1] % parts:
+            width = "2 (L+1)" if documents else "L+1"
+            raise ValueError(f"rows has shape {rows.shape}, expected [B, {width}] with L >= 1.")
+        tokens, *more = jnp.split(rows, parts, axis=1)
+        starts_BL = more[0][:, :-1] if documents else None
+        hidden_BLD, tap = hidden({"params": params}, tokens[:, :-1], tap_B, starts_BL)
         # The only shift: the loss at position t is of token t + 1.
         head_inputs_B = (hidden_BLD, tokens[:, 1:], tap)
-        batch, chunk = tokens.shape[0], sequences_per_chunk
+        batch, chunk = rows.shape[0], sequences_per_chunk
         if not 0 < chunk < batch:
             return head_losses(params, *head_inputs_B)
         split = batch - batch % chunk
@@ -343,12 +357,12 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     return losses_fn
 
 
-def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
+def next_token_loss(model: Llama, **options: Any) -> Callable[..., Array]:
     """Make the training loss: the mean over sequences of `sequence_losses`, a float32 scalar."""
-    losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
+    losses_fn = sequence_losses(model, **options)
 
-    def loss_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
-        return jnp.mean(losses_fn(params, tokens, tap_B))
+    def loss_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
+        return jnp.mean(losses_fn(params, rows, tap_B))
 
     return loss_fn
 

@@ -38,6 +38,8 @@ class WeightMap:
       ties: From a tensor to another with the same values under `tie_word_embeddings`. One of the
         two may then be absent.
       free: Attributes that may differ from the checkpoint's, because no weight depends on them.
+      prefix: What the names of all modules but the head begin with. A checkpoint of the model
+        without its head may lack it.
     """
 
     model: type[nn.Module]
@@ -51,6 +53,7 @@ class WeightMap:
     features: Callable[[dict, dict, Fault], dict] = lambda content, sizes, fault: {}
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     free: frozenset[str] = frozenset()
+    prefix: str = ""
 
     def attributes(
         self, content: dict, fault: Fault = lambda key, have, need: None
@@ -98,6 +101,17 @@ def _positive(key: str, value: Any, kind: type, fault: Fault) -> Any:
         fault(key, value, f"a positive {kind.__name__}")
         value = 1
     return kind(value)
+
+
+def _pad_id(content: dict, fault: Fault) -> int | None:
+    """Return the id whose embedding PyTorch does not train; a negative one counts from the end."""
+    pad_id, size = content.get("pad_token_id"), content.get("vocab_size")
+    if pad_id is None or not isinstance(size, int):
+        return None
+    if not isinstance(pad_id, int) or not -size <= pad_id < size:
+        fault("pad_token_id", pad_id, f"null or an id below {size}")
+        return None
+    return pad_id % size
 
 
 def _flag(key: str, content: dict, fault: Fault) -> bool:
@@ -183,6 +197,7 @@ def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
         "mlp_bias": biases.get("mlp_bias", False),
         "qk_norm": family == "qwen3",
         "tied": _flag("tie_word_embeddings", content, fault),
+        "pad_id": _pad_id(content, fault),
     }
 
 
@@ -190,7 +205,7 @@ def _normalised_bert(content: dict, fault: Fault) -> dict:
     labels = content.get("id2label")
     num_classes = len(labels) if isinstance(labels, dict) else content.get("num_labels", 2)
     problem = content.get("problem_type") or "single_label_classification"
-    return content | {"num_labels": num_classes, "problem_type": problem}
+    return {"pad_token_id": 0} | content | {"num_labels": num_classes, "problem_type": problem}
 
 
 def _extra_llama(model: Llama) -> dict:
@@ -213,6 +228,7 @@ def _extra_llama(model: Llama) -> dict:
         "tie_word_embeddings": model.tied,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": model.pad_id,
     }
 
 
@@ -224,6 +240,7 @@ def _extra_bert(model: Bert) -> dict:
         "label2id": {name: int(label) for label, name in labels.items()},
         "hidden_dropout_prob": 0.0,  # the model was trained without dropout
         "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": model.pad_id,
     }
 
 
@@ -260,12 +277,13 @@ LLAMA = WeightMap(
         "rms_norm_eps": ("norm_eps", 1e-6),
         "rope_theta": ("rope_theta", None),
     },
-    fixed={"hidden_act": "silu"},
+    fixed={"hidden_act": "silu", "is_causal": True, "quantization_config": None},
     normalise=_normalised_llama,
     features=_llama_features,
     extra=_extra_llama,
     ties={"lm_head.weight": "model.embed_tokens.weight"},
     free=frozenset({"max_length"}),
+    prefix="model.",
 )
 
 BERT = WeightMap(
@@ -299,7 +317,10 @@ BERT = WeightMap(
         "position_embedding_type": "absolute",
         "is_decoder": False,
         "problem_type": "single_label_classification",
+        "quantization_config": None,
     },
     normalise=_normalised_bert,
+    features=lambda content, sizes, fault: {"pad_id": _pad_id(content, fault)},
     extra=_extra_bert,
+    prefix="bert.",
 )

@@ -53,7 +53,7 @@ def check_inputs(
         require_same_network(settings, found)
         which = "whether all its numbers are finite" if found.has_tensors else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
-    unchecked += check_corpus(settings)
+    unchecked += check_corpus(settings, workdir)
     return unchecked
 
 

@@ -71,13 +71,13 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     )
 
 
-def load_data(settings: Settings, commit: str = "") -> Corpus:
+def load_data(settings: Settings, commit: str = "", run: Path | None = None) -> Corpus:
     """Load the rows of tokens for training and evaluation; a classifier's rows have labels.
 
-    `commit` is that of the hub's data set; empty: where `data.revision` now leads. Raises
-    ConfigError, DataError, and ResourceError if the hub does not answer.
+    `commit` is that of the hub's data set; empty: where `data.revision` now leads. `run` is the
+    run's folder. Raises ConfigError, DataError, and ResourceError if the hub does not answer.
     """
-    return load_corpus(settings, num_classes=class_count(settings), commit=commit)
+    return load_corpus(settings, num_classes=class_count(settings), commit=commit, run=run)
 
 
 def class_count(settings: Settings) -> int | None:
@@ -89,10 +89,15 @@ def class_count(settings: Settings) -> int | None:
 def row_length(settings: Settings) -> int:
     """Integers in the longest row that the model reads, with L = `data.sequence_length`.
 
-    A text has L + 1 tokens; a labelled row at most L, after its class and its length.
+    A text has L + 1 tokens, perhaps with as many starts (`data.prepared.DocumentRows`); a labelled
+    row at most L, after its class and its length.
     """
     fields = 1 if class_count(settings) is None else NUM_FIELDS
-    return settings.data.sequence_length + fields
+    return (settings.data.sequence_length + fields) * _row_parts(settings)
+
+
+def _row_parts(settings: Settings) -> int:
+    return 2 if settings.data.attention == "document" else 1
 
 
 def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Kernel:
@@ -162,7 +167,6 @@ def build_network(
         remat=mode.remat,
         attention=kernel or "xla",
         layer_form=layer_form,
-        separator=settings.data.separator if settings.data.attention == "document" else None,
     )
 
 
@@ -178,7 +182,9 @@ def build_model(
     def init_fn(key):
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    loss = ARCHITECTURES[settings.model.arch].loss
+    loss: Callable[..., LossFn] = ARCHITECTURES[settings.model.arch].loss
+    if settings.data.attention == "document":
+        loss = functools.partial(loss, documents=True)
     return init_fn, loss(network, loss_chunk=settings.model.loss_chunk)
 
 
@@ -198,6 +204,8 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
         lines.append(f"model.init_from = {source}: has no {head}; a random one is used")
     if loaded.left_out:
         lines.append(f"model.init_from = {source}: left out: {', '.join(loaded.left_out)}")
+    if rates := [f"{key}={x}" for key, x in loaded.config.items() if "dropout" in key and x]:
+        lines.append(f"model.init_from = {source}: trained without {', '.join(rates)}")
     return params, lines
 
 
@@ -317,7 +325,8 @@ def program_spec(
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=model.row_length,
-        sequence_length=model.row_length - (1 if model.num_classes is None else NUM_FIELDS),
+        sequence_length=model.row_length // _row_parts(settings)
+        - (1 if model.num_classes is None else NUM_FIELDS),
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         estimator=resolve_estimator("auto", loss_fn),
         inner_products=measures_inner_products(settings),
@@ -365,8 +374,8 @@ class Run:
 def for_rows(spec: Spec, corpus: Rows) -> Spec:
     """Adapt a spec to rows of labelled texts, which are as long as the longest of them."""
     unused = spec.row_length - corpus.heldout_rows.shape[1]
-    lengths = {"row_length": spec.row_length, "sequence_length": spec.sequence_length}
-    return dataclasses.replace(spec, **{name: n - unused for name, n in lengths.items()})
+    row_length, length = spec.row_length - unused, spec.sequence_length - unused
+    return dataclasses.replace(spec, row_length=row_length, sequence_length=length)
 
 
 def assemble(
@@ -426,12 +435,14 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
     assert isinstance(corpus, Corpus)
     tokenizer = corpus.tokenizer
     size = max(1, min(length // 2, settings.model.max_length - count))
-    prompt_1L = np.asarray(run.heldout.report_EL[:1, :size], np.int32)
+    row = run.heldout.report_EL[0]
+    first = row[length + size] if settings.data.attention == "document" else 0
+    prompt_1L = np.asarray(row[None, first:size], np.int32)
 
     def sample(params):
         how = {"num_tokens": count, "temperature": 0.8, "key": jax.random.key(0)}
         (tokens,) = fetch(llama.generate(network, params, prompt_1L, **how))
-        parts = (tokens[:size], tokens[size:])
+        parts = (tokens[: size - first], tokens[size - first :])
         start, text = (readable(part, tokenizer, max_chars=16 * len(part)) for part in parts)
         return start, text
 

@@ -121,10 +121,10 @@ def read_trained(
     if trainer is not None or len(ids) == 1:
         params = evaluate.trainer_params(ensemble, 0 if trainer is None else ids.index(trainer))
         source = "only" if trainer is None else f"trainer {trainer}"
-        tokenizer = tokenizer_of(settings, class_count(settings))
+        tokenizer = tokenizer_of(settings, class_count(settings), workdir)
         return Trained(settings, params, tokenizer, control.round, source)
     refuse_fit(workdir)
-    corpus = load_data(settings)
+    corpus = load_data(settings, run=workdir)
     spec = for_rows(spec, corpus)
     heldout = evaluate.split_heldout(
         corpus.heldout_rows,

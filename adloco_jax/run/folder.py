@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax import __version__, files, hf
 from adloco_jax.config import default_config, tables, validate
-from adloco_jax.data.tokenizers import default_tokenizer, tokenizer_of
+from adloco_jax.data.tokenizers import default_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.files import replaced_file, write_errors
 from adloco_jax.hub import COMMIT
@@ -108,20 +108,10 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
 
 
 def completed(settings: Settings, workdir: Path | None = None) -> Settings:
-    """Add to the settings what the files that they name say; raise UserError if one cannot be read.
+    """Add to the settings what `model.init_from` says; raise UserError if it cannot be read.
 
-    It is the description of `model.init_from` (its `config.json`, or what the run in `workdir`
-    recorded) and the end-of-text token that `data.attention` needs.
+    It is its `config.json`, or what the run in `workdir` recorded of it, and its tokenizer.
     """
-    settings = _with_checkpoint(settings, workdir)
-    if settings.data.attention == "row":
-        return settings
-    separator = tokenizer_of(settings).eot_id
-    data = settings.data.model_copy(update={"separator": separator})
-    return settings.model_copy(update={"data": data})
-
-
-def _with_checkpoint(settings: Settings, workdir: Path | None) -> Settings:
     model, path = settings.model, (workdir or Path()) / "config.json"
     if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
         return settings
