@@ -124,6 +124,8 @@ ANYWHERE = {
     "no command buffers": Variant(options={"xla_gpu_enable_command_buffer": ""}),
     "attention by XLA": Variant(kernel="xla"),
     "first moment in bfloat16": Variant(inner_tx=_half_moments),
+    # XLA merges small products of one input by itself: queries, keys, values; gate and up.
+    "all products of one input merged": Variant(options={"xla_gpu_dot_merger_threshold_mb": 4096}),
 }
 
 

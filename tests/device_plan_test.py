@@ -18,7 +18,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.choose import MODES, Choice, NothingFits, Tried
-from adloco_jax.run.plan import described, device_plan, kinds, rates
+from adloco_jax.run.plan import described, device_plan, kinds, more_chips, rates
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -164,7 +164,10 @@ def test_device_alone_lists_the_kinds_and_others_are_refused_with_them(capsys, m
     printed = capsys.readouterr().out
     assert printed.splitlines() == kinds()
     names = [line.split()[0] for line in kinds()]
-    assert names == ["a100-40", "a100-80", "h100", "h200", "b200", "v5e", "v5p", "v6e"]
+    consumer = [f"rtx{number}" for number in (4060, 3060, 4080, 3090, 4090)]
+    assert names == ["a100-40", "a100-80", "h100", "h200", "b200", *consumer, "v5e", "v5p", "v6e"]
+    assert rates("rtx4090").operations == 165.2e12  # the x belongs to the name
+    assert more_chips("rtx4060x7") == ["rtx4060x8"]
     for name in ("h100x9", "h100x0", "v5ex2", "v5p", "t4", "x8", "h100x"):
         with pytest.raises(ConfigError, match="no such kind and number of chips") as error:
             described(name)

@@ -268,11 +268,11 @@ _PLANNED = 0.8
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
-  shared_memory_per_core: {per_core}  threads_per_core_limit: 2048  core_count: {cores}
+  shared_memory_per_core: {per_core}  threads_per_core_limit: {threads}  core_count: {cores}
   fpus_per_core: {fpus}  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
   block_dim_limit_z: 65535  memory_bandwidth: {bandwidth}  l2_cache_size: {cache}
   clock_rate_ghz: {clock}  device_memory_size: {memory}  shared_memory_per_block_optin: {optin}
-  cuda_compute_capability {{ major: {major} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
@@ -280,11 +280,30 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{name}"
 """
-_AMPERE = {"major": 8, "cores": 108, "fpus": 64, "clock": 1.41, "cache": 41943040}
+_AMPERE = {
+    "major": 8,
+    "minor": 0,
+    "threads": 2048,
+    "cores": 108,
+    "fpus": 64,
+    "clock": 1.41,
+    "cache": 41943040,
+}
 _AMPERE |= {"per_core": 167936, "optin": 166912}
-_HOPPER = {"major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "cache": 52428800}
+_HOPPER = {
+    "major": 9,
+    "minor": 0,
+    "threads": 2048,
+    "cores": 132,
+    "fpus": 128,
+    "clock": 1.98,
+    "cache": 52428800,
+}
 _HOPPER |= {"per_core": 233472, "optin": 232448}
 _BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
+_RTX_30 = {"major": 8, "minor": 6, "threads": 1536, "fpus": 128, "clock": 1.7}
+_RTX_30 |= {"per_core": 102400, "optin": 101376}
+_RTX_40 = _RTX_30 | {"minor": 9, "clock": 2.5}
 # How chips are arranged: the GPUs of one host, and slices of TPUs; the key is the number of chips.
 _HOST = {n: f"1x1x{n}" for n in range(1, 9)}
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
@@ -300,6 +319,17 @@ _KINDS: dict[str, tuple[int, Rates, dict[int, str], dict]] = {
         ("h100", 84942979072, 989e12, 3352320000000, "NVIDIA H100 80GB HBM3", _HOPPER),
         ("h200", 151397597184, 989e12, 4800000000000, "NVIDIA H200 141GB HBM3e", _HOPPER),
         ("b200", 191514411008, 2250e12, 7672320000000, "NVIDIA B200", _BLACKWELL),
+        *(
+            (f"rtx{n}", int(gib * 2**30), peak, int(rate), f"NVIDIA GeForce RTX {n}", figures)
+            for n, gib, peak, rate, figures in (
+                # what the driver leaves of 8, 12, 16, 24 and 24 GiB
+                (4060, 7.75, 30.2e12, 272e9, _RTX_40 | {"cores": 24, "cache": 25165824}),
+                (3060, 11.75, 25.5e12, 360e9, _RTX_30 | {"cores": 28, "cache": 2359296}),
+                (4080, 15.7, 97.5e12, 716.8e9, _RTX_40 | {"cores": 76, "cache": 67108864}),
+                (3090, 23.69, 71e12, 936.2e9, _RTX_30 | {"cores": 82, "cache": 6291456}),
+                (4090, 23.65, 165.2e12, 1008e9, _RTX_40 | {"cores": 128, "cache": 75497472}),
+            )
+        ),
     )
 } | {
     "v5e": (16911433728, Rates(197e12, 819e9, 0), _FLAT, {}),
@@ -324,7 +354,7 @@ def more_chips(name: str) -> list[str]:
 
 def _parts(name: str) -> tuple[str, int]:
     """Split a name such as `h100x8` into the kind of device and the number of chips."""
-    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
+    found = re.fullmatch(r"(.+?)(?:x(\d{1,2}))?", name)
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
