@@ -73,6 +73,7 @@ OF_THE_HOST |= {"switch_mode", "fit", "train"}
 
 
 def test_every_public_function_is_called_here():
+    assert {name for name in dir(aj) if not name.startswith("__")} == set(aj.__all__)
     functions = {name for name in aj.__all__ if inspect.isfunction(getattr(aj, name))}
     assert functions - OF_THE_HOST <= set(" ".join(CALLS).split())
 
