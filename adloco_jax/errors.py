@@ -1,12 +1,20 @@
 """Errors that a user can correct, each with its exit code (docs/folder.md, "Exit codes")."""
 
+import errno
+import os
 import re
+import sys
+import traceback
+from typing import NoReturn
+
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)  # of this process, of this machine
 
 # Patterns of secrets in addresses and in messages of libraries, with the texts that replace them.
 # Secrets are never shown or saved.
 _SECRETS = {
     r"(\w://)[^\s/@]+@": r"\1",  # user and password
-    r"(\w://[^\s?'\"]*)\?[^\s'\")]*": r"\1",  # the query of an address, which may have a signature
+    # The query of an address, which may have a signature; a name in a bucket may have a "?".
+    r"((?:https?|\w+(?=://[^\s?'\"]*\?[\w-]+=))://[^\s?'\"]*)\?[^\s'\")]*": r"\1",
     r"\bhf_\w{4,}": "hf_...",
     r"(?i)\b(bearer|basic) [\w.~+/=-]{4,}": r"\1 ...",
 }
@@ -22,6 +30,12 @@ def without_secrets(text: str) -> str:
 def reason(error: BaseException, limit: int = 300) -> str:
     """Return an error's message (else its class) on one line, cut at `limit`, without secrets."""
     return without_secrets(" ".join(str(error).split()))[:limit] or type(error).__name__
+
+
+def remedy(error: BaseException) -> str:
+    """Say what a user can do about an error of the file system."""
+    is_limit = getattr(error, "errno", None) in TOO_MANY_FILES
+    return "raise the limit of open files (ulimit -n)" if is_limit else "make room or grant access"
 
 
 def counted(number: int, noun: str) -> str:
@@ -75,3 +89,10 @@ class Preempted(UserError):
     """The run was stopped by a signal and is saved; the message says how to resume it (exit 75)."""
 
     exit_code = 75
+
+
+def end_process(error: BaseException | None) -> NoReturn:
+    """Say why this process ends, and end it; for a thread that fails, which nobody waits for."""
+    lines = [f"{error}\n"] if isinstance(error, UserError) else traceback.format_exception(error)
+    print(without_secrets("".join(lines)), end="", file=sys.stderr, flush=True)
+    os._exit(getattr(error, "exit_code", 1))

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import typing
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from adloco_jax.errors import ResourceError
+from adloco_jax.errors import ConfigError, ResourceError, remedy
 
 # Largest JSON file that is read. It has room for the records of a million source files, and limits
 # the memory that reading needs.
@@ -188,7 +189,7 @@ def sync(path: Path) -> None:
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path`, once on disk, when the block ends without an error."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = local_path(path).with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         yield file
         file.flush()
@@ -199,7 +200,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Make a folder that replaces `folder`, once on disk, when the block ends without an error."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = local_path(folder).with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
@@ -212,6 +213,20 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     partial.rename(folder)
 
 
+def local_path(path: str | Path, where: str = "") -> Path:
+    """Return the path of something to write.
+
+    Raises ConfigError if it is an address, of which `Path` would make folders, or a link in it
+    leads nowhere.
+    """
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
+        raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
+    for part in (Path(path), *Path(path).parents):
+        if part.is_symlink() and not part.exists():
+            raise ConfigError(f"{where}{path}: {part} is a link that leads nowhere; remove it")
+    return Path(path)
+
+
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError that the block raises into a `ResourceError` about writing `path`."""
@@ -219,5 +234,5 @@ def write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"{path}: cannot be written ({error.strerror}); make room or grant access"
+            f"{path}: cannot be written ({error.strerror}); {remedy(error)}"
         ) from error

@@ -2,28 +2,29 @@
 
 import contextlib
 import fnmatch
-import gzip
 import hashlib
 import logging
 import re
-import time
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, reason
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-FIRST_ANSWER_S, PATIENCE_S = 10.0, 60.0
-_LOGGERS = ("huggingface_hub", "datasets")  # loggers whose lines `_Patience` replaces
+FIRST_ANSWER_S = 10.0
+# Names of classes of errors, of all libraries that ask a server.
+_ABSENT = {"RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"}
+_ABSENT |= {"DatasetNotFoundError"}
+_REFUSED = {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}
+_LOST = {"ConnectionError", "TimeoutError", "TimeoutException", "TransportError", "NetworkError"}
+_LOST |= {"HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ProtocolError"}
+_LOST |= {"ServiceRequestError", "ServiceResponseError", "OfflineModeIsEnabled"}
 
 
 class Unreachable(ResourceError):
-    """Error: the Hugging Face hub does not answer."""
+    """Error: a server does not answer."""
 
 
 class NoSuchFile(ConfigError):
@@ -41,7 +42,7 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
     """
     import huggingface_hub
 
-    with faults(where, f"datasets/{name}"):
+    with faults(f"{where} (no path here)"):
         api = huggingface_hub.HfApi()
         return str(api.dataset_info(name, revision=revision, timeout=FIRST_ANSWER_S).sha)
 
@@ -52,8 +53,8 @@ def download(
     """Download files of a model's repository to the hub's cache; return their folder.
 
     Files that match `wanted` are downloaded, and those of the first pattern of `one_of` that any
-    file matches. A lost connection is tried again for 60 s. Every file is compared with the hub's
-    hash. Messages mention `where`, the config's key and value, and `hint` if nothing matches.
+    file matches. Every file is compared with the hub's hash. Messages mention `where`, the config's
+    key and value, and `hint` if nothing matches.
 
     Raises:
       Unreachable: If the hub does not answer.
@@ -78,20 +79,14 @@ def download(
         return None
 
     if (folder := cached()) is None:
-        with faults(where, name) as patience:
+        with faults(f"{where} (no path here)"):
             info = huggingface_hub.HfApi().model_info(name, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
             best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
             if best is None:
                 missing = f"the repository has no file {' or '.join(one_of)}"
                 raise NoSuchFile(f"{where}: {missing}{hint and '; '}{hint}")
-            while folder is None:
-                try:
-                    folder = get(best)
-                except Exception as error:  # deliberately broad, as in `faults`
-                    if not isinstance(_fault(error, where, name), Unreachable):
-                        raise
-                    time.sleep(patience.wait(2.0))
+            folder = get(best)
     for file in sorted(folder.rglob("*")):
         _check_content(file, where)
     return folder
@@ -102,9 +97,12 @@ def make_repository(name: str, *, private: bool) -> None:
 
     Raises:
       ConfigError: If the token in use may not write there, or if `private` and it is public.
-      Unreachable: If it fails otherwise, for instance because the hub does not answer.
+      Unreachable: If the hub does not answer.
     """
-    with _pushing(name) as api:
+    import huggingface_hub
+
+    with faults(f"--push {name}"):
+        api = huggingface_hub.HfApi()
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name, timeout=FIRST_ANSWER_S).private:
             raise ConfigError(f"--push {name}: exists and is public; make it private on the hub")
@@ -117,7 +115,10 @@ def upload(folder: Path, name: str) -> str:
       ConfigError: If the token in use may not write there.
       Unreachable: If the hub does not answer.
     """
-    with _pushing(name) as api:
+    import huggingface_hub
+
+    with faults(f"--push {name}"):
+        api = huggingface_hub.HfApi()
         api.upload_folder(
             repo_id=name,
             folder_path=folder,
@@ -125,26 +126,6 @@ def upload(folder: Path, name: str) -> str:
             delete_patterns=["*.safetensors", "*.safetensors.index.json"],
         )
         return f"{api.endpoint}/{name}"
-
-
-@contextlib.contextmanager
-def _pushing(name: str) -> Iterator[Any]:
-    import huggingface_hub
-
-    try:
-        yield huggingface_hub.HfApi()
-    except UserError:
-        raise
-    except Exception as error:  # deliberately broad, as in `faults`
-        answers = [getattr(cause, "response", None) for cause in (error, error.__cause__)]
-        if {401, 403} & {getattr(answer, "status_code", 0) for answer in answers}:
-            raise ConfigError(
-                f"--push {name}: refused; log in with a token that may write there (hf auth login,"
-                " or HF_TOKEN)"
-            ) from error
-        raise Unreachable(
-            f"--push {name}: not uploaded ({reason(error)}); run the same command again"
-        ) from error
 
 
 def _check_content(file: Path, where: str) -> None:
@@ -168,109 +149,62 @@ def _check_content(file: Path, where: str) -> None:
 # -- Faults ----------------------------------------------------------------------------------
 
 
-class _Patience(logging.Handler):
-    """Prints a line whenever a library logs that it waits for the hub; gives up after 60 s."""
-
-    def __init__(self, where: str):
-        super().__init__(logging.WARNING)
-        self._where = where
-        # The time of the first failure since the hub last answered; None: no failure since then.
-        self._since: float | None = None
-
-    def answered(self) -> None:
-        """Record that the hub has sent data; the 60 s then begin with the next failure."""
-        self._since = None
-
-    def wait(self, seconds: float) -> float:
-        """Print a line about a pause before the hub is asked again; return the seconds to pause."""
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        if now + seconds - self._since > PATIENCE_S:
-            raise Unreachable(
-                f"{self._where}: the Hugging Face hub does not answer, tried for"
-                f" {now - self._since:.0f} s; once it does, the same command continues"
-                " from here"
-            )
-        left = PATIENCE_S - (now - self._since)
-        tqdm.write(
-            f"{self._where}: connection lost; next attempt in {seconds:.0f} s, giving up in"
-            f" {left:.0f} s"
-        )
-        return seconds
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Read the length of a pause from a library's log line; print another line instead."""
-        if match := re.search(r"(?:Retrying in|Waiting) ([\d.]+) ?s", record.getMessage()):
-            self.wait(float(match[1]))
-
-
 @contextlib.contextmanager
-def faults(where: str, repo: str) -> Iterator[_Patience]:
-    """Turn errors of the hub's libraries into `UserError`, and their log lines into clear ones."""
-    patience = _Patience(where)
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [(logger.handlers[:], logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.handlers[:], logger.propagate = [patience], False
+def faults(where: str) -> Iterator[None]:
+    """Turn errors of fsspec, of the hub's libraries and of those behind them into `UserError`.
+
+    Errors of this machine's disk stay. Secrets are removed from what the hub's libraries log.
+    """
+    for name in ("huggingface_hub", "datasets"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_without_secrets)
     try:
-        yield patience
+        yield
     except UserError:
         raise
     except Exception as error:  # deliberately broad, because each library raises its own
-        raise _fault(error, where, repo) from error
-    finally:
-        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
-            logger.handlers[:], logger.propagate = handlers, propagate
+        if (fault := _fault(error, where)) is error:
+            raise
+        raise fault from error
 
 
-def _fault(error: BaseException, where: str, repo: str) -> UserError:
-    from huggingface_hub import constants, errors, get_token
+def _without_secrets(record: logging.LogRecord) -> bool:
+    record.msg, record.args = reason(RuntimeError(record.getMessage())), ()
+    return True
 
+
+def _fault(error: BaseException, where: str) -> BaseException:
     chain = [error]
     while len(chain) < 20 and (cause := chain[-1].__cause__ or chain[-1].__context__):
         chain.append(cause)
     for cause in chain:
-        if isinstance(cause, UserError):
+        is_of_disk = getattr(cause, "filename", None) and getattr(cause, "errno", None)
+        if isinstance(cause, UserError) or (
+            is_of_disk and not isinstance(cause, FileNotFoundError)
+        ):
             return cause
-        # `datasets` raises an error without a cause, so its text is compared.
-        if isinstance(cause, errors.GatedRepoError) or "is a gated dataset" in str(cause):
-            return ConfigError(
-                f"{where}: gated; request access at {constants.ENDPOINT}/{repo} and log in"
-                " (hf auth login, or HF_TOKEN)"
-            )
-        if isinstance(cause, errors.RevisionNotFoundError):
-            return ConfigError(f"{where}: {repo} has no such revision")
-        if isinstance(cause, errors.RepositoryNotFoundError):
-            access = "log in if it is private (hf auth login, or HF_TOKEN)"
-            if get_token() is not None:
-                access = "ask for access if it is private: the token in use has none"
-            return ConfigError(
-                f"{where}: no public repository of that name on the Hugging Face hub, and no file"
-                f" or folder here; correct the name, or {access}"
-            )
-        if isinstance(cause, errors.RemoteEntryNotFoundError):
-            return ConfigError(
-                f"{where}: {repo} lacks a file that it should have ({reason(cause)})"
-            )
-        if isinstance(cause, OSError) and cause.filename and cause.errno is not None:
-            return ResourceError(
-                f"{where}: the Hugging Face libraries cannot write to their cache"
-                f" (HF_HOME={constants.HF_HOME}: {cause.filename}: {cause.strerror})"
-            )
-        if isinstance(cause, (gzip.BadGzipFile, zlib.error, EOFError)):
-            return DataError(f"{where}: damaged ({reason(cause)})")
-    if any(_is_connection(cause) for cause in chain):
-        return Unreachable(
-            f"{where}: no file or folder of that name here, the cache lacks what is needed, and the"
-            f" Hugging Face hub does not answer ({reason(chain[-1])}); once it does, run the same"
-            " command again"
-        )
+        if _names(cause) & _ABSENT:
+            return ConfigError(f"{where}: {reason(cause, 600)}")
+    names, codes = set().union(*map(_names, chain)), {*map(_status, chain)}
+    if names & _REFUSED or codes & {401, 403}:
+        how = "set credentials in the environment, or log in (hf auth login)"
+        return ConfigError(f"{where}: no access ({reason(error)}); {how}")
+    if names & _LOST or codes & {408, 425, 429} or max(codes) >= 500:
+        how = "once it does, run the same command again"
+        return Unreachable(f"{where}: the server does not answer ({reason(chain[-1])}); {how}")
+    if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+        return DataError(f"{where}: no such file or folder")
     return DataError(f"{where}: cannot be read ({reason(error)})")
 
 
-def _is_connection(error: BaseException) -> bool:
-    from huggingface_hub import errors
+def _names(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
 
-    known = (ConnectionError, TimeoutError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError)
-    libraries = ("httpx", "httpx2", "httpcore", "httpcore2", "aiohttp")
-    return isinstance(error, known) or type(error).__module__.partition(".")[0] in libraries
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status that an error of any library has; 0 if it has none."""
+    answer: Any = getattr(error, "response", None)
+    if isinstance(answer, dict):  # botocore
+        return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    found = (getattr(a, n, 0) for a in (error, answer) for n in ("status", "status_code", "code"))
+    return next((code for code in found if isinstance(code, int) and code), 0)

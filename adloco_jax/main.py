@@ -11,13 +11,14 @@ import select
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from absl import logging
 
-from adloco_jax import __version__
+from adloco_jax import __version__, errors
 from adloco_jax.cli.names import find_config, is_run
 from adloco_jax.cli.parser import COMMANDS, parse
 from adloco_jax.cli.train import require_devices
@@ -36,6 +37,7 @@ def command() -> NoReturn:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
     sys.unraisablehook = _unraisablehook
+    threading.excepthook = lambda failed: errors.end_process(failed.exc_value)
     # Also for a job in the background, which a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, _interrupt)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -107,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # memory that JAX may use is exhausted.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"out of resources: {reason(error)}", file=sys.stderr)
+        how = f"; {errors.remedy(error)}" if getattr(error, "filename", None) else ""
+        print(f"out of resources: {reason(error)}{how}", file=sys.stderr)
         return ResourceError.exit_code
 
 

@@ -43,7 +43,8 @@ BAD_ROWS = {
     "invalid UTF-8": (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
     "half a surrogate pair": (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
     "a key twice": (b'{"text": "a", "text": "b"}', "2 fields are named 'text'"),
-    "deep": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not one JSON object"),
+    "deep": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "'text' must be a string"),
+    "NUL": (b'{"text": "a\\u0000"}', "character 1 of 'text' is NUL"),
     "too long": (b'{"text": "' + b"a" * (sources.MAX_LINE_BYTES + 5) + b'"}', "a line of more"),
     "a BOM in the middle": (b'\xef\xbb\xbf{"text": "a"}', "not one JSON object"),
 }
@@ -63,17 +64,18 @@ def test_a_bad_row_is_refused_by_line(tmp_path, bad, message, suffix):
 
 
 def test_harmless_rows_are_read_plain_and_compressed(tmp_path):
-    content = b'\xef\xbb\xbf{"text": "one", "n": 1}\r\n\n{"text": ""}\n  {"text":"NUL \\u0000"} '
+    content = b'\xef\xbb\xbf{"text": "one", "n": 1}\r\n\n{"text": ""}\n  {"text":"\\u0001"} '
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(content))
-    assert [jsonl(path) for path in sorted(tmp_path.iterdir())] == [["one", "NUL \0"]] * 2
+    assert [jsonl(path) for path in sorted(tmp_path.iterdir())] == [["one", "\1"]] * 2
 
 
 def test_a_fault_in_another_field_does_no_harm(tmp_path):
     rows = [b'"n": ' + b"9" * 5000, b'"meta": {"a": 1, "a": 2}', b'"id": 1, "id": 2']
+    rows += [b'"deep": {"a": "]", "b": ' + b"[" * 3000 + b"]" * 3000 + b"}"]
     content = b"".join(b'{"text": "fine", ' + row + b"}\n" for row in rows)
     (tmp_path / "a.jsonl").write_bytes(content)
-    assert jsonl(tmp_path / "a.jsonl") == ["fine"] * 3
+    assert jsonl(tmp_path / "a.jsonl") == ["fine"] * 4
 
 
 def test_two_thousand_random_rows_are_read_or_refused(tmp_path):

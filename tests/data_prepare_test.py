@@ -260,6 +260,26 @@ def test_without_a_cache_that_can_be_written_rows_are_made_anew(source, monkeypa
         files.cache_folder("data")
 
 
+def test_what_was_unused_for_longest_leaves_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ADLOCO_CACHE_GB", "0.000002")
+    root = files.cache_folder("")
+    ages = {"data/a/train.npy": 9, "programs/b": 5, "checkpoints/c/x": 4, "data/d/train.npy": 0}
+    for name, days in ages.items():
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_bytes(b"x" * 900)
+        os.utime(root / name, (time.time() - days * 86400,) * 2)
+    files.trim_cache()
+    left = [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file()]
+    assert left == ["README", "checkpoints/c/x", "data/d/train.npy"]
+    monkeypatch.setenv("ADLOCO_CACHE_GB", "0")
+    files.trim_cache()  # what was used today stays
+    assert not (root / "checkpoints/c").exists() and (root / "data/d").exists()
+    monkeypatch.setenv("ADLOCO_CACHE_GB", "much")
+    with pytest.raises(ConfigError, match="ADLOCO_CACHE_GB=much: expected a number"):
+        files.trim_cache()
+
+
 def test_another_request_and_files_of_others_are_refused_and_left_alone(tmp_path, source):
     prepare(source, tmp_path / "out")
     whole = content(tmp_path / "out")

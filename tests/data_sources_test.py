@@ -1,10 +1,12 @@
 """The files that a path names, and the texts that each source reads from them."""
 
+import errno
 import gzip
 import os
 import re
 import sysconfig
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -18,7 +20,8 @@ from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import load_corpus, sources
 from adloco_jax.data.files import find
 from adloco_jax.data.prepared import shard_changes
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.files import write_errors
 
 DATA = data_settings(label_column="").data
 
@@ -63,7 +66,9 @@ def linked(tmp_path):
         write(tmp_path / name, f"text {name}\n" * 20)
     for name in ("data/one.txt", "data/two.txt", "data/.git/config", "data/.hidden.txt"):
         write(tmp_path / name, f"text {name}\n" * 20)
-    write(tmp_path / "data/.ipynb_checkpoints/x.txt", "x\n" * 20)
+    for folder in (".ipynb_checkpoints", "_temporary/0"):  # the second as Spark leaves it
+        write(tmp_path / "data" / folder / "x.txt", "x\n" * 20)
+    write(tmp_path / "data/_SUCCESS", "")
     write(tmp_path / "data/._one.txt", b"\xff\xfe")
     for name, target in (("other", "other"), ("again", "other"), ("far", "far"), ("up", "data")):
         (tmp_path / "data" / name).symlink_to(tmp_path / target)
@@ -83,6 +88,7 @@ def test_a_folder_and_a_glob_follow_links_once_and_leave_hidden_names_out(linked
         (linked / name).unlink()
     assert len(names(linked)) == 3  # a folder with only links
     assert names(linked / ".git" / "*") == ["config"]  # a hidden name is read if the path spells it
+    assert names(linked / "**" / "_temporary" / "**") == ["_temporary/0/x.txt"]
     (linked / "lost.txt").symlink_to(linked / "nowhere")
     with pytest.raises(DataError, match="lost.txt is a link that leads nowhere"):
         names(linked)
@@ -95,6 +101,7 @@ def test_a_path_without_regular_files_is_refused(tmp_path):
         ("gone.txt", "no such file or folder"),
         ("*.gz", "no file matches"),
         ("folder", "an empty folder"),
+        ("folder/pipe", "a pipe or a device"),
     ):
         with pytest.raises(DataError, match=message) as error:
             names(tmp_path / path)
@@ -145,6 +152,22 @@ def test_text_gives_a_document_per_file_that_is_not_empty(tmp_path):
     assert texts == ["one\r\ntwo", "ü"]  # without a byte-order mark
     with pytest.raises(DataError, match="d: not UTF-8 at byte 1 .*or leave it out by a glob"):
         list(sources.text_documents(write(tmp_path / "d", b"a\xff"), DATA))
+
+
+def test_too_many_open_files_are_not_damage(tmp_path, monkeypatch):
+    fault = OSError(errno.EMFILE, "Too many open files", "a.txt")
+    monkeypatch.setattr(sources, "_opened", mock.Mock(side_effect=fault))
+    write(tmp_path / "a.txt", "a line\n\n" * 400)
+    with pytest.raises(ResourceError, match="a.txt.*raise the limit of open files .ulimit -n"):
+        corpus(tmp_path)
+    with pytest.raises(ResourceError, match="ulimit"), write_errors(tmp_path):
+        raise fault
+
+
+def test_text_with_a_nul_is_refused_with_its_place(tmp_path):
+    write(tmp_path / "a.txt", "a line\n\n" * 400 + "\0" * 99)
+    with pytest.raises(DataError, match=r"a\.txt: byte 3200 of 'text' is NUL: damaged"):
+        corpus(tmp_path)
 
 
 def test_a_single_document_is_cut_at_the_blank_line_nearest_to_the_held_out_share():
@@ -260,7 +283,7 @@ def test_a_column_that_is_not_used_is_not_read(tmp_path, source):
         ("a.csv", b"id,body\n1,x\n", "no field 'text' .*have id, body"),
         ("a.csv", b"text,id,text\na,1,b\n", r"a\.csv: 2 fields are named 'text', need 1"),
         ("a.csv", b"text\nfine\nx,y\n", r"a\.csv:3: more cells than there are columns"),
-        ("a.csv", b'text\n"open', r"a\.csv: damaged or unreadable"),
+        ("a.csv", b'text\nfine\n"open\n\n', r"a\.csv:3: damaged \(unexpected end.*a quote may not"),
         ("a.csv", b"id,text\n1\n", r"a\.csv:2: 'text' must be a string, have None"),
         ("a.csv", b"text\n\xff\n", r"a\.csv: damaged or unreadable \('utf-8' codec"),
         ("a.tsv.gz", b"no gzip", r"a\.tsv\.gz: damaged or unreadable"),
@@ -301,7 +324,8 @@ def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_pat
     [
         (["a.html"], r"a\.html: \.html is no plain text; .*name the source text"),
         (["a.XLSX"], r"a\.XLSX: \.xlsx is no plain text"),
-        (["a.tar.gz"], r"a\.tar\.gz: \.tar is no plain text"),
+        (["a.tar.gz"], r"a\.tar\.gz: \.tar is no plain text; unpack it, or compress it with gzip"),
+        (["a.jsonl.bz2"], r"\.bz2 is no plain text; unpack it, or"),
         (["a.csv", "b.md"], r"files of several kinds \(a\.csv, b\.md\); give a glob, or name"),
         (["a.jsonl", "b.parquet"], r"files of several kinds"),
     ],

@@ -16,11 +16,10 @@ from toy import data_settings
 from adloco_jax.data import load_corpus
 from adloco_jax import hub
 from adloco_jax.errors import UserError
-assert (hub.FIRST_ANSWER_S, hub.PATIENCE_S) == (10, 60)
+assert hub.FIRST_ANSWER_S == 10
 hub.FIRST_ANSWER_S = 2.0  # spares a wait
 for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
     pathlib.Path(os.environ["FAULTS"]).write_text(json.dumps(faults))
-    hub.PATIENCE_S = 3.0 if name == "cut" else 60.0  # spares another
     if not keeps_cache:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     keys = dict(source="hf", path="allenai/c4", name="en", heldout_split="validation")
@@ -39,32 +38,40 @@ for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
 ADDRESS = {"path": "hf://datasets/allenai/c4/en/c4-validation.*.json.gz", "source": "jsonl"}
 ADDRESS |= {"name": "", "heldout_split": "", "num_sequences": 90}
 CASES = {  # faults of the server, changes of the config, exit code, words of the line
-    "gated": ({"gated": "allenai/c4"}, {}, 2, "request access at http.*/datasets/allenai/c4"),
+    "gated": ({"gated": "allenai/c4"}, {}, 2, "to ask for access|gated"),
     "gated, with a token": (
         {"gated": "allenai/c4"},
         {"token": "hf_SecretOfMine"},
         2,
-        "request access at http://127.*/datasets/allenai/c4",
+        "to ask for access|gated",
     ),
     "private, with a token": (
         {"private": "allenai/c4"},
         {"token": "hf_SecretOfMine"},
         2,
-        "data.path=allenai/c4.*the token in use has none",
+        "data.path=allenai/c4.*private or gated",
     ),
-    "private": ({"private": "allenai/c4"}, {}, 2, "log in if it is private"),
-    "name": ({}, {"path": "no/such"}, 2, "data.path=no/such.*no public repository of that name"),
-    "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*has no such revision"),
+    "private": ({"private": "allenai/c4"}, {}, 2, "private or gated repo, make sure you are auth"),
+    "name": (
+        {},
+        {"path": "no/such"},
+        2,
+        "data.path=no/such.* .no path here.: .*Not Found",
+    ),
+    "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*Revision Not Found"),
     "configuration": ({}, {"name": "nope"}, 2, "data.name=nope.*Available: .'en'"),
     "split": ({}, {"split": "nope"}, 2, "no such split, have train, validation"),
     "column": ({}, {"text_column": "body"}, 3, "no field 'body'"),
-    "no such address": ({}, ADDRESS | {"path": "hf://datasets/no/such/a.jsonl"}, 3, "no such file"),
-    "gated address": ({"gated": "allenai/c4"}, ADDRESS, 3, "no access .*gated"),
-    "missing": ({"missing": "c4-train.00000"}, {}, 2, "lacks a file that it should have"),
-    "altered": ({"alter": "c4-validation.00000"}, {}, 3, "damaged .CRC check failed"),
+    "no such address": (
+        *({}, ADDRESS | {"path": "hf://datasets/no/such/a.jsonl"}),
+        *(2, "Repository Not Found"),
+    ),
+    "gated address": ({"gated": "allenai/c4"}, ADDRESS, 2, "gated"),
+    "missing": ({"missing": "c4-train.00000"}, {}, 2, "Entry Not Found"),
+    "altered": ({"alter": "c4-validation.00000"}, {}, 3, "cannot be read .CRC check failed"),
     "cut": (
         *({"cut_after": 100_000}, {"tokenizer": TOKENIZER, "vocab_size": 32_000}),
-        *(5, "data.tokenizer=.*does not answer, tried for . s; once it does"),
+        *(5, "data.tokenizer=.*does not answer .*once it does"),
     ),
     "tokenizer": (
         *({"alter": "tokenizer.json"}, {"tokenizer": TOKENIZER, "vocab_size": 32_000}),
@@ -94,7 +101,7 @@ def found(tmp_path_factory, hub_root):
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert "SecretOfMine" not in done.stdout + done.stderr
     records = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    waits = [line for line in done.stdout.splitlines() if "connection lost" in line]
+    waits = [line for line in done.stderr.splitlines() if "Retrying in" in line]
     return {name: case for name, *case in map(json.loads, records)} | {"waits": waits}
 
 
@@ -105,7 +112,7 @@ def test_rows_of_the_hub_are_bounded_kept_and_survive_a_flaky_server(found):
     assert found["flaky"][0][1] == found["kept"][0][1] == fingerprint
     assert found["address"][0][0] == 0 and found["address"][0][3] == 90
     assert "the hub does not answer; using the rows made last" in found["kept"][1][0]
-    assert found["waits"] and "next attempt in 1 s, giving up in 60 s" in found["waits"][0]
+    assert found["waits"]  # the library's own line
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from ledgers import write_run
 
 from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
 from adloco_jax import main as cli
+from adloco_jax.cli import parser
 from adloco_jax.cli import train as train_command
 from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
@@ -27,7 +28,7 @@ from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import changes
 from adloco_jax.run.changes import how_to_resume
-from adloco_jax.run.folder import recorded_settings, write_config
+from adloco_jax.run.folder import check_workdir, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, default_of, meaning
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -670,6 +671,30 @@ def test_a_folder_that_is_taken_is_refused_before_data_are_loaded(elsewhere, cap
     monkeypatch.setattr("tempfile.mkdtemp", mock.Mock(side_effect=PermissionError(13, "denied")))
     assert cli.main([*TINY, "--workdir=other"]) == 2
     assert "--workdir other: cannot be written (denied)" in capsys.readouterr().err
+
+
+def test_no_option_that_names_something_to_write_takes_an_address(elsewhere, capsys):
+    found = []
+    for command in parser.COMMANDS:
+        actions = parser.Parser(command, ())._option_string_actions
+        for option, action in actions.items():
+            if action.metavar in ("FILE", "FOLDER", "DIR"):
+                found.append(f"{command} {option}")
+                (line,) = refused(capsys, command, "x", option, "s3://me:secret@bucket/run1")
+                assert line.startswith("s3://bucket/run1: an address; name a path here")
+    for wanted in ("train --workdir", "prepare --out", "export --out", "plan --save"):
+        assert wanted in found
+    for workdir in ("gs://bucket/run1", Path("gs://bucket/run1"), "file:///run1"):
+        with pytest.raises(ConfigError, match="--workdir .*: an address"):
+            check_workdir(workdir)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_link_that_leads_nowhere_is_no_workdir(elsewhere):
+    (elsewhere / "runs").symlink_to(elsewhere / "disk")
+    for workdir in ("runs", "runs/run1"):
+        with pytest.raises(ConfigError, match=f"--workdir {workdir}: runs is a link that leads"):
+            check_workdir(workdir)
 
 
 def test_a_full_disk_ends_with_5_and_a_line(capsys, monkeypatch):

@@ -2,18 +2,23 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+from adloco_jax import errors
+from adloco_jax.elastic import store
 from adloco_jax.errors import ConfigError, DataError, Preempted, ResourceError
+from adloco_jax.hub import Unreachable
 from adloco_jax.run import processes
 from adloco_jax.run.ledger import deterministic_lines, read
 
@@ -78,6 +83,29 @@ def test_an_error_of_one_process_is_raised_in_all(monkeypatch):
     monkeypatch.setattr(processes, "gather", lambda value, name: everyone)
     with pytest.raises(DataError, match="^process 1: text: missing$"):
         processes.run_on_all(lambda: 3)
+
+
+def test_an_error_of_a_module_is_its_class_of_errors_in_the_others(monkeypatch):
+    sent = []
+    monkeypatch.setattr(processes, "gather", lambda value, name: [sent.append(value)])
+    with pytest.raises(Unreachable):
+        processes.run_on_all(mock.Mock(side_effect=Unreachable("hub: gone")))
+    monkeypatch.setattr(processes, "gather", lambda value, name: [None, *sent])
+    with pytest.raises(ResourceError, match="^process 1: hub: gone$"):
+        processes.run_on_all(lambda: 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"), [(ResourceError("gone"), 5, "^gone$"), (KeyError("x"), 1, "^KeyEr")]
+)
+def test_a_thread_that_fails_ends_the_process(capsys, monkeypatch, fault, code, words):
+    ended = mock.Mock()
+    monkeypatch.setattr(errors.os, "_exit", ended)
+    with store.every(0.001, mock.Mock(side_effect=fault)):
+        while not ended.called:
+            time.sleep(0.001)
+    ended.assert_called_once_with(code)
+    assert re.search(words, capsys.readouterr().err, re.MULTILINE)
 
 
 def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch):

@@ -161,8 +161,8 @@ def test_a_private_repository_is_private_or_nothing_is_pushed(trained, hub, caps
 @pytest.mark.parametrize(
     "words, code, fault",
     [
-        (["--push=me/model"], 2, "a token that may write there"),
-        (["--push=me/model"], 5, "not uploaded"),
+        (["--push=me/model"], 2, "no access"),
+        (["--push=me/model"], 5, "does not answer"),
         (["--push=model"], 2, "model: expected for instance OWNER/NAME"),
         (["--private"], 2, "--private: needs --push OWNER/NAME"),
         (["--shard-size=5"], 2, "5: expected for instance 500MB"),

@@ -15,7 +15,6 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from ml_collections import ConfigDict
@@ -24,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from adloco_jax.cli.names import is_run, runs_in
 from adloco_jax.config import plain_type
 from adloco_jax.errors import ConfigError
+from adloco_jax.files import local_path
 from adloco_jax.settings import GROUPS, INT32, KNOBS, SIZES, Settings, default_of, meaning
 
 
@@ -159,8 +159,9 @@ def _shaped(pattern: str, example: str) -> Callable[[str], str]:
 _KINDS: dict[str, Callable[[str], Any]] = {
     "N": int,
     "X": float,
-    "FILE": Path,
-    "FOLDER": Path,
+    "FILE": local_path,
+    "FOLDER": local_path,
+    "DIR": lambda text: str(local_path(text)),
     "SIZE": _shaped(r"[1-9]\d*[KMGT]B", "500MB"),
     "OWNER/NAME": _shaped(r"[\w-][\w.-]*/[\w-][\w.-]*", "OWNER/NAME"),
     "DTYPE": _shaped("float32|bfloat16", "bfloat16"),

@@ -17,11 +17,12 @@ SOURCES = {
     **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
     **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
 }
-# Endings of files that contain other data beside text. A model would learn these data, too.
-_REFUSED = frozenset(
-    "html htm xhtml xml xls xlsx ods ipynb feather orc avro npy npz pkl h5 db sqlite zip tar bz2 xz"
-    " zst pdf docx odt rtf epub".split()
-)
+# Endings of files that contain other data beside text, which a model would learn, too.
+_MARKUP, _PACKED = "html htm xhtml xml ipynb rtf".split(), "zip tar bz2 xz zst 7z".split()
+_BINARY = "xls xlsx ods feather orc avro npy npz pkl h5 db sqlite pdf docx odt epub".split()
+_REFUSED = dict.fromkeys(_MARKUP, "convert it, or name the source text, which reads it as it is")
+_REFUSED |= dict.fromkeys(_PACKED, "unpack it, or compress it with gzip")
+_REFUSED |= dict.fromkeys(_BINARY, "convert it")
 
 
 def guess_source(path: str, key: str = "path") -> str:
@@ -40,8 +41,7 @@ def guess_source(path: str, key: str = "path") -> str:
         ending = _ending(name)
         if ending in _REFUSED:
             raise ConfigError(
-                f"{key}={path}: {name}: .{ending} is no plain text; convert it, or name the source"
-                " text, which reads it as it stands"
+                f"{key}={path}: {name}: .{ending} is no plain text; {_REFUSED[ending]}"
             )
         kinds.setdefault(SOURCES.get(ending, "text"), name)
     if any(name.endswith(".arrow") for name in kinds.values()):

@@ -12,7 +12,9 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,17 +22,24 @@ from typing import Any
 import filelock
 
 from adloco_jax import hub
-from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, reason
+from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.files import replaced_folder
 
 _KINDS = ("s3", "gs", "az", "hf", "https", "http")
 # What the servers call the properties of a file that differ after its content has changed.
 _VERSIONS = ("blob_id", "content-md5", "etag", "generation", "last-modified", "last_modified")
 _VERSIONS += ("lastmodified", "updated", "versionid")
+_KEPT_S = 24 * 60 * 60  # how long what was used stays in the cache
+_README = """What adloco_jax keeps for later runs. All of it may be deleted; runs make it again.
+
+data         rows of tokens, made from text
+programs     compiled programs; runs execute them, so let nobody else write here
+checkpoints  copies of models and tokenizers from addresses
+
+At the start of a run, what was not used for longest is deleted above 100 GB; the environment
+variable ADLOCO_CACHE_GB sets another limit.
+"""
 _SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
-_LOST = {"ConnectionError", "TimeoutError", "HTTPClientError", "ClientConnectionError"}
-_LOST |= {"ClientPayloadError", "TransportError", "ServiceRequestError", "ServiceResponseError"}
-_REFUSED = {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,34 @@ def cache_folder(name: str) -> Path:
     except RuntimeError as error:  # neither the variable HOME nor the list of users names a folder
         raise FileNotFoundError(errno.ENOENT, str(error)) from error
     return Path(home) / "adloco_jax" / name
+
+
+def trim_cache() -> None:
+    """Delete from the user's cache what was not used for longest, above `ADLOCO_CACHE_GB`.
+
+    What was used within a day stays, because a run may read it. Raises ConfigError if the variable
+    is no number.
+    """
+    gigabytes = os.environ.get("ADLOCO_CACHE_GB") or "100"
+    if not re.fullmatch(r"\d+(\.\d+)?", gigabytes):
+        raise ConfigError(f"ADLOCO_CACHE_GB={gigabytes}: expected a number of gigabytes")
+    with contextlib.suppress(OSError):  # no such folder; not this user's; another process deletes
+        root, entries = cache_folder(""), []
+        for entry in root.glob("*/*"):
+            found = [path.stat() for path in (entry, *entry.rglob("*")) if path.is_file()]
+            last_s = max((max(stat.st_atime, stat.st_mtime) for stat in found), default=0.0)
+            entries.append((last_s, sum(stat.st_size for stat in found), entry))
+        above = sum(size for _, size, _ in entries) - float(gigabytes) * 1e9
+        for last_s, size, entry in sorted(entries):
+            if above <= 0 or last_s > time.time() - _KEPT_S:
+                break
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+            above -= size
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "README").write_text(_README)
 
 
 def is_address(path: str) -> bool:
@@ -95,8 +132,8 @@ def is_on_hub(name: str, *, key: str, endings: Sequence[str] = ()) -> bool:
 def find(path: str, *, key: str) -> dict[str, File]:
     """Find the files of a path or an address: of a file, a folder (at any depth) or a glob.
 
-    A glob may have `**`. Links are followed, and a file is read once. Names that begin with a dot
-    are left out unless the glob contains the dot. What exists is never interpreted as a glob.
+    A glob may have `**`. Links are followed, and a file is read once. Names that begin with `.` or
+    `_` are left out unless `path` spells it. What exists is never interpreted as a glob.
 
     Returns:
       The files, at least one, sorted by path. A key is the path relative to the folder, or to the
@@ -104,9 +141,9 @@ def find(path: str, *, key: str) -> dict[str, File]:
 
     Raises:
       ConfigError: If `path` is empty, or an address of a kind that is not supported or not
-        installed, or has a password or signature.
-      DataError: If there is no file, no access to it, or a link leads nowhere.
-      ResourceError: If the server does not answer.
+        installed, or has a password or signature; if a server refuses access.
+      DataError: If there is no file, or a link leads nowhere.
+      hub.Unreachable: If the server does not answer.
     """
     if not path:
         raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
@@ -115,6 +152,8 @@ def find(path: str, *, key: str) -> dict[str, File]:
 
 def _find_local(path: str, key: str) -> dict[str, File]:
     start = _local_path(path, key=key)
+    if start.exists() and not (start.is_file() or start.is_dir()):
+        raise DataError(f"{key}={path}: a pipe or a device, which is read once; write it to a file")
     base, parts, files = start, ["**"], {}
     if not start.is_dir():
         base = next(p for p in start.parents if not glob.has_magic(str(p)))
@@ -131,10 +170,30 @@ def _find_local(path: str, key: str) -> dict[str, File]:
     except OSError as error:
         raise DataError(f"{key}={path}: {error.filename}: {error.strerror}") from error
     if not files:
-        missing = "an empty folder" if start.is_dir() else "no such file or folder"
-        missing = "no file matches" if glob.has_magic(path) else missing
-        raise DataError(f"{key}={path}: {missing}")
+        raise DataError(f"{key}={path}: {_nothing(path, is_folder=start.is_dir())}")
     return {file.relative_to(base).as_posix(): file for file in files.values()}
+
+
+def _nothing(path: str, *, is_folder: bool) -> str:
+    if not is_folder and not glob.has_magic(path):
+        return "no such file or folder"
+    what = "an empty folder" if is_folder else "no file matches"
+    return f"{what} (names that begin with . or _ are left out)"
+
+
+def _is_read(name: str, pattern: str) -> bool:
+    is_shown = not name.startswith((".", "_")) or pattern.startswith(name[0])
+    return is_shown and fnmatch.fnmatchcase(name, pattern)
+
+
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether the parts of a file's path fit those of a glob."""
+    if parts and parts[0] == "**":
+        is_deeper = len(names) > 1 and _is_read(names[0], "*") and _fits(names[1:], parts)
+        return is_deeper or _fits(names, parts[1:] or ["*"])
+    if not names or not parts:
+        return not names and not parts
+    return _is_read(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
 def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
@@ -146,9 +205,7 @@ def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
     if part == "**":
         yield from _expand(folder, rest or ["*"], entered)
     for entry in sorted(folder.iterdir()):
-        pattern = "*" if part == "**" else part
-        is_shown = not entry.name.startswith(".") or pattern.startswith(".")
-        if not is_shown or not fnmatch.fnmatchcase(entry.name, pattern):
+        if not _is_read(entry.name, "*" if part == "**" else part):
             continue
         if entry.is_dir():
             if part == "**" or rest:
@@ -159,36 +216,32 @@ def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
 
 def _find_remote(path: str, key: str) -> dict[str, File]:
     where, kind = f"{key}={path}", path.partition("://")[0]
-    with _faults(where):
+    with hub.faults(where):
         system, path = _file_system(path, key)
         system.invalidate_cache()
-        base, missing = path.rstrip("/"), "no such file or folder"
+        base, parts = path.rstrip("/"), ["**"]
         try:
             about = system.info(path)
-            missing = "an empty folder"
-        except FileNotFoundError as error:
-            if _kind(error) != "missing":
+        except FileNotFoundError:
+            if not glob.has_magic(path):
                 raise
-            about = {"type": "missing"}
-        if about["type"] == "file":
-            base, found = path.rpartition("/")[0], {path: about}
-        elif about["type"] == "missing" and glob.has_magic(path):
-            parts = path.split("/")
+            about, parts = {"type": "missing"}, path.split("/")
             first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-            base, missing = "/".join(parts[:first]), "no file matches"
-            found = system.glob(path, detail=True)
-        else:
-            found = system.find(path, detail=True)
-    names = {name.removeprefix(base).lstrip("/"): name for name in sorted(found)}
-    shows_hidden = "/." in path.removeprefix(base)
+            base, parts = "/".join(parts[:first]), parts[first:]
+        if about["type"] == "file":
+            return {PurePosixPath(path).name: _remote_file(kind, about)}
+        # Not `system.glob`, which leaves out an object beside a folder of the same name.
+        depth = None if "**" in parts else len(parts)
+        found = system.find(base, maxdepth=depth, detail=True)
+    names = {name: name.removeprefix(base).lstrip("/") for name in sorted(found)}
     files: dict[str, File] = {
         short: _remote_file(kind, found[name])
-        for short, name in names.items()
+        for name, short in names.items()
         if found[name]["type"] == "file" and short and not name.endswith("/")
-        if shows_hidden or about["type"] == "file" or not f"/{short}".count("/.")
+        if _fits(short.split("/"), parts)
     }
     if not files:
-        raise DataError(f"{where}: {missing}")
+        raise DataError(f"{where}: {_nothing(path, is_folder=about['type'] != 'missing')}")
     return files
 
 
@@ -321,7 +374,7 @@ def _copied(
 
 
 def _copy(file: RemoteFile, path: Path) -> None:
-    with _faults(file.address):
+    with hub.faults(file.address):
         system, name = _file_system(file.address, "address")
         system.get_file(name, str(path))
     size = path.stat().st_size
@@ -335,45 +388,3 @@ def _named(path: Path, address: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(str(error).replace(str(path), address)) from error
-
-
-# -- Faults ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _faults(where: str) -> Iterator[None]:
-    """Turn errors of fsspec and the libraries behind it into `UserError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # deliberately broad, because each library raises its own
-        kind, why = _kind(error), reason(error)
-        if kind == "missing":
-            raise DataError(f"{where}: no such file or folder") from error
-        if isinstance(error, OSError) and error.filename and error.errno:  # of this machine's disk
-            raise
-        if kind == "refused":
-            raise DataError(
-                f"{where}: no access ({why}); set credentials in the environment, or log in"
-            ) from error
-        if kind == "lost":
-            raise ResourceError(
-                f"{where}: the server does not answer ({why}); once it does, run the same command"
-                " again"
-            ) from error
-        raise DataError(f"{where}: cannot be read ({why})") from error
-
-
-def _kind(error: BaseException) -> str:
-    chain = [error]
-    while len(chain) < 20 and (cause := chain[-1].__cause__):
-        chain.append(cause)
-    names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
-    answers = [cause for error in chain for cause in (error, getattr(error, "response", None))]
-    codes = {getattr(a, "status", getattr(a, "status_code", 0)) for a in answers}
-    if names & _REFUSED or 403 in codes:
-        return "refused"
-    if names & _LOST:
-        return "lost"
-    return "missing" if "FileNotFoundError" in names else ""

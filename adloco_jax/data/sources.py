@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import csv
 import dataclasses
+import errno
 import functools
 import gzip
 import io
@@ -24,12 +25,13 @@ from typing import Any, NamedTuple
 
 from adloco_jax import hub
 from adloco_jax.data.files import File
-from adloco_jax.errors import ConfigError, DataError, reason
+from adloco_jax.errors import ConfigError, DataError, ResourceError, reason, remedy
 from adloco_jax.settings import DataSettings
 
 # The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
 MAX_LINE_BYTES = 2**24
 _TEXTS = ("content", "body", "document", "article", "sentence")  # usual names of a text's column
+_DEPTH = 100  # of lists and objects in a line of JSON that are read
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
@@ -124,7 +126,14 @@ def _text(row: Record, column: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:  # a string in JSON may have half of a surrogate pair
         raise DataError(f"{row.where}: {column!r} is not Unicode text ({error.reason})") from error
+    _refuse_nul(text.find("\0"), f"{row.where}: character", column)
     return text
+
+
+def _refuse_nul(offset: int, where: str, column: str = "text") -> None:
+    """Refuse text with a NUL, of which a file that was cut off by a crash may have millions."""
+    if offset >= 0:
+        raise DataError(f"{where} {offset} of {column!r} is NUL: damaged, or no text; leave it out")
 
 
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
@@ -199,19 +208,16 @@ def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
             f"{file}: data.source=jsonl reads .jsonl and .json, each also with .gz; a glob leaves"
             " other files out"
         )
-    try:
-        with _opened(file) as lines:
-            for number in itertools.count(1):
-                line, where = lines.readline(MAX_LINE_BYTES + 1), f"{file}:{number}"
-                if not line and number == 1:
-                    raise DataError(f"{file}: empty, need one JSON object per line")
-                if not line:
-                    return
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
-                    yield Record(where, _json_object(line, where, data))
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: damaged or unreadable ({error})") from error
+    with _faults(file), _opened(file) as lines:
+        for number in itertools.count(1):
+            line, where = lines.readline(MAX_LINE_BYTES + 1), f"{file}:{number}"
+            if not line and number == 1:
+                raise DataError(f"{file}: empty, need one JSON object per line")
+            if not line:
+                return
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip():
+                yield Record(where, _json_object(line, where, data))
 
 
 def table_documents(file: Path, data: DataSettings) -> Iterator[Record]:
@@ -232,19 +238,23 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
-    try:
-        with _opened(file) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as lines:
-            rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    last = 0  # line of the end of the last whole row
+    with _faults(file), _opened(file) as content:
+        lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        try:
             require_columns(rows.fieldnames or (), _used(data), str(file))
+            last = rows.line_num
             for row in rows:
-                where = f"{file}:{rows.line_num}"
+                where, last = f"{file}:{rows.line_num}", rows.line_num
                 if None in row:
                     raise DataError(f"{where}: more cells than there are columns")
                 if re.fullmatch(r"-?\d{1,18}", row.get(data.label_column) or ""):
                     row[data.label_column] = int(row[data.label_column])
                 yield Record(where, row)
-    except (csv.Error, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: damaged or unreadable ({error})") from error
+        except csv.Error as error:
+            why = f"damaged ({error}); a quote may not close"
+            raise DataError(f"{file}:{last + 1}: {why}") from error
 
 
 def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
@@ -277,9 +287,18 @@ def _arrow_records(batches: Iterable[Any], file: Path) -> Iterator[Record]:
 def _arrow_faults(file: Path) -> Iterator[None]:
     import pyarrow
 
+    with _faults(file, pyarrow.ArrowException):
+        yield
+
+
+@contextlib.contextmanager
+def _faults(file: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Call a file damaged if reading fails, unless this process has too many files open."""
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, *kinds) as error:
+        if getattr(error, "errno", None) == errno.EMFILE:
+            raise ResourceError(f"{file}: {reason(error)}; {remedy(error)}") from error
         raise DataError(f"{file}: damaged or unreadable ({reason(error, 200)})") from error
 
 
@@ -294,16 +313,16 @@ def read_text(file: Path) -> str:
     Raises:
       DataError: If the file is unreadable or not UTF-8.
     """
+    with _faults(file), _opened(file) as opened:
+        content = opened.read()
+    _refuse_nul(content.find(0), f"{file}: byte")
     try:
-        with _opened(file) as content:
-            return content.read().removeprefix(codecs.BOM_UTF8).decode()
+        return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert it, or leave it"
             " out by a glob"
         ) from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
@@ -337,15 +356,27 @@ def _json_object(line: bytes, where: str, data: DataSettings) -> dict:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
         # An object becomes a tuple of pairs, so that a repeated key is seen.
-        record = json.loads(line.decode(), object_pairs_hook=tuple, parse_int=_number)
+        record = json.loads(_shallow(line.decode()), object_pairs_hook=tuple, parse_int=_number)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{where}: not one JSON object per line ({error})") from error
     if not isinstance(record, tuple):
         raise DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
     require_columns((key for key, _ in record), _used(data), where)
     return dict(record)
+
+
+def _shallow(line: str) -> str:
+    """Empty lists and objects at a depth that Python's parser may refuse; text is never in them."""
+    if line.count("[") + line.count("{") < _DEPTH:
+        return line
+    depth, kept = 0, []
+    for part in re.findall(r'"(?:[^"\\]|\\.)*"|[^][{}"]+|.', line, re.DOTALL):
+        depth -= part in "]}"
+        kept += [part] * (depth < _DEPTH)
+        depth += part in "[{"
+    return "".join(kept)
 
 
 def _number(digits: str) -> int | float:
@@ -368,7 +399,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     limits.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
     hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
     where = f"{where}, data.name={data.name}, split {split}"
-    with hub.faults(where, f"datasets/{data.path}"):
+    with hub.faults(where):
         try:
             builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
         except ValueError as error:  # no such configuration; the message lists those that exist
@@ -382,9 +413,8 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     count = dataset.num_shards
 
     def records(index: int, path: None) -> Iterator[Record]:
-        with hub.faults(f"{where}, file {index}", f"datasets/{data.path}") as patience:
+        with hub.faults(f"{where}, file {index}"):
             for number, row in enumerate(dataset.shard(num_shards=count, index=index), 1):
-                patience.answered()
                 yield Record(f"{where}, file {index}: row {number}", row)
 
     stem = "/".join(part for part in (data.path, data.name, split) if part)

@@ -22,6 +22,7 @@ from safetensors.numpy import save
 
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
+from adloco_jax.run.processes import start_thread
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
@@ -244,15 +245,17 @@ def longer(pause_s: float) -> float:
 
 @contextlib.contextmanager
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call a function again and again in a thread, as long as the `with` block runs."""
+    """Call a function again and again in a thread, as long as the `with` block runs.
+
+    If it raises an error, the process ends: without signs of life others take it for lost.
+    """
     ended = threading.Event()
 
     def repeat() -> None:
         while not ended.wait(seconds):
             act()
 
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
+    thread = start_thread(repeat, name="sign of life")
     try:
         yield
     finally:

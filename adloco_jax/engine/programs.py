@@ -27,7 +27,7 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.outer import inner_steps, outer_update
 from adloco_jax.core.types import Ensemble, Workers, take
-from adloco_jax.data.files import cache_folder
+from adloco_jax.data.files import cache_folder, trim_cache
 from adloco_jax.engine.sharding import (
     POOL,
     Placement,
@@ -127,10 +127,11 @@ class Programs:
 
 
 def use_compilation_cache() -> None:
-    """Let JAX save compiled programs in the user's cache folder, if it has none yet.
+    """Let JAX save compiled programs in the user's cache folder, if it has none yet; trim that.
 
     Runs execute what is there, so other users must not be able to write to the folder.
     """
+    trim_cache()
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.errors import CheckpointError, ResourceError, reason
+from adloco_jax.errors import CheckpointError, ResourceError, reason, remedy
 from adloco_jax.files import file_sha256, read_json, sync
 from adloco_jax.run import processes
 
@@ -113,7 +113,8 @@ class Saver:
                     f"{target}: deleted while it was written; {older}; resume the run"
                 ) from error
             raise ResourceError(
-                f"{target}: the checkpoint cannot be written ({reason(error)}); {older}; make room"
+                f"{target}: the checkpoint cannot be written ({reason(error)}); {older};"
+                f" {remedy(error)}"
             ) from error
 
     def _make_staging(self, staging: Path) -> None:

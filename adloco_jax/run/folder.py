@@ -19,15 +19,15 @@ from ml_collections import ConfigDict
 from adloco_jax import __version__, files, hf
 from adloco_jax.config import default_config, tables, validate
 from adloco_jax.data.tokenizers import default_tokenizer
-from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
-from adloco_jax.files import replaced_file, write_errors
+from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, ResourceError
+from adloco_jax.files import local_path, replaced_file, write_errors
 from adloco_jax.hub import COMMIT
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.settings import ENTRIES, KNOBS, Settings
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *TOO_MANY_FILES)
 
 
 def require_utf8(option: str, path: Path) -> None:
@@ -48,6 +48,7 @@ def check_workdir(workdir: str | Path) -> None:
         pass  # the folder is made later; if one of its parents is a file, this is found below
     except (OSError, ValueError) as error:  # the name is too long or has a NUL; links form a loop
         raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
+    local_path(workdir, "--workdir ")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"--workdir {folder}: {existing} is a file; name a folder")

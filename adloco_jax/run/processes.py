@@ -170,7 +170,9 @@ def run_on_all(
         outcome, fault = act(), None
     except faults as error:
         outcome, fault = None, error
-    report = None if fault is None else [type(fault).__name__, str(fault) or repr(fault)]
+    # Of a subclass that another module defines, the class in `errors`.
+    kinds = (kind.__name__ for kind in type(fault).__mro__ if hasattr(errors, kind.__name__))
+    report = None if fault is None else [next(kinds, ""), str(fault) or repr(fault)]
     reports = gather(report, name)
     if fault is not None:
         raise fault
@@ -179,6 +181,20 @@ def run_on_all(
             kind, message = other
             raise (elsewhere or getattr(errors, kind))(f"process {number}: {message}")
     return cast(T, outcome)
+
+
+def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
+    """Start a thread; if it fails, the process says so and ends."""
+
+    def run() -> None:
+        try:
+            act()
+        except Exception as error:  # deliberately broad, because nobody waits for the thread
+            errors.end_process(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def end_others(message: str) -> None:
@@ -208,7 +224,7 @@ def ending_together() -> Iterator[None]:
                 os._exit(ResourceError.exit_code)
 
     if jax.process_count() > 1:
-        threading.Thread(target=watch, args=(_client(),), daemon=True).start()
+        start_thread(lambda: watch(_client()), name="failure")
     try:
         yield
     finally:
@@ -317,10 +333,9 @@ def stop_requests() -> Iterator[threading.Event]:
                 flush=True,
             )
 
-    watcher = threading.Thread(target=watch, name="signals", daemon=True)
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watcher.start()
+    watcher = start_thread(watch, name="signals")
     try:
         yield stop
     finally:
