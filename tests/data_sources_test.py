@@ -280,7 +280,7 @@ def test_a_column_that_is_not_used_is_not_read(tmp_path, source):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"id,body\n1,x\n", "no field 'text' .*have id, body"),
+        ("a.csv", b"id,body\n1,x\n", "no field 'text', have id, body"),
         ("a.csv", b"text,id,text\na,1,b\n", r"a\.csv: 2 fields are named 'text', need 1"),
         ("a.csv", b"text\nfine\nx,y\n", r"a\.csv:3: more cells than there are columns"),
         ("a.csv", b'text\nfine\n"open\n\n', r"a\.csv:3: damaged \(unexpected end.*a quote may not"),
@@ -302,7 +302,7 @@ def test_a_damaged_table_is_refused_in_a_line(tmp_path, name, content, message):
 def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_path):
     path = as_parquet(tmp_path / "a.parquet", COLUMNS)
     for column, message in (
-        ("body", r"a\.parquet: no field 'body' .*have id, text, label"),
+        ("body", r"a\.parquet: no field 'body', have id, text, label"),
         ("id", r"a\.parquet: row 1: 'id' must be a string, have 0"),
     ):
         with pytest.raises(DataError, match=message):
