@@ -430,7 +430,7 @@ def training(figures: Figures, size: Size, options: argparse.Namespace) -> None:
         raise TimeoutError("an arm was cut")
 
 
-SHARES_S = {"recommended": 160, "DiLoCo": 120, "data parallel": 120}
+SHARES_S = {"recommended": 150, "DiLoCo": 110, "data parallel": 110}
 _SAVING_S = 20  # for the round under way, and for saving the state
 
 
@@ -480,7 +480,7 @@ def finetune(figures: Figures, size: Size, options: argparse.Namespace) -> None:
 Part = Callable[[Figures, Size, argparse.Namespace], None]
 # In order of worth, each with its seconds; together at most 12 minutes.
 PARTS: dict[str, tuple[Part, float]] = {
-    "acceptance": (acceptance, 75),
+    "acceptance": (acceptance, 105),
     "recommended": (speed("recommended"), 90),
     "microllama": (speed("microllama"), 125),
     "training": (training, sum(SHARES_S.values())),
