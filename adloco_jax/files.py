@@ -1,21 +1,20 @@
 """Read and write files: check the content of JSON files, hash files, replace files atomically.
 
-A folder may be damaged or foreign, so `fault` checks what JSON files hold before it is used.
+A folder may be damaged or foreign, so `checked` compares what JSON files hold with their format.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from adloco_jax.errors import ConfigError, ResourceError, remedy
 
@@ -23,39 +22,35 @@ from adloco_jax.errors import ConfigError, ResourceError, remedy
 # the memory that reading needs.
 MAX_JSON_BYTES = 2**28
 PIECE_BYTES = 8 * 2**20  # bytes of a request to a bucket; larger objects are sent in pieces
-Size = typing.NewType("Size", int)  # an integer of at least 1
-_MOST_SECONDS = 1e12  # upper limit of durations and times in JSON files
-_WORDS = {
-    Size: "a count from 1 on",
-    int: "a count",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    dict: "an object",
-}
-
-
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Seconds = Annotated[float, Field(gt=-1e12, lt=1e12)]
+Pair: TypeAlias = Annotated[tuple[A, B], Strict(False)]  # a list of two in JSON
 
 
 class Format(BaseModel):
-    """Base of what a JSON object must have; its lists are tuples, unknown fields are ignored."""
+    """Base of what a JSON object must have; other fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-def checked(value: Any, kind: type[T] | TypeAdapter[T], name: str, error: type[Exception]) -> T:
+def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
     """Return a JSON value as a format says; raise `error` with the first fault in one line."""
-    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
-        return adapter.validate_python(with_tuples(value))
+        return _adapter(kind).validate_python(value, extra="ignore")
     except ValidationError as faults:
         first = faults.errors()[0]
         where = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
         need = first["msg"].replace("Input should be", "expected")
         have = "" if first["type"] == "missing" else f"have {repr(first['input'])[:60]}, "
         raise error(f"{name}{''.join(where)}: {have}{need}") from faults
+
+
+_adapter = functools.cache(TypeAdapter)
 
 
 def requests_to_get(num_bytes: int) -> int:
@@ -67,18 +62,6 @@ def requests_to_put(num_bytes: int) -> int:
     """Return how many requests write an object: one, or a start, its pieces and an end."""
     pieces = -(-num_bytes // PIECE_BYTES)
     return 1 if pieces == 1 else pieces + 2
-
-
-class Maybe(NamedTuple):
-    """Marks a field that may be missing, in a mapping from fields to types that `fault` checks."""
-
-    kind: Any  # type of the field if it is there
-
-
-class FileRecord(typing.TypedDict):
-    """The record of a text file that a run has read. Of its fields only `name` is required."""
-
-    name: str
 
 
 def read_json(
@@ -102,56 +85,6 @@ def read_json(
     return content
 
 
-def fault(value: Any, kind: Any, name: str) -> str:
-    """Describe the first part of a JSON value whose type or range is wrong; empty if none.
-
-    `kind` is an annotation, a dataclass, a pydantic model, or a mapping from fields to types;
-    fields that a model or a mapping lacks are not checked.
-    """
-    origin, members = typing.get_origin(kind), typing.get_args(kind)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        try:
-            kind.model_validate(with_tuples(value), extra="ignore")
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-            need = first["msg"].replace("Input should be", "expected")
-            if first["type"] == "model_type":
-                need = f"expected {_WORDS[dict]}"
-            return f"{name}{''.join(where)}: have {repr(first['input'])[:60]}, {need}"
-        return ""
-    if origin in (typing.Union, UnionType):
-        faults = [fault(value, m, name) for m in members if m is not NoneType]
-        return "" if "" in faults or (value is None and NoneType in members) else faults[0]
-    parts: dict[str, tuple[Any, Any]] = {}  # value and kind of each part, by name
-    if kind in (Any, *_WORDS):  # a tuple, because `kind` may be a mapping, which has no hash
-        is_well, expected = _is(value, kind, name), _WORDS.get(kind, "")
-    elif origin is Literal:
-        is_well, expected = type(value) is str and value in members, " or ".join(map(repr, members))
-    elif origin in (list, tuple):
-        kinds = members if origin is tuple and ... not in members else None
-        is_well, expected = type(value) is list and len(kinds or value) == len(value), "a list"
-        if is_well:
-            pairs = zip(value, kinds or members[:1] * len(value), strict=True)
-            parts = {f"[{index}]": pair for index, pair in enumerate(pairs)}
-    else:
-        is_well, expected = type(value) is dict, _WORDS[dict]
-        if is_well and origin is dict:
-            parts = {f".{key}": (item, members[1]) for key, item in value.items()}
-        elif is_well:
-            fields = kind if isinstance(kind, dict) else typing.get_type_hints(kind)
-            for key, part in fields.items():
-                is_optional = isinstance(part, Maybe)
-                if key in value:
-                    parts[f".{key}"] = value[key], part.kind if is_optional else part
-                elif not is_optional:
-                    return f"{name}.{key}: missing"
-    if not is_well:
-        return f"{name}: have {repr(value)[:60]}, expected {expected}"
-    faults = (fault(item, part, f"{name}{key}") for key, (item, part) in parts.items())
-    return next(filter(None, faults), "")
-
-
 def with_tuples(value: Any) -> Any:
     """Replace the lists of a JSON value by tuples, which settings have.
 
@@ -160,15 +93,6 @@ def with_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: with_tuples(item) for key, item in value.items()}
     return tuple(map(with_tuples, value)) if isinstance(value, list) else value
-
-
-def _is(value: Any, kind: Any, name: str) -> bool:
-    if kind in (int, Size):
-        return type(value) is int and int(kind is Size) <= value < 2**63
-    if kind is float:  # JSON may have an integer here, and it may be too large for a float
-        limit = _MOST_SECONDS if name.endswith(("_s", ".seconds")) else 2**1023
-        return type(value) in (int, float) and abs(value) < limit
-    return kind is Any or type(value) is kind
 
 
 def file_sha256(path: Path) -> str:

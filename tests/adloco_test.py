@@ -16,13 +16,13 @@ from adloco_jax.core.types import GradientStats
 from adloco_jax.engine import inputs as batches
 from adloco_jax.engine.local import without_trainers
 from adloco_jax.engine.spec import here
+from adloco_jax.files import checked
 from adloco_jax.loop import adloco
 from adloco_jax.loop import control as accounting
 from adloco_jax.loop import growth as batch_sizes
 from adloco_jax.loop import plans as planning
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
-from adloco_jax.run.restore import control_from_json
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -162,7 +162,7 @@ def test_a_control_survives_json():
     control.trainers[1].cursors["2"] = 7
     control.trainers[1].smoothing = {"noise_sum": 0.1}
     text = json.dumps(dataclasses.asdict(control))
-    assert control_from_json(json.loads(text)) == control
+    assert checked(json.loads(text), Control, "control", ValueError) == control
 
 
 def test_trainers_with_one_plan_share_a_group_with_all_their_workers():

@@ -89,8 +89,8 @@ def test_a_saved_state_is_restored_though_its_arrays_are_donated_at_once(tmp_pat
         jax.block_until_ready(step(arrays))
         writer.wait()
     manifest = verify(tmp_path / "5")
-    assert (manifest["round"], manifest["loss"], events[0]["round"]) == (5, 1.5, 5)
-    assert events[0]["bytes"] == sum(f["size"] for f in manifest["files"].values())
+    assert (manifest.round, manifest.loss, events[0]["round"]) == (5, 1.5, 5)
+    assert events[0]["bytes"] == sum(f.size for f in manifest.files.values())
     back = read_arrays(tmp_path / "5", template())
     assert back.n == 7 and back.n.dtype == np.int32 and back.absent is None
     np.testing.assert_array_equal(back.w, ARRAYS.w)
@@ -260,7 +260,7 @@ def test_a_save_that_fails_says_so_and_keeps_the_one_before(tmp_path, monkeypatc
     fail_at(monkeypatch, point)
     with pytest.raises(ResourceError, match="2: the checkpoint cannot be written .*No space left"):
         save(tmp_path, 2)
-    assert verify(tmp_path / "1")["round"] == 1
+    assert verify(tmp_path / "1").round == 1
     save(tmp_path, 3)  # another attempt succeeds
     assert list_rounds(tmp_path)[0] == 3
 
@@ -274,7 +274,7 @@ def test_a_save_reads_back_what_the_disk_has_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "crash_point", lose)
     with pytest.raises(ResourceError, match="2: the checkpoint cannot be written .*host.json"):
         save(tmp_path, 2, keep=1)
-    assert verify(tmp_path / "1")["round"] == 1
+    assert verify(tmp_path / "1").round == 1
 
 
 @pytest.mark.parametrize("part", ["begins", "arrays", "ends"])

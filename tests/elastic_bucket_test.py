@@ -224,7 +224,7 @@ def test_a_learner_that_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
     (one, *_), shared = there.sites.values(), store.Store(there.url)
     one.handle, one._num_answers = (0, 0), 5
     again = LearnerOrders(number=0, life=1, num_orders=0, is_free=True)
-    one._find_driver, one._driver = lambda: True, DriverBoard(id="", count=1, learners=(again,))
+    one._find_driver, one._driver = lambda: True, DriverBoard(id="", count=1, learners=[again])
     last = OrderId(epoch=1, learner=0, life=0, order=5)
     for name in (learner_board_name(1, 0, 0), last.answer_name()):
         shared.put(name, b"late")

@@ -20,7 +20,7 @@ from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import checkpoint
-from adloco_jax.run.ledger import EVENTS
+from adloco_jax.run.events import EVENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("adloco_jax/**/*.py"), *ROOT.glob("scripts/*.py")])
@@ -256,7 +256,8 @@ def forge_host(run):
     folder = run / "checkpoints" / "1"
     forge_json(folder / "host.json", lambda host: host["control"].update(round="x"))
     manifest = {"format": checkpoint.FORMAT, "round": 1, "loss": None}
-    manifest["files"] = checkpoint._describe_files(folder)
+    files = checkpoint._describe_files(folder).items()
+    manifest["files"] = {name: file.model_dump() for name, file in files}
     (folder / "manifest.json").write_bytes(checkpoint._seal(manifest))
 
 

@@ -196,7 +196,7 @@ class InBucket:
             each.model_copy(update={"is_free": each.is_free and (each.number, each.life) == handle})
             for each in board.learners
         ]
-        return board.model_copy(update={"learners": tuple(learners)})
+        return board.model_copy(update={"learners": learners})
 
     def fated(self, made, handle, method):
         """A method of a learner whose call may wait, fail or return something else."""

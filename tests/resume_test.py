@@ -235,7 +235,7 @@ def test_a_damaged_record_of_the_config_is_refused(tmp_path):
         ("[1]", "damaged"),
         ("{}", "a run of another version"),
         (json.dumps(whole | {"format": 2}), "a run of another version"),
-        (json.dumps(whole | {"config": 5}), "config: have 5, expected an object"),
+        (json.dumps(whole | {"config": 5}), "config: have 5, expected a valid dictionary"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=f"config.json: {fault}"):

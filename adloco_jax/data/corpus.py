@@ -69,7 +69,7 @@ class Corpus:
     @property
     def shards(self) -> Sequence[dict]:
         """A record of each file that was read, see `Manifest.files`."""
-        return self.manifest.files
+        return [record.model_dump(exclude_none=True) for record in self.manifest.files]
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Return rows `start` to `start + count - 1` of a worker's stream, as int32.
@@ -99,9 +99,9 @@ class Corpus:
                 f"; rows have no {self.tokenizer.decode(sorted(around))}, which transformers adds"
                 " to a text unless add_special_tokens=False"
             )
-        files = counted(sum("bytes" in record for record in manifest.files), "file")
+        files = counted(sum(record.bytes is not None for record in manifest.files), "file")
         return (
-            f"data: {files if files[0] != '0' else manifest.files[-1]['name']};"
+            f"data: {files if files[0] != '0' else manifest.files[-1].name};"
             f" {counted(manifest.documents[0], 'document')} to train on, {manifest.documents[1]}"
             f" held out{copies}\n"
             f"tokenizer: {self.tokenizer.name}, {self.tokenizer.vocab_size} ids{unseen}\n"

@@ -4,15 +4,16 @@ A run checks shapes, types, tokenizer and, for `data.source=tokens`, the ids; no
 """
 
 import dataclasses
-import typing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import NonNegativeFloat
 
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.files import FileRecord, fault, read_json
+from adloco_jax.files import Count, Format, checked, read_json
 from adloco_jax.settings import DataSettings
 
 MANIFEST = "prepared.json"
@@ -21,8 +22,16 @@ ARRAYS = ("train.npy", "heldout.npy", "train.starts.npy", "heldout.starts.npy")
 """Rows to train on and held-out rows, and for packed rows the `DocumentRows.starts` of both."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
+class FileRecord(Format):
+    """A file of text that was read, and for a file of a path or an address, its content's hash."""
+
+    name: str
+    rows: Count  # number of documents
+    bytes: Count | None = None
+    sha256: str | None = None
+
+
+class Manifest(Format):
     """The content of `prepared.json`, which describes a folder of prepared rows.
 
     Attributes:
@@ -37,25 +46,24 @@ class Manifest:
       documents: Number of documents to train on, and number of held-out documents. The last
         document of an array may be cut.
       tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes.
-      files: A record for each file of text: `name`, `rows` (number of documents) and, for a file of
-        a path or an address, `bytes` and `sha256`.
+      files: A record for each file of text.
       copies: Number of documents that are not trained on because a copy of them is held out.
       truncated: Number of labelled texts that were cut because they were longer than a row.
     """
 
-    format: int
-    request: dict
+    format: Count
+    request: dict[str, Any]
     tokenizer: str
     fingerprint: str
-    vocab_size: int
-    eot_id: int
-    shapes: list[list[int]]
+    vocab_size: Count
+    eot_id: Count
+    shapes: list[list[Count]]
     hashes: list[str]
-    documents: list[int]
-    tokens_per_byte: float
-    files: list[dict]
-    copies: int
-    truncated: int
+    documents: list[Count]
+    tokens_per_byte: NonNegativeFloat
+    files: list[FileRecord]
+    copies: Count
+    truncated: Count
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
@@ -130,17 +138,11 @@ def read_prepared(folder: Path) -> Manifest:
     content = read_json(path, DataError)
     if (version := content.get("format")) != FORMAT:
         raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; prepare the data again")
-    kinds = typing.get_type_hints(Manifest) | {"files": list[FileRecord]}
-    if found := fault(content, kinds, "prepared"):
-        raise DataError(f"{path}: damaged, {found}")
-    manifest = Manifest(**{key: content[key] for key in kinds})
+    manifest = checked(content, Manifest, f"{path}: damaged, prepared", DataError)
     num_arrays = 2 if manifest.request.get("num_classes") else len(ARRAYS)
     counts = [len(part) for part in (manifest.shapes, manifest.hashes, manifest.documents)]
-    if counts != [num_arrays, num_arrays, 2] or manifest.tokens_per_byte < 0:
-        raise DataError(
-            f"{path}: damaged, does not describe training and held-out rows, or has a negative"
-            " tokens_per_byte"
-        )
+    if counts != [num_arrays, num_arrays, 2]:
+        raise DataError(f"{path}: damaged, does not describe training and held-out rows")
     return manifest
 
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from adloco_jax.data import prepared, sources
 from adloco_jax.data.files import local_copy
-from adloco_jax.data.prepared import FORMAT, MANIFEST, Manifest
+from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer
@@ -452,11 +452,11 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
         hashes=[file_sha256(path) for path in paths],
         documents=[int(mask.sum()) for mask in masks] if is_packed else [s[0] for s in shapes],
         tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
-        files=kept.files,
+        files=[FileRecord(**record) for record in kept.files],
         copies=copies,
         truncated=0 if is_packed else int((job.lengths(about) > job.data.sequence_length).sum()),
     )
-    (whole / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest)) + "\n")
+    (whole / MANIFEST).write_text(json.dumps(manifest.model_dump(exclude_none=True)) + "\n")
     for path in (whole / MANIFEST, whole):
         sync(path)
     return manifest

@@ -47,6 +47,7 @@ from adloco_jax.elastic.store import Refused, Store
 from adloco_jax.engine.spec import Spec, num_bytes
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.files import Format
+from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import KNOBS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
@@ -161,7 +162,7 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
 
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
     """Check that learners, which have the settings of `run.json`, train as the driver means."""
-    there, now = (flatten_dict(each, sep=".") for each in (before, settings.model_dump()))
+    there, now = flatten_dict(before, sep="."), flat_settings(settings)
     matter = (key for key in KNOBS if change(key) != "harmless" or key == "engine.heartbeat_s")
     differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
     if differ:
@@ -241,10 +242,10 @@ class BucketTransport:
         board = DriverBoard(
             id=self._id,
             count=next(self._count),
-            learners=tuple(
+            learners=[
                 LearnerOrders(number=n, life=e.life, num_orders=e.num_sent, is_free=e.board is None)
                 for n, e in [*self._exchanges.items()]
-            ),
+            ],
             is_over=is_over,
             has_ended=has_ended,
         )
@@ -312,14 +313,14 @@ class BucketTransport:
         fields: dict[str, Any] = {"method": method}
         if method == "states":
             keys = [StateKey(trainer=t, stream=s, start=start) for t, s, start in tree]
-            fields["wanted"], tree = tuple(keys), None
+            fields["wanted"], tree = keys, None
             state = jax.eval_shape(self._spec.inner_tx.init, self._spec.params)
             call.form = [state for _ in keys]
         else:
-            fields["parts"] = tuple(
+            fields["parts"] = [
                 WorkerPart(num_micro_batches=len(w.rate_T), has_state=w.inner_state is not None)
                 for w in tree.work
-            )
+            ]
             call.form = [answer_form(self._spec, tree, work) for work in tree.work]
         if method == "prepare":
             fields["tests"], call.form = more[0], None

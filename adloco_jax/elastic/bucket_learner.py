@@ -31,7 +31,7 @@ from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.elastic.store import Refused, Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, reason
-from adloco_jax.files import Format
+from adloco_jax.files import Format, with_tuples
 from adloco_jax.run.assemble import load_data, spec_of
 
 
@@ -82,7 +82,8 @@ def _given(bucket: Store, run: RunDescription, own: Mapping[str, str]) -> Given:
             f"{bucket.url}: the driver has adloco_jax {run.adloco_jax}, this machine"
             f" {__version__}; install the same"
         )
-    settings = validate(run.settings | {"data": run.settings["data"] | own})
+    values = with_tuples(run.settings)
+    settings = validate(values | {"data": values["data"] | own})
     corpus = load_data(settings, run.commit)
     if corpus.fingerprint != run.fingerprint:
         raise ConfigError(
@@ -271,7 +272,7 @@ class BucketLearner:
         if message.method == "states":
             keys = [(key.trainer, key.stream, key.start) for key in message.wanted]
             found = self.learner.states(keys)
-            there = tuple(each is not None for each in found)
+            there = [each is not None for each in found]
             return answer.model_copy(update={"there": there}), found
         if message.params is None:
             self.learner.prepare(order, message.tests)

@@ -29,7 +29,7 @@ class DriverBoard(Format):
 
     id: str
     count: Count
-    learners: tuple[LearnerOrders, ...] = ()
+    learners: list[LearnerOrders] = []
     is_over: bool = False
     has_ended: bool = False
 
@@ -106,9 +106,9 @@ class OrderMessage(Format):
 
     id: OrderId
     method: Literal["play", "prepare", "states"]
-    parts: tuple[WorkerPart, ...] = ()
+    parts: list[WorkerPart] = []
     params: Params | None = None
-    wanted: tuple[StateKey, ...] = ()
+    wanted: list[StateKey] = []
     tests: bool = False
 
 
@@ -117,7 +117,7 @@ class AnswerMessage(Format):
 
     id: OrderId
     error: str = ""
-    there: tuple[bool, ...] = ()  # which of the wanted states follow
+    there: list[bool] = []  # which of the wanted states follow
 
 
 def learner_board_name(epoch: int, number: int, life: int) -> str:

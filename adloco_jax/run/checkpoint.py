@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, ResourceError, reason, remedy
-from adloco_jax.files import file_sha256, read_json, sync
+from adloco_jax.files import Count, Format, checked, file_sha256, read_json, sync
 from adloco_jax.run import processes
 
 FORMAT = 3  # is increased when older versions cannot read a newer run's folder
@@ -35,8 +35,23 @@ _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 T = TypeVar("T")
 
 
+class FileRecord(Format):
+    """A file of a checkpoint."""
+
+    size: Count
+    sha256: str
+
+
 class Damaged(Exception):
     """Error: a file of a checkpoint is missing or has changed; the message names the file."""
+
+
+class Manifest(Format):
+    """What `manifest.json` says of a checkpoint."""
+
+    round: Count
+    loss: float | None
+    files: dict[str, FileRecord]
 
 
 _FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError
@@ -133,8 +148,8 @@ class Saver:
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
             sync(path)
-        manifest = {"format": FORMAT, "round": round_index, "loss": loss, "files": files}
-        (staging / _MANIFEST).write_bytes(_seal(manifest))
+        described = Manifest(round=round_index, loss=loss, files=files).model_dump()
+        (staging / _MANIFEST).write_bytes(_seal({"format": FORMAT, **described}))
         sync(staging / _MANIFEST)
         sync(staging)
         crash_point("save.manifest")
@@ -144,16 +159,16 @@ class Saver:
         crash_point("save.committed")
         verify(target)
         self._delete_old()
-        return sum(file["size"] for file in files.values())
+        return sum(file.size for file in files.values())
 
     def _delete_old(self) -> None:
         """Delete old checkpoints: keep the newest ones, and the one with the lowest loss."""
         losses = {}
         for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):
-                losses[number] = read_manifest(self.folder / str(number))["loss"]
-        known = [number for number, loss in losses.items() if loss is not None]
-        kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
+                losses[number] = read_manifest(self.folder / str(number)).loss
+        best = sorted((loss, number) for number, loss in losses.items() if loss is not None)[:1]
+        kept = [*list(losses)[: self._keep], *(number for _, number in best)]
         for number in [number for number in losses if number not in kept]:
             # Renamed first: what a kill leaves does not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
@@ -175,13 +190,13 @@ def last(folder: Path) -> str:
     return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
 
 
-def verify(checkpoint: Path) -> dict:
+def verify(checkpoint: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files have its hashes; else raise Damaged.
 
     Raises CheckpointError if it was written in another format.
     """
     manifest = read_manifest(checkpoint)
-    expected, found = manifest["files"], _describe_files(checkpoint)
+    expected, found = manifest.files, _describe_files(checkpoint)
     for name in sorted(expected.keys() | found.keys()):
         if name not in expected:
             raise Damaged(f"{checkpoint / name}: not in the manifest")
@@ -192,25 +207,22 @@ def verify(checkpoint: Path) -> dict:
     return manifest
 
 
-def read_manifest(checkpoint: Path) -> dict:
+def read_manifest(checkpoint: Path) -> Manifest:
     """Read a checkpoint's manifest, and compare only its own hash; raises as `verify` does."""
     path = checkpoint / _MANIFEST
     if checkpoint.is_symlink():
         raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
-    manifest = read_json(path, Damaged)
-    manifest.pop("sha256", None)
-    if path.read_bytes() != _seal(manifest):
+    content = read_json(path, Damaged)
+    content.pop("sha256", None)
+    if path.read_bytes() != _seal(content):
         raise Damaged(f"{path}: does not match its own hash")
-    if manifest.get("format") != FORMAT:
+    if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{checkpoint}: written in format {manifest.get('format')}, this version reads format"
+            f"{checkpoint}: written in format {content.get('format')}, this version reads format"
             f" {FORMAT}; use the version of adloco_jax that wrote it"
         )
-    if not (
-        manifest.get("round") == int(checkpoint.name)
-        and isinstance(manifest.get("loss"), float | None)
-        and isinstance(manifest.get("files"), dict)
-    ):
+    manifest = checked(content, Manifest, str(path), Damaged)
+    if manifest.round != int(checkpoint.name):
         raise Damaged(f"{path}: not the manifest of round {checkpoint.name}")
     return manifest
 
@@ -306,7 +318,7 @@ def _fields(state: PyTree) -> dict[str, PyTree]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _describe_files(folder: Path) -> dict[str, dict]:
+def _describe_files(folder: Path) -> dict[str, FileRecord]:
     """Return the size and SHA-256 of every file in a folder at any depth, except the manifest."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -317,7 +329,7 @@ def _describe_files(folder: Path) -> dict[str, dict]:
                 digest, size = file_sha256(path), path.stat().st_size
             except OSError as error:
                 raise Damaged(f"{path}: unreadable ({error.strerror})") from error
-            found[path.relative_to(folder).as_posix()] = {"size": size, "sha256": digest}
+            found[path.relative_to(folder).as_posix()] = FileRecord(size=size, sha256=digest)
     return found
 
 

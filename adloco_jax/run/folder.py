@@ -214,9 +214,10 @@ def recorded_values(path: Path) -> Settings:
     record = _record(path)
     if record.get("format") != checkpoint.FORMAT:
         raise CheckpointError(f"{path}: a run of another version of adloco_jax; use that version")
-    if fault := files.fault(record.get("config"), Settings, "config"):
-        raise CheckpointError(f"{path}: {fault}; restore the file from a copy")
-    return Settings.model_validate(files.with_tuples(record["config"]), extra="ignore")
+    try:
+        return files.checked(files.with_tuples(record.get("config")), Settings, "config", Damaged)
+    except Damaged as error:
+        raise CheckpointError(f"{path}: {error}; restore the file from a copy") from error
 
 
 @functools.cache

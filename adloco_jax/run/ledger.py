@@ -9,89 +9,26 @@ import io
 import json
 import os
 import threading
-import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import jax
 import numpy as np
 
-from adloco_jax import files
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, DataError
-from adloco_jax.files import Maybe, Size, replaced_file, write_errors
-from adloco_jax.loop.adloco import Control, StateBytes
+from adloco_jax.files import Format, checked, replaced_file, write_errors
+from adloco_jax.loop.adloco import Control
+from adloco_jax.run.events import EVENTS
 from adloco_jax.run.trackers import Trackers
-from adloco_jax.settings import LogSettings, Settings
+from adloco_jax.settings import LogSettings
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
 # Events that are written again when rounds are run again.
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
 _ADVICE = "restore the file from a copy; `adloco export` makes a model of a checkpoint without it"
-
-
-class _Class(TypedDict):
-    precision: float | None
-    recall: float | None
-    f1: float | None
-    support: int
-
-
-def _fields(kind: Any, names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), kind)
-
-
-_COSTS = _fields(int, "syncs bytes")
-_MERGE = (
-    _fields(int, "round into")
-    | {"members": list[int], "weights": list[float], "loss_before": list[float | None]}
-    | _fields(float | None, "loss_after barrier")
-    | _COSTS
-)
-# For each event, the type of each field. A number that was not finite, or not measured, is null.
-EVENTS: dict[str, dict[str, Any]] = {
-    "start": _fields(str, "run command data_fingerprint")
-    | _fields(Size, "num_params max_batch_size")
-    | {"state_bytes": typing.get_type_hints(StateBytes), "config": Settings}
-    | _fields(Maybe(str), "time devices jax attention loss_unit")
-    | {"versions": Maybe(dict[str, str]), "tokens_per_byte": Maybe(float | None)}
-    | {"round": Maybe(int), "buckets": Maybe(list[int])},
-    "round": _fields(int, "round trainer tokens updates")
-    | _fields(Size, "workers requested_batch_size micro_batch_size num_accum_steps")
-    | _fields(Size, "next_batch_size")
-    | _COSTS
-    | _fields(float | None, "train_loss noise signal test_value step_s stall_s")
-    | _fields(Maybe(float | None), "learning_rate pseudo_grad_norm")
-    | _fields(Maybe(int | None), "steps_per_round next_steps_per_round")
-    | _fields(Maybe(int), "next_workers skipped_updates")
-    | {"reason": Maybe(str), "train_losses": Maybe(list[tuple[int, float | None]])}
-    | _fields(Maybe(int), "updates_before workers_counted wire_bytes")
-    | {"up_s": Maybe(float)},
-    "learner": _fields(int, "round learner") | {"trainer": int | None} | _fields(str, "what why"),
-    "eval": {"round": int, "trainer": int | Literal["consensus"], "loss": float | None}
-    | _fields(int, "tokens_total syncs_total bytes_total")
-    | {"updates_total": Maybe(int), "source": Maybe(str)}
-    | _fields(Maybe(float | None), "perplexity wall_s accuracy")
-    | {"classes": Maybe(list[_Class]), "sample": Maybe(tuple[str, str])},
-    "sync": {"round": int, "trainers": list[int]} | _COSTS,
-    "merge": _MERGE | {"requested_batch_size": Maybe(int), "workers": Maybe(dict[str, int])},
-    "refusal": _MERGE | {"action": Maybe(str)},
-    "spawn": {"round": int, "trainer": Maybe(int), "reason": Maybe(str)}
-    | _COSTS
-    | _fields(Maybe(int), "workers_before workers_after"),
-    "fault": {"kind": str, "round": int, "trainer": Maybe(int), "cause": Maybe(str)}
-    | _fields(Maybe(int), "updates skipped_in_a_row max_batch_size max_batch_size_before")
-    | _fields(Maybe(str), "tracker effect"),
-    "compile": _fields(str, "key cache where")
-    | {"seconds": float, "needed_bytes": Maybe(int | None)},
-    "memory": {"round": int, "host_peak_bytes": int, "device_peak_bytes": list[int | None]},
-    "checkpoint": {"round": int} | _fields(Maybe(float), "bytes blocked_s save_s"),
-    "end": {"reason": str, "wall_s": float, "tokens_per_s": Maybe(float)}
-    | _fields(int, "rounds tokens_total")
-    | _fields(Maybe(int), "bytes_total syncs_total updates_total"),
-}
 
 
 class Ledger(contextlib.AbstractContextManager):
@@ -184,8 +121,10 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 def _fault(event: dict, rounds: int) -> str:
     """Describe what is wrong with a line of a ledger; empty if nothing is."""
     name = event["event"]
-    if fault := files.fault(event, EVENTS.get(name, {}), name):
-        return fault
+    try:
+        checked(event, EVENTS.get(name, Format), name, ValueError)
+    except ValueError as error:
+        return str(error)
     # Trainers may run at their own pace: round 3 of one may follow round 5 of another.
     first, last = (1, rounds + 1) if name == "round" else (0, rounds)
     if name in _DETERMINISTIC_EVENTS and not first <= event["round"] <= last:

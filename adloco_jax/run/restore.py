@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adloco_jax import files
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec
 from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, DataError
-from adloco_jax.loop.adloco import Control, State, Trainer, start
+from adloco_jax.files import Count, Format, Seconds, checked
+from adloco_jax.loop.adloco import Control, State, start
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Damaged
@@ -20,14 +20,22 @@ from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import Settings
 
-# The fields of a checkpoint's `host.json` that are read, and their types.
-_HOST: dict[str, Any] = {
-    "control": Control,
-    "max_batch_size_given": int | None,
-    "loss": float | None,
-    "wall_s": float,
-    "data": {"fingerprint": str, "shards": list[files.FileRecord]},
-}
+
+class DataRecord(Format):
+    """The data that a run has read: a hash of its content, and a record of each file."""
+
+    fingerprint: str
+    shards: list[dict[str, Any]]
+
+
+class HostRecord(Format):
+    """What is read of a checkpoint's `host.json`."""
+
+    control: dict[str, Any]
+    max_batch_size_given: Count | None
+    loss: float | None
+    wall_s: Seconds
+    data: DataRecord
 
 
 class Restored(NamedTuple):
@@ -40,8 +48,7 @@ class Restored(NamedTuple):
 def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     """Read a run's state from a verified checkpoint; raise Damaged if settings do not fit."""
     host = checkpoint.read_host(path)
-    if fault := files.fault(host, _HOST, "host"):
-        raise Damaged(f"{path}: {fault}")
+    checked(host, HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host["control"], settings)
     template = ensemble_spec(spec, ProgramKey("stats", tuple(control.owners)))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
@@ -49,23 +56,14 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
 
 def read_control(path: Path, data: Any, settings: Settings) -> Control:
     """Make `Control` from the `control` of `host.json`; raise Damaged if settings do not fit."""
-    if fault := files.fault(data, Control, "host.control"):
-        raise Damaged(f"{path}: {fault}")
-    control, ensemble = control_from_json(data), settings.ensemble
+    control = checked(data, Control, f"{path}: host.control", Damaged)
+    ensemble = settings.ensemble
     num_trainers, owners = len(control.trainers), control.owners
     if num_trainers > ensemble.num_trainers or len(owners) > ensemble.num_workers:
         raise Damaged(f"{path}: not this run's: {num_trainers} trainers, {len(owners)} workers")
     if set(owners) != set(range(num_trainers)) or control.round != int(path.name):
         raise Damaged(f"{path}: not this run's: owners {owners}, round {control.round}")
     return control
-
-
-def control_from_json(data: dict) -> Control:
-    """Make `Control` from what `dataclasses.asdict` gave; unknown fields are ignored."""
-    fields = {each.name: data[each.name] for each in dataclasses.fields(Control)}
-    names = [each.name for each in dataclasses.fields(Trainer)]
-    trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
-    return Control(**fields | {"trainers": trainers})
 
 
 def begin_control(

@@ -51,7 +51,7 @@ class _Line(Format):
     seed: Count
     config: str  # its digest
     start: _Start
-    curve: Annotated[tuple[_Point, ...], Field(min_length=1)]
+    curve: Annotated[list[_Point], Field(min_length=1)]
 
 
 class Trial(NamedTuple):
