@@ -96,7 +96,7 @@ def test_damage_on_a_complete_line_raises_naming_file_and_line(path, damage, num
 
 
 def sample(kind):
-    """A sample value of a type that `ledger.EVENTS` declares."""
+    """A sample value of a type that `events.EVENTS` declares."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     plain = {int: 1, float: 1.0, str: "text", bool: True}
     if kind in (*plain,):

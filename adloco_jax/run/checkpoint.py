@@ -35,7 +35,7 @@ _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 T = TypeVar("T")
 
 
-class FileRecord(Format):
+class CheckpointFile(Format):
     """A file of a checkpoint."""
 
     size: Count
@@ -46,12 +46,12 @@ class Damaged(Exception):
     """Error: a file of a checkpoint is missing or has changed; the message names the file."""
 
 
-class Manifest(Format):
+class CheckpointManifest(Format):
     """What `manifest.json` says of a checkpoint."""
 
     round: Count
     loss: float | None
-    files: dict[str, FileRecord]
+    files: dict[str, CheckpointFile]
 
 
 _FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError
@@ -148,7 +148,7 @@ class Saver:
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
             sync(path)
-        described = Manifest(round=round_index, loss=loss, files=files).model_dump()
+        described = CheckpointManifest(round=round_index, loss=loss, files=files).model_dump()
         (staging / _MANIFEST).write_bytes(_seal({"format": FORMAT, **described}))
         sync(staging / _MANIFEST)
         sync(staging)
@@ -190,7 +190,7 @@ def last(folder: Path) -> str:
     return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
 
 
-def verify(checkpoint: Path) -> Manifest:
+def verify(checkpoint: Path) -> CheckpointManifest:
     """Return the manifest of a checkpoint whose files have its hashes; else raise Damaged.
 
     Raises CheckpointError if it was written in another format.
@@ -207,7 +207,7 @@ def verify(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """Read a checkpoint's manifest, and compare only its own hash; raises as `verify` does."""
     path = checkpoint / _MANIFEST
     if checkpoint.is_symlink():
@@ -221,7 +221,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{checkpoint}: written in format {content.get('format')}, this version reads format"
             f" {FORMAT}; use the version of adloco_jax that wrote it"
         )
-    manifest = checked(content, Manifest, str(path), Damaged)
+    manifest = checked(content, CheckpointManifest, str(path), Damaged)
     if manifest.round != int(checkpoint.name):
         raise Damaged(f"{path}: not the manifest of round {checkpoint.name}")
     return manifest
@@ -318,7 +318,7 @@ def _fields(state: PyTree) -> dict[str, PyTree]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _describe_files(folder: Path) -> dict[str, FileRecord]:
+def _describe_files(folder: Path) -> dict[str, CheckpointFile]:
     """Return the size and SHA-256 of every file in a folder at any depth, except the manifest."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -329,7 +329,7 @@ def _describe_files(folder: Path) -> dict[str, FileRecord]:
                 digest, size = file_sha256(path), path.stat().st_size
             except OSError as error:
                 raise Damaged(f"{path}: unreadable ({error.strerror})") from error
-            found[path.relative_to(folder).as_posix()] = FileRecord(size=size, sha256=digest)
+            found[path.relative_to(folder).as_posix()] = CheckpointFile(size=size, sha256=digest)
     return found
 
 

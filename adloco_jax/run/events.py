@@ -45,7 +45,7 @@ class Costs(Format):
     bytes: Count
 
 
-class Round(Costs):
+class RoundLine(Costs):
     """A trainer's round."""
 
     trainer: Count
@@ -204,7 +204,7 @@ class End(Format):
 
 EVENTS: dict[str, type[Format]] = {
     "start": Start,
-    "round": Round,
+    "round": RoundLine,
     "learner": LearnerEvent,
     "eval": Eval,
     "sync": Sync,
