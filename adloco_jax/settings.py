@@ -201,14 +201,6 @@ class EnsembleSettings(SettingsGroup):
     model_shards: Annotated[Count | None, AUTO, "harmless"] = None
     """Devices over which one worker's parameters and states are sharded. auto: as few as fit."""
 
-    def owners(self, *, whole_pool: bool = True) -> tuple[int, ...]:
-        """Divide workers evenly: the position of each one's trainer.
-
-        Memory is planned for the `whole_pool`, which includes workers that join later.
-        """
-        count = self.num_workers if whole_pool else self.initial_workers or self.num_workers
-        return tuple(worker * self.num_trainers // count for worker in range(count))
-
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about numbers of workers."""
         first = self.initial_workers

@@ -179,7 +179,7 @@ for round_index in range(num_rounds):
     for m in range(ensemble.num_trainers):
         ensemble, batch_sizes[m], used = one_round(ensemble, m, batch_sizes[m], tests[m])
         samples += used
-    communications += int(np.sum(np.bincount(ensemble.owner_R) > 1))
+    communications += sum(size > 1 for size in ensemble.sizes)
     if (round_index + 1) % 4 == 0 and ensemble.num_trainers > 1:
         members = al.choose_merge(batch_sizes, policy="worst_with_worst", width=4)
         ensemble = al.merge(ensemble, members, weights=[batch_sizes[m] for m in members])
@@ -187,7 +187,7 @@ for round_index in range(num_rounds):
         for gone in sorted(members[1:], reverse=True):
             del batch_sizes[gone], tests[gone]
         counts = al.allocate_workers(batch_sizes, ensemble.num_workers)
-        ensemble = al.reassign(ensemble, np.repeat(np.arange(len(counts)), counts))
+        ensemble = al.reassign(ensemble, counts)
         print(f"round {round_index + 1}: {members} merge; batches {batch_sizes}, workers {counts}")
     everyone = range(ensemble.num_trainers)
     merged = al.merge(ensemble, everyone, weights=batch_sizes) if len(everyone) > 1 else ensemble

@@ -103,7 +103,7 @@ def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> lis
     if memory.alias_size_in_bytes < state:
         faults.append(f"{key}: {memory.alias_size_in_bytes} bytes are aliased, of {state}")
     turns = num_turns(spec, key)
-    workers = len(key.owners) // (at.mesh.shape["trainer"] * at.mesh.shape["worker"]) // turns
+    workers = sum(key.sizes) // (at.mesh.shape["trainer"] * at.mesh.shape["worker"]) // turns
     most = workers * MOST_TEMPORARIES[spec.in_turn]
     if memory.temp_size_in_bytes > most:
         faults.append(f"{key}: {memory.temp_size_in_bytes:,} bytes of temporaries, {most:,.0f}")
@@ -133,7 +133,7 @@ def short() -> list[str]:
             spec = spec_of(settings, machine, mode)
             fused = spec.attention == "cudnn"
             assert fused, "auto does not choose cuDNN"
-            pool = (0,) * settings.ensemble.num_workers
+            pool = (settings.ensemble.num_workers,)
             keys = [ProgramKey("steps", pool, 16, accumulates) for accumulates in (False, True)]
             if not mode.in_turn:
                 keys.append(ProgramKey("stats", pool))

@@ -1,6 +1,6 @@
 """Benchmarks of the costs that AdLoCo adds to plain training; each ends with one line of JSON.
 
-    python scripts/benchmark.py statistics | round | compile | trainers | owners | prepare | pytorch
+    python scripts/benchmark.py statistics | round | compile | trainers | sizes | prepare | pytorch
                                 [--repeats N] [--shapes S ...] [--batches B ...] [--trainers M ...]
 
 Alternatives are timed alternately within one process, after compilation and a first call. The timer
@@ -218,7 +218,7 @@ def trainers(options: argparse.Namespace) -> dict:
     }
 
 
-def owners(options: argparse.Namespace) -> dict:
+def sizes(options: argparse.Namespace) -> dict:
     """A round of 1, 10 and 100 trainers with 1,000 workers: as many each, or nearly all one's."""
     params, num_workers = {"w": np.zeros((64, 64), np.float32)}, 1000
     how = {"inner_tx": optax.adamw(1e-3), "outer_tx": optax.sgd(0.7, momentum=0.9, nesterov=True)}
@@ -229,12 +229,12 @@ def owners(options: argparse.Namespace) -> dict:
     )
     batch, runs, temp = np.ones((1, num_workers, 1, 64), np.float32), {}, {}
     for count in (1, 10, 100):
-        for name, owner_R in (
-            ("equal", np.arange(num_workers) * count // num_workers),
-            ("unequal", np.minimum(np.arange(num_workers), count - 1)),
+        for name, sizes in (
+            ("equal", [num_workers // count] * count),
+            ("unequal", [*[1] * (count - 1), num_workers - count + 1]),
         ):
             ensemble = adloco_jax.init(
-                params, num_trainers=count, num_workers=num_workers, owner_R=owner_R, **how
+                params, num_trainers=count, num_workers=num_workers, sizes=sizes, **how
             )
             program = step.lower(ensemble, batch).compile()
             runs[f"{count} {name}"] = functools.partial(program, ensemble, batch)
@@ -244,7 +244,7 @@ def owners(options: argparse.Namespace) -> dict:
     times = interleave(runs, options.repeats)
     report("1,000 workers, one update of a 64 x 64 matrix", times)
     return {
-        "case": "owners",
+        "case": "sizes",
         "time_over_one_trainer": {name: ratio(times, name, "1 equal") for name in runs},
         "temporary_memory_over_state": temp,
     }
@@ -305,7 +305,7 @@ CASES = {
     "round": round_overhead,
     "compile": compilation,
     "trainers": trainers,
-    "owners": owners,
+    "sizes": sizes,
     "prepare": preparation,
     "pytorch": pytorch,
 }

@@ -42,7 +42,7 @@ def test_what_is_wrong_with_a_program_is_named(monkeypatch):
     config.data.sequence_length, config.inner.steps_per_round = 16, 2
     settings = validate(config)
     spec = program_spec(settings, configured_model(settings, here()), here())
-    key = ProgramKey("steps", (0,) * 8, 16)
+    key = ProgramKey("steps", (8,), 16)
     program = lower(dataclasses.replace(spec, in_turn=True), key).compile()
     monkeypatch.setattr(accelerators, "float32_products", lambda text: [])
     assert accelerators.faults_of(spec, key, program, fused=False) == []
@@ -55,7 +55,7 @@ def test_what_is_wrong_with_a_program_is_named(monkeypatch):
 
 def test_more_kernels_or_bytes_than_are_kept_are_a_fault(monkeypatch):
     monkeypatch.setitem(accelerators.KEPT, (True, False), (100, 20.0))
-    spec, key = types.SimpleNamespace(in_turn=True), ProgramKey("steps", (0,), 16)
+    spec, key = types.SimpleNamespace(in_turn=True), ProgramKey("steps", (1,), 16)
     faults = functools.partial(accelerators.above_kept, spec, key)
     assert faults(Work(0, 20.9e9, 104)) == []
     (kernels,) = faults(Work(0, 20e9, 106))

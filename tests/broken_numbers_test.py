@@ -92,7 +92,7 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     # For comparison: the same trainer is removed from a run in which nothing breaks.
     def drop(control, outcomes):
         control, _ = count_skips(control, outcomes)
-        gone = [m for m, t in enumerate(control.trainers) if t.id == 1 and control.round >= since]
+        gone = [1] * (1 in control.trainers and control.round >= since)
         return control, gone
 
     monkeypatch.setattr(engine, "count_skips", drop)
@@ -111,8 +111,8 @@ def test_a_broken_trainer_has_no_part_in_merges(tmp_path):
     broken = run(tmp_path / "r", Marked((0, 1), first=0), constant)
     assert {q["trainer"] for q in broken.controller.quarantined} == {0, 1}
     assert events(broken.workdir, "merge") == []
-    assert [trainer.id for trainer in broken.controller.trainers] == [2]
-    assert len(broken.controller.owners) == 2  # the workers of the other trainers have left
+    assert [*broken.controller.trainers] == [2]
+    assert broken.controller.sizes == (2,)  # the workers of the other trainers have left
 
 
 def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
@@ -171,8 +171,8 @@ def outcome(losses, skipped=()):
 def test_skips_in_a_row_are_counted_across_rounds(rounds, in_a_row, is_broken):
     control = alone()
     for skipped in rounds:
-        control, broken = count_skips(control, [outcome([2.0] * 3, np.flatnonzero(skipped))])
-    (trainer,) = control.trainers
+        control, broken = count_skips(control, {0: outcome([2.0] * 3, np.flatnonzero(skipped))})
+    (trainer,) = control.trainers.values()
     assert (trainer.skipped_in_a_row, broken) == ({"0": in_a_row}, [0] * is_broken)
 
 
@@ -181,7 +181,7 @@ def test_a_worker_that_was_absent_keeps_its_count():
     half = Outcome(np.full((2, 1), np.nan), np.array([[False], [True]]), 1.0)
     absent = Outcome(np.full((2, 1), np.nan), np.zeros((2, 1), bool), 1.0)
     for found, in_a_row in ((half, 1), (absent, 1), (half, 2), (half, 3)):
-        control, broken = count_skips(control, [found])
+        control, broken = count_skips(control, {0: found})
         assert control.trainers[0].skipped_in_a_row == {"0": in_a_row}
     assert broken == [0]
 
@@ -191,7 +191,7 @@ def test_a_trainer_goes_on_while_one_of_its_workers_does():
     skipped_SR = np.array([[True, False]] * 3)
     both = Outcome(np.where(skipped_SR, np.nan, 2.0), skipped_SR, 1.0)
     for _ in range(3):
-        control, broken = count_skips(control, [both])
+        control, broken = count_skips(control, {0: both})
         assert broken == []
 
 

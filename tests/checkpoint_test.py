@@ -25,7 +25,7 @@ from adloco_jax.run.checkpoint import Damaged, Saver, list_rounds, newest, read_
 class Arrays:
     w: jax.Array
     n: jax.Array
-    owners: tuple = flax.struct.field(pytree_node=False, default=())
+    sizes: tuple = flax.struct.field(pytree_node=False, default=())
     absent: jax.Array | None = None
 
 
@@ -202,8 +202,8 @@ def test_if_all_are_damaged_nothing_is_touched(path, good):
 
 def test_a_newer_format_is_named_and_no_older_checkpoint_used(path, good):
     shutil.copytree(good / "3", path.parent / "4")
-    reseal(path.parent / "4", lambda manifest: manifest.update(format=4, round=4))
-    with pytest.raises(CheckpointError, match="written in format 4, this version reads format 3"):
+    reseal(path.parent / "4", lambda manifest: manifest.update(format=5, round=4))
+    with pytest.raises(CheckpointError, match="written in format 5, this version reads format 4"):
         newest(path.parent, checkpoint.read_host)
 
 

@@ -70,7 +70,7 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
     settings = settings.model_copy(update={"batching": batching, "ensemble": ensemble})
     spec = dataclasses.replace(spec_of(settings, platform="gpu"), sequence_length=512)
     monkeypatch.setattr(
-        choose_module, "tokens_of_a_row", lambda spec, owners: 512 * (1 if spec.in_turn else 8)
+        choose_module, "tokens_of_a_row", lambda spec, sizes: 512 * (1 if spec.in_turn else 8)
     )
     left = list(found)
     monkeypatch.setattr(
@@ -161,7 +161,7 @@ def test_a_set_micro_batch_is_every_modes(monkeypatch):
         seen.append(list(sizes))
         return Tried(mode, sizes[0] if mode.remat else None, {}, "does not fit")
 
-    monkeypatch.setattr(choose_module, "tokens_of_a_row", lambda spec, owners: 1)
+    monkeypatch.setattr(choose_module, "tokens_of_a_row", lambda spec, sizes: 1)
     monkeypatch.setattr(choose_module, "_try", attempt)
     choice = choose(settings, spec, lambda *_: spec.loss_fn, size=3)
     assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3

@@ -24,7 +24,6 @@ from adloco_jax import (
     outer_update_fragment,
     put,
     put_fragment,
-    reassign,
     receive_fragment,
     start_round,
     take,
@@ -33,6 +32,7 @@ from adloco_jax import (
 from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import packed_bytes
+from adloco_jax.core.merge import move_workers
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
@@ -46,9 +46,9 @@ from adloco_jax.training import fit
 SHAPES = {"layers": (6, 3, 2), "embed": (7, 4), "norm": (4,), "tiny": (2, 3), "gain": ()}
 
 
-def drifted(owner_R):
+def drifted(sizes):
     """An ensemble with momentum whose workers all have different parameters."""
-    return filled(ensemble_of(owner_R, draw(SHAPES), inner_tx=SGD, own_params=True))
+    return filled(ensemble_of(sizes, draw(SHAPES), inner_tx=SGD, own_params=True))
 
 
 # --- What a fragment is
@@ -86,7 +86,7 @@ def test_a_fragment_has_strided_layers_and_rows_and_the_first_has_what_is_too_sm
 
 
 def test_one_fragment_is_the_whole_update_bit_for_bit():
-    ensemble = drifted([0, 1, 0])
+    ensemble = drifted([2, 1])
     workers = start_round(ensemble)
     assert same(workers.params_R, ensemble.params_R)
     how = {"outer_tx": NESTEROV, "precision": "int4"}
@@ -98,7 +98,7 @@ def test_one_fragment_is_the_whole_update_bit_for_bit():
 
 
 def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
-    ensemble = drifted([0, 1, 0])
+    ensemble = drifted([2, 1])
     workers = start_round(ensemble)
     whole, _ = jax.jit(functools.partial(outer_update, outer_tx=NESTEROV))(ensemble, workers)
     how = {"num_fragments": 3, "outer_tx": NESTEROV}
@@ -119,7 +119,7 @@ def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
 
 
 def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment():
-    ensemble = drifted([0, 0, 1])
+    ensemble = drifted([2, 1])
     bad = dict(ensemble.params_R, embed=ensemble.params_R["embed"].at[1, 1].set(np.nan))
     workers = start_round(ensemble.replace(params_R=bad))
     how = {"num_fragments": 3, "outer_tx": NESTEROV}
@@ -144,18 +144,19 @@ def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment
 
 
 def test_workers_take_their_parameters_along_and_join_at_their_trainers():
-    ensemble = drifted([0, 1, 1, 2])
+    ensemble = drifted([1, 2, 1])
     sub = jax.jit(take, static_argnums=1)(ensemble, (2, 1))
     assert same(sub.params_R, trees.rows(ensemble.params_R, 3, 1, 2))
     blank = ensemble.replace(params_R=jax.tree.map(np.zeros_like, ensemble.params_R))
     back = jax.jit(put, static_argnums=1)(blank, (2, 1), sub).params_R
     assert same(back, jax.tree.map(lambda leaf: leaf.at[0].set(0.0), ensemble.params_R))
-    moved = jax.jit(reassign, static_argnums=1)(ensemble, (0, 0, 1, 2, 1)).params_R
-    assert same(trees.rows(moved, 0, 2, 3), trees.rows(ensemble.params_R, 0, 2, 3))
-    assert same(trees.rows(moved, 1, 4), trees.rows(ensemble.params_M, 0, 1))
+    move = jax.jit(move_workers, static_argnums=1)
+    moved = move(ensemble, ((0, 1), (2, -1), (3,))).params_R
+    assert same(trees.rows(moved, 0, 2, 4), trees.rows(ensemble.params_R, 0, 2, 3))
+    assert same(trees.rows(moved, 1, 3), trees.rows(ensemble.params_M, 0, 1))
     merged = jax.jit(lambda ensemble: merge(ensemble, [2, 0], weights=[1.0, 3.0]))(ensemble)
-    assert same(trees.rows(merged.params_R, 0, 3), trees.rows(merged.params_M, 1, 1))
-    assert same(trees.rows(merged.params_R, 1, 2), trees.rows(ensemble.params_R, 1, 2))
+    assert same(trees.rows(merged.params_R, 2, 3), trees.rows(merged.params_M, 1, 1))
+    assert same(trees.rows(merged.params_R, 0, 1), trees.rows(ensemble.params_R, 1, 2))
 
 
 # --- Whole runs, beside Streaming DiLoCo written out in float64
@@ -445,11 +446,7 @@ def compiled(*, fragments=1, delay=0, precision="float32"):
         outer={"fragments": fragments, "delay_updates": delay, "precision": precision},
     )
     spec = spec_of(configured, layered_params, layered_loss)
-    key = (
-        ProgramKey("fragment", (0,) * 8, 2, False)
-        if fragments > 1
-        else ProgramKey("outer", (0,) * 8)
-    )
+    key = ProgramKey("fragment", (8,), 2, False) if fragments > 1 else ProgramKey("outer", (8,))
     text = lower(spec, key).compile().as_text()
     return spec, text, collectives(text, loops=fragments > 1)
 

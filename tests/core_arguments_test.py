@@ -76,7 +76,7 @@ def round_of(kind):
     def loss_fn(params, batch):
         return residual(*read(params), batch)
 
-    ensemble = ensemble_of([0, 0, 1], params)
+    ensemble = ensemble_of([2, 1], params)
     step = jax.jit(lambda e, batch: outer_step(e, batch, loss_fn, **TXS))
     after, _ = step(ensemble, batch_of(2, 3, 4))
     assert jax.tree.structure(after) == jax.tree.structure(ensemble)
@@ -108,7 +108,7 @@ def test_each_micro_batch_has_a_key_of_its_own_and_auxiliary_output_is_its_updat
     num_accum_steps,
 ):
     key, size = jax.random.key(5), 4 // num_accum_steps
-    ensemble = ensemble_of([0, 0, 1], PARAMS)
+    ensemble = ensemble_of([2, 1], PARAMS)
     step = functools.partial(
         outer_step, loss_fn=bits_loss, has_aux=True, num_accum_steps=num_accum_steps, **TXS
     )
@@ -124,7 +124,7 @@ def test_each_micro_batch_has_a_key_of_its_own_and_auxiliary_output_is_its_updat
 
 
 def test_a_pass_has_the_key_of_its_first_example():
-    ensemble = ensemble_of([0], PARAMS)
+    ensemble = ensemble_of([1], PARAMS)
     key_TRB = jax.random.split(jax.random.key(0), (1, 1, 4))
     *_, aux_TR = inner_steps(
         start_round(ensemble),
@@ -159,8 +159,8 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     keyed = lambda params, rows, key: bigram_loss(params, rows)  # noqa: E731
     spec = spec_of(settings, init_fn, keyed)
     spec = dataclasses.replace(spec, num_micro_batches=1, in_turn=False)
-    group = Group((0, 1, 2), (0, 1, 2, 3), (0, 0, 1, 2), None, RoundPlan(4, 1, 3))
-    reads_R3 = np.array([control.reads(worker) for worker in range(4)])
+    group = Group((0, 1, 2), (2, 1, 1), plan=RoundPlan(4, 1, 3))
+    reads_R3 = np.array(control.reads())
     rows_TRBL, rate_TR = np.zeros((3, 4, 4, 9), np.int32), np.zeros((3, 4), np.float32)
     stream_R3 = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)[2].stream_R3
     assert stream_R3.tolist() == [[0, 0, 8], [0, 1, 8], [1, 2, 8], [2, 3, 58]]
@@ -197,7 +197,7 @@ def test_a_run_gives_its_loss_keys(tmp_path, outer, test):
     ],
 )
 def test_a_loss_that_does_not_fit_is_refused_while_tracing(loss_fn, how, words):
-    ensemble = ensemble_of([0], PARAMS)
+    ensemble = ensemble_of([1], PARAMS)
     with pytest.raises(ValueError, match=f"^loss_fn: .*{words}"):
         jax.eval_shape(
             lambda e, b: outer_step(e, b, loss_fn, **TXS, **how), ensemble, batch_of(1, 1, 4)

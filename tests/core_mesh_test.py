@@ -14,7 +14,7 @@ import adloco_jax as aj
 from adloco_jax.contrib import streaming
 
 MESH = ((4, 2), ("pool", "model"), (AxisType.Explicit, AxisType.Explicit))
-OWNERS = (0, 0, 0, 1, 2, 2, 3, 3)
+SIZES = (3, 1, 2, 2)
 PARAMS = draw({"w": (4, 2), "b": (2,), "scale": ()})
 F = {"num_fragments": 2}
 
@@ -38,9 +38,9 @@ def fragment(ensemble):
 CALLS = {
     "init": lambda e, b, p, x: aj.init(p, num_trainers=4, num_workers=8, **TXS),
     "take": lambda e, b, p, x: aj.take(e, [0, 2]),
-    "put": lambda e, b, p, x: aj.put(e, [2, 0], aj.take(e, [0, 2])),
+    "put": lambda e, b, p, x: aj.put(e, [3, 2], aj.take(e, [2, 3])),
     "merge": lambda e, b, p, x: aj.merge(e, (1, 2), weights=(1.0, 2.0)),
-    "reassign": lambda e, b, p, x: aj.reassign(e, [0, 0, 1, -1, 2, 1, 3, 3, 3]),
+    "reassign": lambda e, b, p, x: aj.reassign(e, [2, 2, 1, 4]),
     "spawn": lambda e, b, p, x: aj.spawn(e, 0, 5),
     "start_round": lambda e, b, p, x: aj.start_round(e, accumulate=True, reset_tx=ADAMW),
     "inner_steps": lambda e, b, p, x: steps(aj.start_round(e), b),
@@ -80,7 +80,7 @@ def test_every_public_function_is_called_here():
 
 @pytest.fixture(scope="module")
 def arguments():
-    ensemble = filled(ensemble_of(OWNERS, PARAMS, own_params=True))
+    ensemble = filled(ensemble_of(SIZES, PARAMS, own_params=True))
     batch = jax.tree.map(lambda leaf: np.pad(leaf, [(0, 0)] * 3 + [(0, 1)]), batch_of(2, 8, 4))
     batch["y"] = batch["y"][..., :2]
     return ensemble, batch, PARAMS, jax.tree.map(lambda leaf: leaf[0, 0], batch)

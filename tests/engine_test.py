@@ -17,7 +17,7 @@ from adloco_jax.core.types import init
 from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine import sharding
 from adloco_jax.engine.evaluate import split_heldout
-from adloco_jax.engine.inputs import make_batch, round_keys
+from adloco_jax.engine.inputs import group_trainers, make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower, needed_bytes
 from adloco_jax.engine.spec import Compiling, ProgramKey
@@ -28,7 +28,7 @@ from adloco_jax.run import plan as plan_module
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-OWNERS = (0, 0, 1, 2)
+SIZES = (2, 1, 1)
 PUBLIC = ("start_round", "inner_steps", "outer_update", "gradient_stats")
 PUBLIC += ("fragment_steps", "flush_workers")
 
@@ -62,7 +62,7 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
     in_parts = {"fragments": 3, "mixing": 0.5} if kind in ("fragment", "flush") else {}
     settings = settings_of(outer=in_parts)
     spec = spec_of(settings)
-    lower(spec, ProgramKey(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
+    lower(spec, ProgramKey(kind, SIZES, 2, accumulates=kind in ("start", "steps", "fragment")))
     # The arguments of a program have the shapes that `start_round` makes.
     assert traced - ({"start_round"} - functions) == functions
 
@@ -99,6 +99,10 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
     assert sorted(e["key"] for e in events(tmp_path / "r", "compile")) == sorted(planned)
 
 
+def undecided(control, stats, plans):
+    return control, []
+
+
 def test_the_engines_round_is_the_public_outer_step():
     """Trainers are unequal; 12 sequences are accumulated in 3 micro-batches of 4."""
     batch_size = 12
@@ -107,14 +111,14 @@ def test_the_engines_round_is_the_public_outer_step():
     spec = spec_of(settings)
     transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
     ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
-    assert ensemble.owners == OWNERS
+    assert ensemble.sizes == SIZES
     control = start(settings, 4)
-    for trainer in control.trainers:
+    for trainer in control.trainers.values():
         trainer.requested_batch_size = batch_size
     num_accum_steps, num_steps = batch_size // 4, settings.inner.steps_per_round
 
     shape = (num_steps, batch_size, LENGTH + 1)
-    streams = [rows.batch(owner, w, 0, 36).reshape(shape) for w, owner in enumerate(OWNERS)]
+    streams = [rows.batch(*read, 36).reshape(shape) for read in control.reads()]
     whole_round = functools.partial(
         outer_step, loss_fn=bigram_loss, num_accum_steps=num_accum_steps, **transforms
     )
@@ -124,28 +128,26 @@ def test_the_engines_round_is_the_public_outer_step():
 
     heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
     engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
-    state = State(ensemble, control)
-    plans = round_plans(control, settings, engine.ready(state))
+    plans = round_plans(control, settings)
     assert {plan.num_accum_steps for plan in plans.values()} == {num_accum_steps}
-    state, underway = engine.outer_step(state, engine.batch(state, plans))
-    state, metrics, changes = engine.finish(state, underway)
-    assert changes == []
+    state, boundary = engine.round(State(ensemble, control), undecided)
+    assert boundary.changes == []
     assert_close(state.ensemble, expected, rtol=1e-5, atol=1e-7)
-    for position, outcome in enumerate(metrics.outcomes):
-        own = [w for w, owner in enumerate(OWNERS) if owner == position]
-        np.testing.assert_allclose(outcome.loss_SR, in_round.loss_SR[:, np.array(own)], rtol=1e-6)
+    for position, outcome in enumerate(boundary.metrics.outcomes):
+        own = in_round.loss_SR[:, np.array(ensemble.workers[position])]
+        np.testing.assert_allclose(outcome.loss_SR, own, rtol=1e-6)
         norm = in_round.pseudo_grad_norm_M[position]
         np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)
 
 
 @pytest.mark.parametrize("state", ["keep", "reset"])
-def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
+def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state, monkeypatch):
     """One trainer has a small micro-batch, one a larger one, and one accumulates three."""
     settings = settings_of(
         switch={"mode": "accumulate"}, batching={"test": "constant"}, inner={"state": state}
     )
     control = start(settings, 4)
-    for trainer, batch_size in zip(control.trainers, (2, 4, 12), strict=True):
+    for trainer, batch_size in zip(control.trainers.values(), (2, 4, 12), strict=True):
         trainer.requested_batch_size = batch_size
     rows, ended = corpus(), []
     spec = spec_of(settings)
@@ -159,12 +161,12 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
         more = {"heldout": None, "on_call": calls.__setitem__}
         engine = LocalEngine(settings, chosen, Programs(chosen), rows, **more)
         round_state = State(ensemble, control)
-        plans = round_plans(control, settings, engine.ready(round_state))
-        keys = round_keys(control, plans, settings, chosen)
-        batch = engine.batch(round_state, plans)
-        assert len(batch.groups) == 3
-        after, metrics, _ = engine.finish(*engine.outer_step(round_state, batch))
-        assert set(engine.programs._programs) == set(keys)
+        plans = round_plans(control, settings)
+        assert len(group_trainers(control, plans, chosen)) == 3
+        monkeypatch.setattr(engine, "_look_ahead", lambda control: None)
+        after, boundary = engine.round(round_state, undecided)
+        metrics = boundary.metrics
+        assert set(engine.programs._programs) == set(round_keys(control, plans, settings, chosen))
         num_calls = 6 if in_turn else 5
         assert list(calls) == pytest.approx(
             np.arange(1, num_calls + 1) / num_calls / settings.num_rounds
@@ -189,7 +191,7 @@ def test_programs_that_are_queued_are_counted_before_the_first_is_compiled():
 def test_workers_in_turn_share_one_sum_of_gradients():
     settings = settings_of()
     spec = spec_of(settings)
-    key = ProgramKey("steps", (0,) * 4, 2, accumulates=True)
+    key = ProgramKey("steps", (4,), 2, accumulates=True)
     needs = {}
     for in_turn in (False, True):
         chosen = dataclasses.replace(spec, in_turn=in_turn)
@@ -211,7 +213,7 @@ def test_a_merge_in_parts_is_the_whole_one_and_deletes_what_it_replaces(monkeypa
     )
     ensemble = ensemble.replace(params_M=values[0], inner_state_R=values[1])
     for change, arguments in (
-        (programs_module.merged, (np.array([1.0, 3.0], np.float32), (2, 0), (1, 1, 0, 1))),
+        (programs_module.merged, (np.array([1.0, 3.0], np.float32), (2, 0), ((2, 3), (0, 1)))),
         (programs_module.spawned, (1, 3)),
         (programs_module.taken, ((2, 0),)),
     ):
@@ -245,12 +247,12 @@ def test_rows_read_ahead_are_the_next_rounds_unless_something_changes(changes):
     heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
     engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
     control = start(settings, 4)
-    engine.look_ahead(control)
+    engine._look_ahead(control)
     assert len(rows.reads) == 4
     if changes:
         control = after_merge(control, (0, 1))
     plans = round_plans(control, settings)
-    batch = engine.batch(State(None, control), plans)
+    batch = engine._batch(control, plans)
     assert len(rows.reads) == (8 if changes else 4)
     expected = make_batch(control, plans, settings, spec, rows)
     assert_equal([batch.calls, batch.lines], [expected.calls, expected.lines])

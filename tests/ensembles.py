@@ -37,23 +37,23 @@ def loss_fn(params, batch):
     return jnp.mean(jnp.square(output - batch["y"]))
 
 
-def ensemble_of(owner_R, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_params=False):
-    """An ensemble of equal trainers with the given owners of workers."""
+def ensemble_of(sizes, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_params=False):
+    """An ensemble of equal trainers, each with the given number of workers."""
     return init(
         params_of() if params is None else params,
-        num_trainers=max(owner_R) + 1,
-        num_workers=len(owner_R),
+        num_trainers=len(sizes),
+        num_workers=sum(sizes),
         inner_tx=inner_tx,
         outer_tx=outer_tx,
-        owner_R=owner_R,
+        sizes=sizes,
         own_params=own_params,
     )
 
 
-def pseudo_gradients(difference_R, weights_R, owners, **how):
+def pseudo_gradients(difference_R, weights_R, sizes, **how):
     """Pseudo-gradients [M] and their norms for workers with these differences."""
     zeros = jax.tree.map(lambda leaf_R: jnp.zeros(leaf_R.shape[1:]), difference_R)
-    ensemble = ensemble_of(owners, zeros, inner_tx=PLAIN, outer_tx=PLAIN)
+    ensemble = ensemble_of(sizes, zeros, inner_tx=PLAIN, outer_tx=PLAIN)
     workers = start_round(ensemble)
     workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
     after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN, weights_R=weights_R, **how)

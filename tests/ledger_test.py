@@ -204,7 +204,7 @@ def test_a_resume_cuts_the_rounds_after_the_checkpoint_by_each_trainers_own_coun
     def write(*lines):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    control = Control([Trainer(0, 1, rounds=1), Trainer(1, 1, rounds=2)], [0, 1], [0, 1], 1, 1, 1)
+    control = Control({m: Trainer(1, [m], rounds=m + 1) for m in (0, 1)}, 1, 1, 1)
     write(start, *kept, *later, learner)
     cut(path, control)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [start, *kept, learner]

@@ -73,7 +73,7 @@ def test_the_largest_micro_batch_is_found_from_memory():
     programs = Programs(spec)
     beside = 3 * 2 * 6 * 6 * 4 + 4  # trainers' parameters and momentum, and the count of rounds
     needs = {
-        size: needed_bytes(programs[ProgramKey("steps", (0,) * 4, size, accumulates=True)]) + beside
+        size: needed_bytes(programs[ProgramKey("steps", (4,), size, accumulates=True)]) + beside
         for size in (2, 8, 15)
     }
     assert sorted(needs.values()) == list(needs.values())
@@ -91,11 +91,11 @@ def test_the_batch_size_test_must_fit_the_memory_too():
     settings = settings_of(batching=batching | {"test_batch_size": 2048})
     spec = spec_of(settings)
     programs = Programs(spec)
-    owners = (0, 0, 1, 2)
+    sizes = (2, 1, 1)
     state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4) + 4  # Adam's two and count; the round
-    need = needed_bytes(programs[ProgramKey("stats", owners)]) + state - 3 * 6 * 6 * 4
-    steps = ProgramKey("steps", (0,) * 4, 15, accumulates=True)
-    assert need > peak(programs, steps, owners).total
+    need = needed_bytes(programs[ProgramKey("stats", sizes)]) + state - 3 * 6 * 6 * 4
+    steps = ProgramKey("steps", (4,), 15, accumulates=True)
+    assert need > peak(programs, steps, sizes).total
     with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
         largest(settings, of_bytes(spec, need))
     roomy = of_bytes(spec, int(need / 0.8) + 1)

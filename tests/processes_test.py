@@ -247,7 +247,7 @@ from adloco_jax import main
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs
 Programs.prefetch = lambda *_: None  # no thread may run while the others' frames are read
-LocalEngine.batch = lambda *_: time.sleep(600)
+LocalEngine.round = lambda *_: time.sleep(600)
 main.command()
 """
 

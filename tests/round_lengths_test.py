@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 def a_control(*, updates=0, tokens=0, rounds=0, round_length=1):
     """One trainer with two workers and batches of 4."""
-    trainer = Trainer(0, 4, round_length=round_length, updates=updates)
-    return Control([trainer], [0, 0], [0, 1], 4, 4, round=rounds, tokens_total=tokens)
+    trainer = Trainer(4, [0, 1], round_length=round_length, updates=updates)
+    return Control({0: trainer}, 4, 4, round=rounds, tokens_total=tokens)
 
 
 def steps(settings, **how):
@@ -78,8 +78,8 @@ def test_a_linear_ramp_follows_the_share_of_the_run():
 def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
     inner = {"steps_per_round": 4, "learning_rate": 0.1, "warmup_updates": 8}
     settings = settings_of(inner=inner)
-    trainers = [Trainer(0, 4, updates=4), Trainer(1, 12, updates=30), Trainer(2, 4, round_length=3)]
-    control = Control(trainers, [0, 1, 1, 2], [0, 1, 2, 3], 4, 4)
+    first, second = Trainer(4, [0], updates=4), Trainer(12, [1, 2], updates=30)
+    control = Control({0: first, 1: second, 2: Trainer(4, [3], round_length=3)}, 4, 4)
     found = {}
     for m, plan in plans.round_plans(control, settings).items():
         rate_T = plans.learning_rates(control, m, plan, settings, round_tokens=0)

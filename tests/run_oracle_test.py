@@ -108,13 +108,11 @@ def test_runner_plays_the_algorithm(name, tmp_path):
     assert fields(events(tmp_path, "spawn"), spawned) == expected.spawns
     controller = result.controller
     assert [
-        (t.id, t.requested_batch_size, t.updates, {int(s): c for s, c in t.cursors.items()})
-        for t in controller.trainers
+        (m, t.requested_batch_size, t.updates, {int(s): c for s, c in t.cursors.items()})
+        for m, t in controller.trainers.items()
     ] == [(t.id, t.batch, t.updates, t.cursors) for t in expected.trainers]
-    by_id = {trainer.id: place for place, trainer in enumerate(controller.trainers)}
-    assert controller.owners == [by_id[worker.trainer] for worker in expected.workers]
-    assert controller.streams == [worker.stream for worker in expected.workers]
-    assert result.ensemble.owner_R.tolist() == controller.owners
+    assert controller.trainer_of == {worker.stream: worker.trainer for worker in expected.workers}
+    assert result.ensemble.sizes == controller.sizes
     np.testing.assert_allclose(
         result.ensemble.params_M["w"],
         np.stack([t.params for t in expected.trainers]),
@@ -169,12 +167,16 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
         {"noise_sum": float(b), "noise_weight": 1.0} if b > min(demands) else {} for b in demands
     ]
     control = adloco.Control(
-        trainers=[
-            adloco.Trainer(10 + m, b, length, requested_workers=9, smoothing=dict(sums[m]))
+        trainers={
+            10 + m: adloco.Trainer(
+                b,
+                [100 + w for w, owner in enumerate(owners) if owner == m],
+                length,
+                requested_workers=9,
+                smoothing=dict(sums[m]),
+            )
             for m, (b, length) in enumerate(sizes)
-        ],
-        owners=list(owners),
-        streams=[100 + w for w in range(len(owners))],
+        },
         max_batch_size=4,
         eval_batch_size=4,
         round=1,
@@ -189,15 +191,14 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
     if not adloco.merge_due(control, settings):
         assert len(ids) == 1
         return
-    members = adloco.choose_members(control, [0.0] * len(ids), settings)
-    assert list(members) == oracle.merge_members(demands, policy=policy, width=width)
+    members = adloco.choose_members(control, dict.fromkeys(control.trainers, 0.0), settings)
+    positions = oracle.merge_members(demands, policy=policy, width=width)
+    assert list(members) == [10 + m for m in positions]
     control = adloco.after_merge(control, members)
-    oracle.merge_trainers(settings, trainers, workers, [trainers[m] for m in members])
+    oracle.merge_trainers(settings, trainers, workers, [trainers[m] for m in positions])
 
     assert [
-        (t.id, t.requested_batch_size, t.round_length, t.requested_workers, t.smoothing)
-        for t in control.trainers
+        (m, t.requested_batch_size, t.round_length, t.requested_workers, t.smoothing)
+        for m, t in control.trainers.items()
     ] == [(t.id, t.batch, t.length, t.wanted, t.sums) for t in trainers]
-    place = {trainer.id: position for position, trainer in enumerate(trainers)}
-    assert control.streams == [worker.stream for worker in workers]
-    assert control.owners == [place[worker.trainer] for worker in workers]
+    assert control.trainer_of == {worker.stream: worker.trainer for worker in workers}

@@ -11,7 +11,7 @@ from toy import settings_of
 
 from adloco_jax.config import default_config, validate
 from adloco_jax.core.outer import start_round
-from adloco_jax.core.types import init
+from adloco_jax.core.types import even_sizes, init
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import lower, needed_bytes
 from adloco_jax.engine.sharding import arrange, fetch, num_turns, placement, reshard
@@ -41,14 +41,10 @@ def spec_of(model_shards=1, in_turn=True):
     return dataclasses.replace(spec, in_turn=in_turn), model.init_fn
 
 
-def owners_of(num_trainers, num_workers):
-    return tuple((np.arange(num_workers) * num_trainers // num_workers).tolist())
-
-
 @functools.cache
-def compiled(kind, owners, *, accumulates=False, **spread):
+def compiled(kind, sizes, *, accumulates=False, **spread):
     """The key and the program of the workers' inner steps, or of their synchronisation."""
-    key = ProgramKey(kind, owners, BATCH if kind == "steps" else 0, accumulates)
+    key = ProgramKey(kind, sizes, BATCH if kind == "steps" else 0, accumulates)
     return key, lower(spec_of(**spread)[0], key).compile()
 
 
@@ -56,7 +52,6 @@ def compiled(kind, owners, *, accumulates=False, **spread):
 def after_steps(num_workers, **spread):
     """Losses and workers' parameters after a round's inner steps, on the host."""
     spec, init_fn = spec_of(**spread)
-    pool = (0,) * num_workers
     ensemble = init(
         jax.jit(init_fn)(jax.random.key(0)),
         num_trainers=1,
@@ -67,7 +62,7 @@ def after_steps(num_workers, **spread):
     tokens = np.random.default_rng(0).integers(0, 256, (STEPS, 16, BATCH, LENGTH + 1))
     tokens = tokens[:, :num_workers].astype(np.int32)
     rates = np.full(tokens.shape[:2], 1e-3, np.float32)
-    key, steps = compiled("steps", pool, **spread)
+    key, steps = compiled("steps", (num_workers,), **spread)
     turns = num_turns(spec, key)
     workers, loss_TR = start_round(ensemble), np.zeros_like(rates)
     for turn in range(turns):
@@ -85,44 +80,44 @@ def assert_same_steps(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("devices", "owners", "batch", "shards", "expected"),
+    ("devices", "sizes", "batch", "shards", "expected"),
     [
         # trainer, worker, data, model, idle
-        (8, owners_of(1, 4), 6, 1, (1, 4, 2, 1, 1)),
-        (8, owners_of(1, 4), 3, 1, (1, 4, 1, 1, 2)),
-        (8, owners_of(1, 3), 16, 1, (1, 1, 8, 1, 1)),
-        (8, owners_of(4, 8), 1, 1, (4, 2, 1, 1, 1)),
-        (8, owners_of(16, 16), 8, 1, (8, 1, 1, 1, 1)),
-        (8, owners_of(3, 8), 8, 1, (1, 8, 1, 1, 1)),
-        (8, (0, 1, 0, 1), 8, 1, (1, 4, 2, 1, 1)),  # workers of a trainer are not adjacent
+        (8, (4,), 6, 1, (1, 4, 2, 1, 1)),
+        (8, (4,), 3, 1, (1, 4, 1, 1, 2)),
+        (8, (3,), 16, 1, (1, 1, 8, 1, 1)),
+        (8, (2, 2, 2, 2), 1, 1, (4, 2, 1, 1, 1)),
+        (8, (1,) * 16, 8, 1, (8, 1, 1, 1, 1)),
+        (8, (3, 3, 2), 8, 1, (1, 8, 1, 1, 1)),
         # a device has no whole trainer: treated as unequal
-        (8, owners_of(6, 12), 8, 1, (1, 4, 2, 1, 1)),
-        (8, owners_of(2, 4), 8, 4, (2, 1, 1, 4, 1)),
-        (1, owners_of(3, 5), 4, 1, (1, 1, 1, 1, 1)),
+        (8, (2,) * 6, 8, 1, (1, 4, 2, 1, 1)),
+        (8, (2, 2), 8, 4, (2, 1, 1, 4, 1)),
+        (1, (2, 2, 1), 4, 1, (1, 1, 1, 1, 1)),
     ],
 )
-def test_meshes_use_devices_for_workers_first(devices, owners, batch, shards, expected):
-    at = arrange(owners, batch, devices=jax.devices()[8 - devices :], model_shards=shards)
+def test_meshes_use_devices_for_workers_first(devices, sizes, batch, shards, expected):
+    at = arrange(sizes, batch, devices=jax.devices()[8 - devices :], model_shards=shards)
     assert tuple(at.mesh.shape.values()) == expected
     assert at.mesh.devices.reshape(-1).tolist() == jax.devices()[8 - devices :]
 
 
 @pytest.mark.parametrize(
-    ("owners", "expected"),
+    ("sizes", "expected"),
     [
-        ((0, 0, 1, 1, 2, 2, 3, 3), [((0, 1, 2, 3), None)]),
-        ((0, 0, 0, 0, 0, 1, 1, 2), [((0,), (0, 5)), ((1,), (5, 2)), ((2,), (7, 1))]),
-        ((2, 0, 1, 2, 1, 2, 1, 0), [((1, 2), (0, 6)), ((0,), (6, 2))]),
-        ((0, 0, 0, 0, 1), [((0,), (0, 6)), ((1,), (6, 2))]),
+        ((2, 2, 2, 2), [((0, 1, 2, 3), None)]),
+        ((5, 2, 1), [((0,), (0, 5)), ((1,), (5, 2)), ((2,), (7, 1))]),
+        ((2, 3, 3), [((1, 2), (0, 6)), ((0,), (6, 2))]),
+        ((4, 1), [((0,), (0, 6)), ((1,), (6, 2))]),
     ],
 )
-def test_trainers_of_as_many_workers_have_devices_of_their_own(owners, expected):
-    settings = settings_of(ensemble={"num_trainers": max(owners) + 1, "num_workers": len(owners)})
-    control = dataclasses.replace(start(settings, BATCH), owners=list(owners))
-    groups = classes(control, range(max(owners) + 1), spec_of()[0])
+def test_trainers_of_as_many_workers_have_devices_of_their_own(sizes, expected):
+    settings = settings_of(ensemble={"num_trainers": len(sizes), "num_workers": sum(sizes)})
+    control = start(settings, BATCH)
+    for trainer, size in zip(control.trainers.values(), sizes, strict=True):
+        trainer.streams = [*range(size)]
+    groups = classes(control, control.trainers, spec_of()[0])
     assert [(group.trainers, group.devices) for group in groups] == expected
-    for group in groups:
-        assert [owners[w] for w in group.workers] == [group.trainers[m] for m in group.owners]
+    assert all(g.sizes == tuple(sizes[m] for m in g.trainers) for g in groups)
 
 
 def test_one_device_takes_all_trainers_in_one_class():
@@ -130,7 +125,7 @@ def test_one_device_takes_all_trainers_in_one_class():
     spec = dataclasses.replace(spec, machine=Machine(spec.machine.devices[:1], 2**30))
     control = start(settings_of(ensemble={"num_trainers": 3, "num_workers": 5}), BATCH)
     (group,) = classes(control, range(3), spec)
-    assert (group.owners, group.devices) == ((0, 0, 1, 1, 2), None)
+    assert (group.sizes, group.devices) == ((2, 2, 1), None)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +133,7 @@ def test_one_device_takes_all_trainers_in_one_class():
 )
 def test_nothing_passes_between_workers_in_the_inner_steps(num_workers, accumulates, model_shards):
     spread = {} if model_shards == 1 else {"model_shards": model_shards}
-    key, program = compiled("steps", (0,) * num_workers, accumulates=accumulates, **spread)
+    key, program = compiled("steps", (num_workers,), accumulates=accumulates, **spread)
     mesh = placement(spec_of(**spread)[0], key).mesh
     homes = [{d.id for d in row} for row in mesh.devices.reshape(num_workers, -1)]
     found = collectives(program.as_text())
@@ -161,7 +156,7 @@ def test_nothing_passes_between_workers_in_the_inner_steps(num_workers, accumula
 )
 def test_a_round_moves_the_bytes_that_are_accounted(num_trainers, per_worker_pair):
     spec, _ = spec_of()
-    key, program = compiled("outer", owners_of(num_trainers, 8))
+    key, program = compiled("outer", even_sizes(num_trainers, 8))
     found = collectives(program.as_text(), loops=False)
     expected = per_worker_pair * spec.param_bytes
     assert expected <= 8 * sum(c.num_bytes for c in found) <= expected + 8 * SCALARS
@@ -172,8 +167,8 @@ def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():
     losses_SR, params_R = after_steps(8)  # each worker has a device
     expected = losses_SR[:, :2], jax.tree.map(lambda leaf: leaf[:2], params_R)
     assert_same_steps(after_steps(2, model_shards=4), expected)
-    _, whole = compiled("steps", (0,) * 8)
-    _, program = compiled("steps", (0, 0), model_shards=4)
+    _, whole = compiled("steps", (8,))
+    _, program = compiled("steps", (2,), model_shards=4)
     assert needed_bytes(program) < needed_bytes(whole)
     gathered = [c for c in collectives(program.as_text()) if c.in_loop and c.kind == "all-gather"]
     assert gathered, "weights come together where they are used"
@@ -185,8 +180,8 @@ def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():
 def test_a_devices_workers_in_turn_compute_as_at_once():
     at_once, in_turn = (after_steps(16, in_turn=in_turn) for in_turn in (False, True))
     assert_same_steps(in_turn, at_once)
-    _, at_once = compiled("steps", (0,) * 16, in_turn=False)
-    _, in_turn = compiled("steps", (0,) * 16, in_turn=True)
+    _, at_once = compiled("steps", (16,), in_turn=False)
+    _, in_turn = compiled("steps", (16,), in_turn=True)
     assert needed_bytes(in_turn) < needed_bytes(at_once)
     assert not [c for c in collectives(in_turn.as_text()) if c.in_loop]
 
@@ -194,7 +189,7 @@ def test_a_devices_workers_in_turn_compute_as_at_once():
 def test_a_cpu_takes_a_batch_in_passes():
     spec = spec_of()[0]
     assert spec.examples_per_pass == 2**19 // (64 * LENGTH)
-    key, whole = compiled("steps", (0,) * 8)
+    key, whole = compiled("steps", (8,))
     in_passes = lower(dataclasses.replace(spec, examples_per_pass=2), key).compile()
     assert needed_bytes(in_passes) < needed_bytes(whole)
 
@@ -207,12 +202,12 @@ def test_model_shards_are_as_few_as_memory_needs():
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
         machine = Machine(spec.machine.devices, int(room * need))
         tried = dataclasses.replace(spec, machine=machine)
-        assert fewest_model_shards(tried, (0,), memory_frac=1.0) == expected
+        assert fewest_model_shards(tried, (1,), memory_frac=1.0) == expected
 
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
     spec, _ = spec_of()
-    at = placement(spec, ProgramKey("outer", (0, 0, 1, 1)))
+    at = placement(spec, ProgramKey("outer", (2, 2)))
     leaf = jax.ShapeDtypeStruct((2, 64, 128), np.float32)
     assert at.by_trainer(leaf).shard_shape(leaf.shape) == (1, 64, 128)
     assert at.sharded(leaf).shard_shape(leaf.shape) == (1, 64, 128 // 4)
@@ -223,7 +218,7 @@ def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
 
 
 def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():
-    at = arrange((0, 0, 1, 1), devices=jax.devices())
+    at = arrange((2, 2), devices=jax.devices())
     tree = {"a": np.arange(24.0, dtype=np.float32).reshape(4, 6), "b": np.arange(8)}
     put = reshard(tree, {"a": at.workers, "b": at.replicated})
     assert put["a"].sharding == at.workers and reshard(put["a"], at.workers) is put["a"]
@@ -231,10 +226,10 @@ def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():
 
 
 def test_placement_is_described_and_drawn():
-    at = arrange((0, 0, 1, 1), 3, devices=jax.devices())
+    at = arrange((2, 2), 3, devices=jax.devices())
     assert "4 groups on 8 devices; idle, repeating others' work: device 1 3 5 7" in at.describe()
     assert at.draw(["0 (trainer 0)", *"123"])[0] == "  device 0 1: worker 0 (trainer 0)"
-    shared = arrange((0, 0), 2, devices=jax.devices(), model_shards=2).describe()
+    shared = arrange((2,), 2, devices=jax.devices(), model_shards=2).describe()
     assert shared.endswith("2 share a worker's batch; 2 share a worker's parameters")
 
 
@@ -242,4 +237,4 @@ def test_model_shards_must_divide_the_devices():
     with pytest.raises(ConfigError, match="model_shards = 3: does not divide the 8 devices"):
         spec_of(model_shards=3)
     with pytest.raises(ValueError, match="cannot reshape"):
-        arrange((0,), devices=jax.devices(), model_shards=3)
+        arrange((1,), devices=jax.devices(), model_shards=3)

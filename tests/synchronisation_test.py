@@ -1,6 +1,5 @@
 """A quantised synchronisation: its result, and the bytes between eight devices."""
 
-import dataclasses
 import functools
 import math
 
@@ -32,9 +31,9 @@ def shapes_of(tree):
 
 
 @functools.cache
-def drifted(*owner_R):
+def drifted(*sizes):
     """An ensemble with momentum after a round; no two workers have equal parameters."""
-    rng, num_trainers, num_workers = np.random.default_rng(0), max(owner_R) + 1, len(owner_R)
+    rng, num_trainers, num_workers = np.random.default_rng(0), len(sizes), sum(sizes)
 
     def draw(*lead, size=1.0):
         return {
@@ -48,7 +47,7 @@ def drifted(*owner_R):
         num_workers=num_workers,
         inner_tx=optax.sgd(0.1),
         outer_tx=NESTEROV,
-        owner_R=owner_R,
+        sizes=sizes,
     )
     ensemble = ensemble.replace(params_M=draw(num_trainers))
     workers = start_round(ensemble)
@@ -74,13 +73,13 @@ def assert_close_but_for_ties(params, expected):
 @pytest.mark.parametrize("precision", ["float32", *LOW])
 def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(precision):
     """Each worker packs alone. A missing worker counts like one that is not finite."""
-    ensemble, workers = drifted(0, 1, 0, 1, 2, 0)
+    ensemble, workers = drifted(3, 2, 1)
     form = functools.partial(pack_differences, precision=precision, single_R=[False])
     pack, sent = jax.jit(form), []
-    for worker, owner in enumerate(ensemble.owners):
+    for worker, trainer in enumerate([0, 0, 0, 1, 1, 2]):
         own = ensemble.replace(
-            params_M=jax.tree.map(lambda leaf, m=owner: leaf[m : m + 1], ensemble.params_M),
-            owners=(0,),
+            params_M=jax.tree.map(lambda leaf, m=trainer: leaf[m : m + 1], ensemble.params_M),
+            sizes=(1,),
         )
         params_R = jax.tree.map(lambda leaf, w=worker: leaf[w : w + 1], workers.params_R)
         sent.append(pack(own, Workers(params_R, None)))
@@ -98,15 +97,15 @@ def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(preci
     assert int(after.round) == 1
 
 
-EVEN = (0, 0, 0, 1, 1, 1)  # one program for most tests below
+EVEN = (3, 3)  # one program for most tests below
 
 
-@pytest.mark.parametrize("owners", [EVEN, (1, 0, 1, 1, 0, 0)], ids=str)
-def test_both_halves_are_rounded_and_the_mean_is_not(owners):
-    ensemble, workers = drifted(*owners)
+@pytest.mark.parametrize("sizes", [EVEN, (5, 3)], ids=str)
+def test_both_halves_are_rounded_and_the_mean_is_not(sizes):
+    ensemble, workers = drifted(*sizes)
     after, norm_M = update_of("int4")(ensemble, workers)
     rounded = functools.partial(oracle.in_blocks, largest_code=7, most=128)
-    for m, members in enumerate(np.flatnonzero(np.array(owners) == m) for m in range(2)):
+    for m, members in enumerate(ensemble.workers):
         square = 0.0
         for name in SHAPES:
             start = np.asarray(ensemble.params_M[name][m])
@@ -127,7 +126,7 @@ def test_both_halves_are_rounded_and_the_mean_is_not(owners):
 
 @pytest.mark.parametrize("precision", LOW)
 def test_beside_a_trainer_of_several_workers_one_of_one_is_not_rounded(precision):
-    ensemble, workers = drifted(1, 0, 1, 2)
+    ensemble, workers = drifted(1, 2, 1)
 
     def states(precision, m):
         after, _ = update_of(precision)(ensemble, workers)
@@ -174,10 +173,10 @@ def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
 
 
 @functools.cache
-def sharded(precision, owners, model_shards):
+def sharded(precision, sizes, model_shards):
     """The compiled synchronisation on eight devices, with the shardings of its arguments."""
-    shapes = tuple(map(shapes_of, drifted(*owners)))
-    at = arrange(shapes[0].owners, 4, devices=jax.devices(), model_shards=model_shards)
+    shapes = tuple(map(shapes_of, drifted(*sizes)))
+    at = arrange(sizes, 4, devices=jax.devices(), model_shards=model_shards)
     states = (at.ensemble(shapes[0]), at.by_worker(shapes[1]))
     update = functools.partial(
         outer_update,
@@ -193,18 +192,18 @@ def sharded(precision, owners, model_shards):
 def test_four_bits_move_a_seventh_where_devices_share_parameters():
     total = {}
     for precision in ["float32", "int4"]:
-        program, _ = sharded(precision, (0,) * 4, 2)
+        program, _ = sharded(precision, (4,), 2)
         total[precision] = sum(c.num_bytes for c in collectives(program.as_text(), loops=False))
     assert total["float32"] >= 7 * total["int4"]
 
 
 @pytest.mark.parametrize(
-    ("precision", "owners", "model_shards"), [("int4", (0, 0, 1, 1), 1), ("int4", (0,) * 4, 2)]
+    ("precision", "sizes", "model_shards"), [("int4", (2, 2), 1), ("int4", (4,), 2)]
 )
-def test_sharded_is_unsharded_and_all_copies_agree(precision, owners, model_shards):
-    ensemble, workers = drifted(*owners)
+def test_sharded_is_unsharded_and_all_copies_agree(precision, sizes, model_shards):
+    ensemble, workers = drifted(*sizes)
     expected, expected_norm_M = update_of(precision)(ensemble, workers)
-    compiled, states = sharded(precision, owners, model_shards)
+    compiled, states = sharded(precision, sizes, model_shards)
     after, norm_M = compiled(*reshard((ensemble, workers), states))
     assert_close(norm_M, expected_norm_M)
     assert_close(after.outer_state_M, expected.outer_state_M, atol=1e-8)
@@ -231,10 +230,10 @@ def moved_and_charged(shapes, sizes, precision):
     )
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     spec = spec_of(settings, lambda key: params, bigram_loss)
-    owners = [m for m, size in enumerate(sizes) for _ in range(size)]
-    control = dataclasses.replace(start(settings, 2), owners=owners)
-    moved = 0
-    for group in classes(control, range(len(sizes)), spec):
+    control, moved = start(settings, 2), 0
+    for trainer, size in zip(control.trainers.values(), sizes, strict=True):
+        trainer.streams = [*range(size)]
+    for group in classes(control, control.trainers, spec):
         _, num_devices = group.devices
         found = collectives(lower(spec, group.key("outer")).compile().as_text(), loops=False)
         moved += num_devices * sum(one.num_bytes for one in found)

@@ -21,7 +21,7 @@ from adloco_jax.core.types import (
     Workers,
     at_least_float32,
     norms,
-    of_owners,
+    to_workers,
     trainable,
     where_leading,
     with_trainable,
@@ -157,7 +157,7 @@ def receive_fragment(
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
     new_M = take_fragment(ensemble.params_M, fragment, num_fragments=num_fragments)
-    new_R = of_owners(new_M, ensemble.owners)
+    new_R = to_workers(new_M, ensemble.sizes)
     if mixing:
         own_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
         own_R, arrived_R = trainable(own_R), trainable(new_R)

@@ -1,5 +1,6 @@
 """Merge trainers, and divide the workers among the remaining trainers (AdLoCo section 4.3)."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,9 +15,9 @@ from adloco_jax.core.meshes import like_ensemble, on_any_mesh
 from adloco_jax.core.types import (
     Ensemble,
     at_least_float32,
-    check_owners,
     moved_params,
     moved_states,
+    of_workers,
     positions,
     refuse_traced,
     shares,
@@ -109,10 +110,10 @@ def merge(
     finite member has a usable weight, all finite ones count equally; if no member is finite, the
     representative does not change.
 
-    The workers of the other members join the representative (`reassign` can move them), with the
-    mean inner state of its workers; if it is masked out, the first member that is not gives this
-    state. Workers with their own parameters start at the merged ones: call `outer_update` before,
-    or their unsynchronised updates are lost.
+    The workers of the other members join the representative, after its own and in the order of
+    `members` (`reassign` can move them), with the mean inner state of its workers; if it is masked
+    out, the first member that is not gives this state. Workers with their own parameters start at
+    the merged ones: call `outer_update` before, or their unsynchronised updates are lost.
 
     Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
       in the paper (docs/algorithm.md, section 4).
@@ -154,54 +155,58 @@ def merge(
     # The trainer whose workers keep their inner states: the first member that is not masked out,
     # normally the representative.
     heir = jnp.asarray(chosen)[origin]
-    is_member_R = np.isin(ensemble.owner_R, chosen)
-    owners = tuple(survivors.index(representative if m in absorbed else m) for m in ensemble.owners)
-    pool = np.arange(ensemble.num_workers)
-    return ensemble.replace(
-        params_M=params_M,
-        outer_state_M=outer_state_M,
-        params_R=moved_params(
-            ensemble.replace(params_M=params_M, owners=owners), pool, ~is_member_R, owners
-        ),
-        inner_state_R=moved_states(
-            ensemble,
-            pool,
-            ~is_member_R | (ensemble.owner_R == heir),
-            jnp.full(ensemble.num_workers, heir),
-        ),
-        owners=owners,
+    before = [chosen if m == representative else [m] for m in survivors]  # who became a survivor
+    workers = [[w for m in each for w in ensemble.workers[m]] for each in before]
+    source = np.concatenate(workers)
+    trainer_R = of_workers(ensemble.sizes)[source]
+    is_member_R = np.isin(trainer_R, chosen)
+    after = ensemble.replace(
+        params_M=params_M, outer_state_M=outer_state_M, sizes=tuple(map(len, workers))
+    )
+    stays_R = ~is_member_R | (trainer_R == heir)
+    return after.replace(
+        params_R=moved_params(after, source, ~is_member_R),
+        inner_state_R=moved_states(ensemble, source, stays_R, jnp.full(len(source), heir)),
     )
 
 
-@on_any_mesh(like_ensemble)
-def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
-    """Move workers between trainers, add workers to the pool, or retire workers from it.
+def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
+    """Move workers between trainers, until these have as many as `sizes` says.
 
-    `owner_R` has the position of each worker's new trainer; -1 retires a worker, and entries beyond
-    the present pool are new workers. A worker that stays keeps its inner state. A worker that joins
-    a trainer takes the mean inner state of the workers already there (see `moved_states`), and the
-    trainer's parameters if workers have their own.
+    A trainer keeps its first workers, with their inner states. The rest join trainers that lack
+    some (`move_workers`); workers that nobody lacks retire, and missing ones are new.
 
     Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers after each merge.
     """
-    owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
-    pool = ensemble.num_workers
-    if len(owners) < pool:
-        raise ValueError(f"owner_R has {len(owners)} entries for a pool of {pool} workers")
-    staying = np.flatnonzero(owners != -1)
-    new_owner = owners[owners != -1]
-    check_owners(new_owner, ensemble.num_trainers)
-    source = np.minimum(staying, pool - 1)
-    stays_R = (ensemble.owner_R[source] == new_owner) & (staying < pool)
-    return ensemble.replace(
-        inner_state_R=moved_states(ensemble, source, stays_R, new_owner),
-        owners=tuple(new_owner.tolist()),
-        params_R=moved_params(ensemble, source, stays_R, new_owner.tolist()),
+    if len(sizes) != ensemble.num_trainers or min(sizes) < 1:
+        raise ValueError(
+            f"sizes={tuple(sizes)}: expected a number of workers, at least one, for each of"
+            f" {ensemble.num_trainers} trainers"
+        )
+    workers = divide_workers(ensemble.workers, sizes)
+    new = [[-1] * (size - len(own)) for own, size in zip(workers, sizes, strict=True)]
+    return move_workers(ensemble, [own + more for own, more in zip(workers, new, strict=True)])
+
+
+@on_any_mesh(like_ensemble)
+def move_workers(ensemble: Ensemble, workers: Sequence[Sequence[int]]) -> Ensemble:
+    """Give each trainer the listed workers, by their present positions; -1 is a new worker.
+
+    A worker that joins a trainer takes the mean inner state of the workers that were there (see
+    `moved_states`), and the trainer's parameters if workers have their own.
+    """
+    sizes, listed = tuple(map(len, workers)), np.concatenate(workers).astype(np.int64)
+    source, trainer_R = np.maximum(listed, 0), of_workers(sizes)
+    stays_R = (listed >= 0) & (of_workers(ensemble.sizes)[source] == trainer_R)
+    after = ensemble.replace(sizes=sizes)
+    return after.replace(
+        inner_state_R=moved_states(ensemble, source, stays_R, trainer_R),
+        params_R=moved_params(after, source, stays_R),
     )
 
 
 def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Add workers at the end of the pool, until the trainer at a position has `num_workers`.
+    """Add workers to the trainer at a position, after its own, until it has `num_workers`.
 
     They start at the trainer's parameters, with the mean inner state of its workers (`reassign`).
     ValueError if the trainer does not exist or has more workers already.
@@ -209,37 +214,26 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
     Source: docs/algorithm.md, section 4; not in the paper.
     """
     (position,) = positions("trainer", [trainer], ensemble.num_trainers).tolist()
-    joining = num_workers - ensemble.owners.count(position)
-    if joining < 0:
+    sizes = [*ensemble.sizes]
+    if num_workers < sizes[position]:
         raise ValueError(
-            f"num_workers={num_workers}: trainer {position} has {num_workers - joining} workers"
-            " already; to take some away use reassign"
+            f"num_workers={num_workers}: trainer {position} has {sizes[position]} workers already;"
+            " to take some away use reassign"
         )
-    return reassign(ensemble, (*ensemble.owners, *[position] * joining))
+    sizes[position] = num_workers
+    return reassign(ensemble, sizes)
 
 
-def divide_workers(
-    owners: Sequence[int], members: Sequence[int], sizes: Sequence[int]
-) -> list[int]:
-    """Return each worker's trainer after a merge, as `owner_R` for `reassign`.
+def divide_workers(workers: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[int]]:
+    """Divide the trainers' workers into lists of these sizes.
 
-    `sizes` are the workers of each remaining trainer, in stack order; `members` has the
-    representative first. Trainers keep their own workers, then the representative those it
-    absorbed; the rest, by position, go to trainers that still lack workers.
+    Each trainer keeps its first ones. The rest, in ascending order, go to trainers that lack some.
     """
-    absorbed = members[1:]
-    survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
-    own = [[w for w, owner in enumerate(owners) if owner == old] for old in survivors]
-    own[survivors.index(members[0])] += [w for w, owner in enumerate(owners) if owner in absorbed]
-    divided = [-1] * len(owners)
-    for new, workers in enumerate(own):
-        for worker in workers[: sizes[new]]:
-            divided[worker] = new
-    free = [w for w, owner in enumerate(divided) if owner < 0]
-    for new, size in enumerate(sizes):
-        for _ in range(size - divided.count(new)):
-            divided[free.pop(0)] = new
-    return divided
+    free = iter(sorted(w for own, size in zip(workers, sizes, strict=True) for w in own[size:]))
+    return [
+        sorted([*own[:size], *itertools.islice(free, max(size - len(own), 0))])
+        for own, size in zip(workers, sizes, strict=True)
+    ]
 
 
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:

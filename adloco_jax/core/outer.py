@@ -35,8 +35,9 @@ from adloco_jax.core.types import (
     at_least_float32,
     map_trainers,
     norms,
-    of_owners,
+    of_workers,
     shares,
+    to_workers,
     trainable,
     where_leading,
     with_dtypes,
@@ -77,7 +78,7 @@ AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
 
 def by_trainers(
     difference_R: PyTree,
-    owners: Sequence[int],
+    sizes: Sequence[int],
     *,
     weights_R: Array | None,
     usable_R: Array,
@@ -87,7 +88,7 @@ def by_trainers(
 
     `shares` says which workers count. Also returns whether a trainer has a usable worker, bool [M].
     """
-    weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
+    weights_R = jnp.ones(sum(sizes), jnp.float32) if weights_R is None else weights_R
 
     def one_trainer(entries_W):
         usable_W, weights_W, difference_W = entries_W
@@ -97,7 +98,7 @@ def by_trainers(
         pseudo_grad = aggregate(where_leading(chosen_W, difference_W, zeros_W), share_W)
         return pseudo_grad, jnp.any(usable_W)
 
-    return map_trainers(one_trainer, (usable_R, weights_R, difference_R), owners)
+    return map_trainers(one_trainer, (usable_R, weights_R, difference_R), sizes)
 
 
 OUTER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -192,7 +193,7 @@ def outer_step(
         inner_tx=inner_tx,
         learning_rate_TR=learning_rate_TR,
         update_T=update_T,
-        key_TRB=None if key is None else _example_keys(key, ensemble.owners, batch),
+        key_TRB=None if key is None else _example_keys(key, ensemble.sizes, batch),
         has_aux=has_aux,
     )
     ensemble, pseudo_grad_norm_M = outer_update(
@@ -244,7 +245,7 @@ def start_round(
     """
     params_R = ensemble.params_R
     if params_R is None:
-        params_R = of_owners(ensemble.params_M, ensemble.owners)
+        params_R = to_workers(ensemble.params_M, ensemble.sizes)
     workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
     if reset_tx is not None:
         workers = workers.replace(inner_state_R=jax.vmap(reset_tx.init)(trainable(params_R)))
@@ -337,8 +338,8 @@ def pack_differences(
 ) -> Differences:
     """Compute the differences that workers send to trainers, the first half of `outer_update`.
 
-    Of `ensemble` only the owners and `params_M` are read. `single_R` says whether a worker is its
-    trainer's only one (None: by the owners); a process that holds only some of the workers must
+    Of `ensemble` only `sizes` and `params_M` are read. `single_R` says whether a worker is its
+    trainer's only one (None: by the sizes); a process that holds only some of the workers must
     pass it.
 
     Source: AdLoCo algorithm 1, line 14; Streaming DiLoCo (arXiv 2501.18512), section 2.4.
@@ -351,7 +352,7 @@ def pack_differences(
         difference_R = start_R.astype(at_least_float32(start_R.dtype)) - end_R
         return difference_R.astype(jnp.float32)
 
-    start_R = of_owners(trainable(ensemble.params_M), ensemble.owners)
+    start_R = to_workers(trainable(ensemble.params_M), ensemble.sizes)
     end_R = trainable(workers.params_R)
     difference_R = jax.tree.map(subtract, start_R, end_R)
     # Check the reversed difference: XLA would store a difference that has two uses.
@@ -386,7 +387,7 @@ def apply_differences(
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """
     refuse_in_shard_map("outer_update")
-    owners = ensemble.owners
+    sizes = ensemble.sizes
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
     extra = {
         name: checked_factors(f"extra_M[{name!r}]", values, (ensemble.num_trainers,))
@@ -400,12 +401,12 @@ def apply_differences(
         refused=(optax.LookaheadState,),
     )
     check_precision(precision)
-    single_M, single_R = np.bincount(owners) == 1, _are_single(ensemble)
+    single_M, single_R = np.array(sizes) == 1, _are_single(ensemble)
     if single_R.all():
         precision = "float32"  # each trainer has one worker: nothing is sent
     start_M = trainable(ensemble.params_M)
     like_R = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((len(owners), *leaf.shape[1:]), jnp.float32), start_M
+        lambda leaf: jax.ShapeDtypeStruct((sum(sizes), *leaf.shape[1:]), jnp.float32), start_M
     )
     difference_R = unpack(reduce_scatter(differences.packed_R), like_R, precision)
     if differences.exact_W is not None:
@@ -414,7 +415,7 @@ def apply_differences(
         )
     usable_R = reduce_scatter(differences.usable_R)
     pseudo_grad_M, is_usable_M = by_trainers(
-        difference_R, owners, weights_R=weights_R, usable_R=usable_R, aggregate=aggregate
+        difference_R, sizes, weights_R=weights_R, usable_R=usable_R, aggregate=aggregate
     )
     norm_M = norms(pseudo_grad_M)
     is_usable_M &= jnp.isfinite(norm_M)
@@ -430,7 +431,7 @@ def apply_differences(
         updates_M = _send(updates_M, single_M, precision, all_gather)
     end_M = jax.vmap(optax.apply_updates)(start_M, updates_M)
     params_M = with_trainable(ensemble.params_M, where_leading(is_usable_M, end_M, start_M))
-    params_R = None if ensemble.params_R is None else of_owners(params_M, owners)
+    params_R = None if ensemble.params_R is None else to_workers(params_M, sizes)
     ensemble = ensemble.replace(
         params_M=params_M,
         params_R=params_R,
@@ -441,7 +442,7 @@ def apply_differences(
 
 
 def _are_single(ensemble: Ensemble) -> np.ndarray:
-    return (np.bincount(ensemble.owners) == 1)[ensemble.owner_R]
+    return np.repeat(np.array(ensemble.sizes) == 1, ensemble.sizes)
 
 
 def _are_finite(tree_X: PyTree) -> Array:
@@ -460,13 +461,12 @@ def _send(
     return jax.tree.map(lambda leaf, own: leaf.at[single_X].set(own[single_X]), arrived_X, tree_X)
 
 
-def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:
+def _example_keys(key: Array, sizes: Sequence[int], batch_TRB: PyTree) -> Array:
     """Make a random key for each example of a batch: [T, R, B]."""
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
-    return fold_in_each(
-        key, np.reshape(owners, (1, num_R, 1)), np.arange(num_R).reshape(1, num_R, 1), position_TRB
-    )
+    trainer_R, worker_R = of_workers(sizes), np.arange(num_R)
+    return fold_in_each(key, trainer_R[None, :, None], worker_R[None, :, None], position_TRB)
 
 
 def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:

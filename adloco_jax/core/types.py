@@ -12,6 +12,7 @@ An array's name ends with its axes (`tokens_SRBL`), a pytree's with the first ax
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,14 +36,14 @@ It may take a random `key`. With `has_aux=True` it returns `(scalar, auxiliary o
 class Ensemble(struct.PyTreeNode):
     """All trainers and all workers between two rounds; a pytree.
 
-    A trainer is identified by its position in the stack, which changes at a merge. `owners` is
-    static: it changes only at merges and when workers join, which change shapes too.
+    A trainer is identified by its position in the stack, which changes at a merge; its workers are
+    adjacent. `sizes` is static: it changes only at merges and when workers join.
     """
 
     params_M: PyTree  # [M, ...] each trainer's parameters
     outer_state_M: PyTree  # [M, ...] each trainer's outer optimizer state
     inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
-    owners: tuple[int, ...] = struct.field(pytree_node=False)  # [R] position of a worker's trainer
+    sizes: tuple[int, ...] = struct.field(pytree_node=False)  # [M] workers of each trainer
     round: Array  # int32 []: rounds completed
     params_R: PyTree = None  # [R, ...] workers' own parameters; None: a round starts at params_M
 
@@ -53,19 +54,20 @@ class Ensemble(struct.PyTreeNode):
         )
 
     @property
-    def owner_R(self) -> np.ndarray:
-        """Position in the stack of each worker's trainer, as an array int32 [R]."""
-        return np.array(self.owners, np.int32)
-
-    @property
     def num_trainers(self) -> int:
         """Number of trainers in the stack; static, so equal in all calls of a compiled program."""
-        return max(self.owners) + 1
+        return len(self.sizes)
 
     @property
     def num_workers(self) -> int:
         """Number of workers in the pool; static, so equal in all calls of a compiled program."""
-        return len(self.owners)
+        return sum(self.sizes)
+
+    @property
+    def workers(self) -> list[range]:
+        """The positions of each trainer's workers in arrays [R, ...]."""
+        ends = itertools.accumulate(self.sizes)
+        return [range(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
 
 
 class Workers(struct.PyTreeNode):
@@ -228,7 +230,7 @@ def init(
     num_workers: int,
     inner_tx: optax.GradientTransformation,
     outer_tx: optax.GradientTransformation,
-    owner_R: Sequence[int] | np.ndarray | None = None,
+    sizes: Sequence[int] | np.ndarray | None = None,
     own_params: bool = False,
 ) -> Ensemble:
     """Stack `num_trainers` trainers that all start from `params`, and a pool of workers.
@@ -244,17 +246,17 @@ def init(
       num_workers: R >= M, the workers of all trainers together.
       inner_tx: Transformation of the workers' gradients; each worker has a state of it.
       outer_tx: Transformation of the trainers' pseudo-gradients; each trainer has a state of it.
-      owner_R: Position of each worker's trainer. None divides the workers evenly, in blocks.
+      sizes: Number of each trainer's workers, which sum to R. None divides them evenly.
       own_params: Whether workers keep their own parameters between rounds, as in Streaming DiLoCo.
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
-    if owner_R is None:
-        owner_R = np.arange(num_workers) * num_trainers // num_workers
-    owners = np.asarray(owner_R)
-    if owners.shape != (num_workers,):
-        raise ValueError(f"owner_R has shape {owners.shape}, expected [num_workers={num_workers}]")
-    check_owners(owners, num_trainers)
+    sizes = even_sizes(num_trainers, num_workers) if sizes is None else tuple(map(int, sizes))
+    if (len(sizes), sum(sizes)) != (num_trainers, num_workers) or 0 in sizes:
+        raise ValueError(
+            f"sizes={sizes}: expected the workers, at least one, of each of num_trainers="
+            f"{num_trainers}, together num_workers={num_workers}"
+        )
 
     def stack(tree, size):
         def copies(leaf):
@@ -271,10 +273,16 @@ def init(
         params_M=stack(params, num_trainers),
         outer_state_M=stack(outer_tx.init(values), num_trainers),
         inner_state_R=stack(inner_tx.init(values), num_workers),
-        owners=tuple(owners.tolist()),
+        sizes=sizes,
         round=jnp.zeros((), jnp.int32),
         params_R=stack(params, num_workers) if own_params else None,
     )
+
+
+def even_sizes(num_trainers: int, num_workers: int) -> tuple[int, ...]:
+    """Divide workers among trainers as evenly as possible; return each trainer's number."""
+    ends = [-(-m * num_workers // max(num_trainers, 1)) for m in range(num_trainers + 1)]
+    return tuple(end - start for start, end in itertools.pairwise(ends))
 
 
 @on_any_mesh(like_ensemble)
@@ -282,8 +290,7 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     """Take trainers with their workers out of the stack, to run a round of them separately.
 
     `trainers` are distinct positions, in the order of the result; ValueError if one repeats or is
-    out of range. Each trainer's workers stand next to one another. `round` is that of the whole
-    stack; see `put` if a round runs in several groups.
+    out of range. `round` is that of the whole stack; see `put` if a round runs in several groups.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -291,7 +298,7 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
         params_M=_pick(ensemble.params_M, chosen),
         outer_state_M=_pick(ensemble.outer_state_M, chosen),
         inner_state_R=_pick(ensemble.inner_state_R, workers),
-        owners=tuple(chosen.tolist().index(ensemble.owners[w]) for w in workers),
+        sizes=tuple(ensemble.sizes[m] for m in chosen),
         round=ensemble.round,
         params_R=_pick(ensemble.params_R, workers),
     )
@@ -314,11 +321,8 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
-    if (sub.num_trainers, sub.num_workers) != (len(chosen), len(workers)):
-        raise ValueError(
-            f"sub has {sub.num_trainers} trainers and {sub.num_workers} workers, expected"
-            f" {len(chosen)} and {len(workers)}, as taken"
-        )
+    if sub.sizes != (taken := tuple(ensemble.sizes[m] for m in chosen)):
+        raise ValueError(f"sub has trainers of {sub.sizes} workers, expected {taken}, as taken")
 
     def write(tree, index, part):
         return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), tree, part)
@@ -332,41 +336,33 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     )
 
 
-def block_size(owners: Sequence[int]) -> int | None:
-    """Return the workers per trainer if owners are equal blocks 0..0, 1..1, ..., else None."""
-    size = list(owners).count(0)
-    equal = tuple(m for m in range(max(owners) + 1) for _ in range(size))
-    return size if tuple(owners) == equal else None
-
-
-def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
+def to_workers(tree_M: PyTree, sizes: Sequence[int]) -> PyTree:
     """Give each worker a copy of the entry of its trainer: leaves [M, ...] -> [R, ...]."""
-    size = block_size(owners)
-    if size is None:
-        return jax.tree.map(lambda leaf_M: leaf_M[np.array(owners)], tree_M)
-    return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, size, axis=0), tree_M)
+    if len(set(sizes)) == 1:  # XLA's partitioner sees that trainers are independent
+        return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, sizes[0], axis=0), tree_M)
+    return jax.tree.map(lambda leaf_M: leaf_M[of_workers(sizes)], tree_M)
 
 
-def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: Sequence[int]):
+def of_workers(sizes: Sequence[int]) -> np.ndarray:
+    """Return the position of each worker's trainer, int32 [R]."""
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+
+
+def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, sizes: Sequence[int]):
     """Call `function(tree_W)` on the workers of each trainer; return the results, leaves [M, ...].
 
-    Trainers with equally many workers share one `vmap`: no padding, and memory grows with R. Equal
-    blocks are a reshape, in which XLA's partitioner sees that trainers are independent.
+    Neighbours with equally many workers share one `vmap`: no padding, and memory grows with R.
     """
-    counts_M = np.bincount(owners)
-    mapped = jax.vmap(function)
-    if (size := block_size(owners)) is not None:
-        shape = (len(counts_M), size)
-        return mapped(jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree_R))
-    workers_M = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts_M)[:-1])
-    groups = [np.flatnonzero(counts_M == size) for size in np.unique(counts_M)]
+    parts, first = [], 0
+    for size, run in itertools.groupby(sizes):
+        count = len(list(run))
 
-    def of_group(trainers_G):
-        index_GW = np.stack([workers_M[m] for m in trainers_G])
-        return mapped(jax.tree.map(lambda leaf: leaf[index_GW], tree_R))
+        def split(leaf, rows=slice(first, first + count * size), shape=(count, size)):
+            return leaf[rows].reshape(*shape, *leaf.shape[1:])
 
-    order_M = np.argsort(np.concatenate(groups))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[order_M], *map(of_group, groups))
+        parts.append(jax.vmap(function)(jax.tree.map(split, tree_R)))
+        first += count * size
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: jnp.concatenate(p), *parts)
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
@@ -434,14 +430,14 @@ def moved_states(
     ensemble: Ensemble,
     source: np.ndarray,
     stays_R: Array | np.ndarray,
-    owner_R: Array | np.ndarray,
+    trainer_R: Array | np.ndarray,
 ) -> PyTree:
     """Return the inner states of workers, some of which have moved to other trainers.
 
     A worker that moves takes the mean state of the workers that its new trainer had: whole numbers
     such as Adam's count are rounded, values equal in all do not change, and a PRNG key is the first
-    worker's. `source`, `stays_R` and `owner_R` give, for each worker of the result, its old
-    position in the pool, whether it stays, and its new trainer.
+    worker's. `source`, `stays_R` and `trainer_R` give, for each worker of the result, its old
+    position in the pool, whether it stays, and the old position of its new trainer.
     """
 
     def join(leaf_W):
@@ -454,23 +450,21 @@ def moved_states(
         return jnp.where(is_equal, leaf_W[0], mean.astype(leaf_W.dtype))
 
     def move(leaf_R):
-        joined_M = map_trainers(join, leaf_R, ensemble.owners)
-        return where_leading(stays_R, leaf_R[source], joined_M[owner_R])
+        joined_M = map_trainers(join, leaf_R, ensemble.sizes)
+        return where_leading(stays_R, leaf_R[source], joined_M[trainer_R])
 
     return jax.tree.map(move, ensemble.inner_state_R)
 
 
-def moved_params(
-    ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
-) -> PyTree:
+def moved_params(ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray) -> PyTree:
     """Return the workers' own parameters, if any; a worker that moved has its trainer's.
 
-    `source` and `stays_R` are as in `moved_states`; the trainers of `ensemble` are the new ones.
+    `source` and `stays_R` are as in `moved_states`; `ensemble` has the new trainers and sizes.
     """
     if ensemble.params_R is None:
         return None
     own_R = jax.tree.map(lambda leaf_R: leaf_R[source], ensemble.params_R)
-    return where_leading(stays_R, own_R, of_owners(ensemble.params_M, owners))
+    return where_leading(stays_R, own_R, to_workers(ensemble.params_M, ensemble.sizes))
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
@@ -485,17 +479,6 @@ def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
     return chosen
 
 
-def check_owners(owners: np.ndarray, num_trainers: int) -> None:
-    """Raise ValueError unless every trainer has a worker, and every worker a trainer."""
-    missing = sorted(set(range(num_trainers)) - set(owners.tolist()))
-    strange = sorted(set(owners.tolist()) - set(range(num_trainers)))
-    if missing or strange:
-        raise ValueError(
-            f"owner_R={owners.tolist()}: expected every one of num_trainers={num_trainers} at least"
-            f" once; without a worker: {missing}; unknown: {strange}"
-        )
-
-
 def refuse_traced(name: str, *values: object) -> None:
     """Raise ValueError for a traced value, where sizes are chosen in Python."""
     if any(isinstance(value, jax.core.Tracer) for value in values):
@@ -506,7 +489,7 @@ def refuse_traced(name: str, *values: object) -> None:
 
 
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.flatnonzero(ensemble.owner_R == m) for m in trainers])
+    return np.concatenate([ensemble.workers[m] for m in trainers])
 
 
 def _parameter(path: tuple, leaf) -> Array:

@@ -1,35 +1,35 @@
 """The elastic engine: `loop.adloco.Engine` in the driver, with workers in learners.
 
 The driver holds parameters and outer states, learners the inner states, which are sent only at the
-start, after a merge, and when a worker moves. Each trainer runs at its own pace (`ready`).
+start, after a merge, and when a worker moves. Each trainer runs at its own pace (`round`).
 """
 
 import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax.core.outer import apply_differences
-from adloco_jax.core.types import Ensemble, put, take
+from adloco_jax.core.types import Ensemble, GradientStats, put, take
 from adloco_jax.elastic import decisions
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.learner import Answer, Order, WorkerOrder
+from adloco_jax.elastic.learner import Order, WorkerOrder
 from adloco_jax.elastic.rounds import Round
 from adloco_jax.elastic.states import InnerStates
-from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss, trainer_params
+from adloco_jax.engine.evaluate import HeldOut, guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.local import Metrics, count_skips, without_broken
-from adloco_jax.engine.programs import Programs, merged, replace, spawned
+from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
 from adloco_jax.engine.spec import num_bytes
 from adloco_jax.errors import ResourceError
-from adloco_jax.loop.adloco import State, Stats, joining_workers, merge_due
-from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_round
+from adloco_jax.loop.adloco import Boundary, Decide, State, Stats, joining_workers, merge_due
+from adloco_jax.loop.control import Control, StateBytes, count_round
 from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
@@ -42,20 +42,11 @@ _apply = jax.jit(
 _TRIES = 3
 
 
-class EndedRounds(NamedTuple):
-    """The results of rounds that learners have completed, for the method `ElasticEngine.finish`."""
-
-    trainers: list[int]  # positions of the trainers that ran these rounds
-    lines: list[dict]  # for each of these trainers, ledger fields of the round
-    outcomes: list[Outcome]  # for each of these trainers, losses and skipped updates
-    step_s: float  # seconds since the last round ended, or since the first of these rounds began
-
-
 class ElasticEngine:
     """Runs the rounds of workers in learners; `loop.adloco.Engine` describes the methods."""
 
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
-        """Store the arguments; the first call of `ready` starts the learners."""
+        """Store the arguments; the first call of `round` starts the learners."""
         self.settings, self.spec = run.settings, run.spec
         self.programs, self.heldout = programs, heldout
         self.underway: Control
@@ -78,137 +69,118 @@ class ElasticEngine:
         """Bytes of the parameters and optimizer states that are sent in merges and joins."""
         return self.spec.state_bytes
 
-    def ready(self, state: State) -> list[int]:
-        """Start rounds in learners; return the trainers of those that ended, at least one, or all.
+    def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
+        """Start rounds in learners; end those, at least one, whose learners have answered.
 
-        All, if trainers must stay together (`_keep_together`). Raises ConfigError if at the start a
-        learner has other data or versions; ResourceError if too few start, a round keeps failing,
-        or the cluster is gone.
+        All end together if trainers must stay together (`_keep_together`). Raises ConfigError if at
+        the start a learner has other data or versions; ResourceError if too few start, a round
+        keeps failing, or the cluster is gone.
         """
+        ended = self._wait_for_rounds(state)
+        plans = {m: each.plan for m, each in ended.items()}
+        counted = {
+            stream: (answer.num_updates, answer.num_sequences)
+            for each in ended.values()
+            for stream, answer in each.counted.items()
+        }
+        control, spent = count_round(
+            state.control,
+            plans,
+            sequence_length=self.spec.sequence_length,
+            sync_bytes=self.spec.sync_bytes,
+            counted=counted,
+        )
+        control.round = min(trainer.rounds for trainer in control.trainers.values())
+        control, decided = decide(control, _by_trainer(ended), plans)
+        ensemble, outcomes = self._outer_updates(state, ended)
+        up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
+        lines = [
+            planned(state.control, m, each.plan, each.rate_T)
+            | {"workers_counted": len(each.counted), "wire_bytes": each.wire_bytes}
+            | {"up_s": round(up_s / len(ended), 6)}
+            | spent[m]
+            | {"skipped_updates": int(outcomes[m].skipped_SR.sum())}
+            for m, each in ended.items()
+        ]
+        # The duration begins at the last round's end or later, so no second is counted twice.
+        now_s = time.monotonic()
+        step_s = now_s - max(self._finished_s, min(each.start_s for each in ended.values()))
+        self._finished_s = now_s
+        control, broken = count_skips(control, outcomes)
+        state, quarantined = without_broken(State(ensemble, control), broken)
+        if broken and state.control.trainers:
+            state.control.round = min(t.rounds for t in state.control.trainers.values())
+        changes = [*self._work_on(state), *quarantined]
+        metrics = Metrics(lines, [*outcomes.values()], step_s, 0.0)
+        return state, Boundary(metrics, decided, changes)
+
+    def _wait_for_rounds(self, state: State) -> dict[int, Round]:
+        """Start rounds, wait until some have ended, take them out and judge their answers."""
         if self._fault is not None:
             raise self._fault
         self.underway = control = state.control
         self.fleet.control = control
         if not self.fleet.learners:
-            self.fleet.start_all(len(control.owners))
+            self.fleet.start_all(control.num_workers)
         if not self.rounds:
             self._states.adopt(state)
         together, rule = _keep_together(self.settings), self.settings.engine
-        learners = self.fleet.learners
         while True:
             self._begin(state)
-            over = [
-                position
-                for position, trainer in enumerate(control.trainers)
-                if trainer.id in self.rounds and self.rounds[trainer.id].is_over(rule, learners)
-            ]
+            over = [m for m, each in self.rounds.items() if each.is_over(rule, self.fleet.learners)]
             if over and (not together or len(over) == len(control.trainers)):
-                return over
+                break
             self._poll()
-
-    def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> dict[int, Round]:
-        """Take out the ended rounds of `plans` and judge their answers; learners read the rows."""
-        trainers = state.control.trainers
-        ended = {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
-        for each in ended.values():
-            each.judge(self.settings.engine, self._norms.get(each.order.trainer, ()))
+        ended = {m: self.rounds.pop(m) for m in sorted(over)}
+        for m, each in ended.items():
+            each.judge(rule, self._norms.get(m, ()))
         return ended
 
-    def gradient_stats(self, state: State, batch: dict[int, Round]) -> Stats:
-        """Collect the gradient statistics of the workers whose answers count in the update."""
-        stats: Stats = []
-        for position, each in batch.items():
-            tested = [answer for answer in each.counted.values() if answer.num_tested]
-            if tested:
-                stats_R = _concatenated([answer.stats_R for answer in tested])
-                counts = np.array([answer.num_tested for answer in tested])
-                stats.append(((position,), (0,) * len(tested), counts, stats_R))
-        return stats
-
-    def outer_step(self, state: State, batch: dict[int, Round]) -> tuple[State, EndedRounds]:
+    def _outer_updates(
+        self, state: State, ended: Mapping[int, Round]
+    ) -> tuple[Ensemble, dict[int, Outcome]]:
         """Apply the outer update to each trainer whose round has ended."""
-        ensemble, control = state.ensemble.replace(inner_state_R=None), state.control
-        lines, outcomes, counted = [], [], {}
-        up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
-        for position, each in batch.items():
-            workers, norm = control.workers_of(position), math.nan
-            by_worker = {w: each.counted.get(control.streams[w]) for w in workers}
+        ensemble, outcomes = state.ensemble.replace(inner_state_R=None), {}
+        for m, each in ended.items():
+            streams, norm = state.control.trainers[m].streams, math.nan
             if each.counted:
-                sub, norm_M = self._outer_update(take(ensemble, [position]), by_worker, each)
-                ensemble, norm = put(ensemble, [position], sub), float(norm_M[0])
-            counted |= {
-                w: (a.num_updates, a.num_sequences) for w, a in by_worker.items() if a is not None
-            }
-            line = planned(control, position, each.plan, each.rate_T)
-            line |= {"workers_counted": len(each.counted), "wire_bytes": each.wire_bytes}
-            lines.append(line | {"up_s": round(up_s / len(batch), 6)})
-            outcomes.append(each.outcome([control.streams[w] for w in workers], norm))
+                at = state.control.positions([m])
+                sub, norm_M = self._outer_update(take(ensemble, at), streams, each)
+                ensemble, norm = put(ensemble, at, sub), float(norm_M[0])
+            outcomes[m] = each.outcome(streams, norm)
             self._close(each)
-        control, spent = count_round(
-            control,
-            {position: each.plan for position, each in batch.items()},
-            sequence_length=self.spec.sequence_length,
-            sync_bytes=self.spec.sync_bytes,
-            counted=counted,
-        )
-        control.round = min(trainer.rounds for trainer in control.trainers)
-        lines = [line | cost for line, cost in zip(lines, spent, strict=True)]
-        # The duration begins at the last round's end or later, so no second is counted twice.
-        now_s = time.monotonic()
-        step_s = now_s - max(self._finished_s, min(each.start_s for each in batch.values()))
-        self._finished_s = now_s
-        ensemble = ensemble.replace(round=np.int32(control.round))
-        return State(ensemble, control), EndedRounds([*batch], lines, outcomes, step_s)
+        return ensemble, outcomes
 
-    def look_ahead(self, control: Control) -> None:
-        """Do nothing: learners read their own rows, and compile their own programs."""
-
-    def finish(self, state: State, underway: EndedRounds) -> tuple[State, Metrics, list[dict]]:
-        """Count skipped updates, remove broken trainers; return lines on learners' events too."""
-        for line, outcome in zip(underway.lines, underway.outcomes, strict=True):
-            line["skipped_updates"] = int(outcome.skipped_SR.sum())
-        control, broken = count_skips(state.control, underway.outcomes, underway.trainers)
-        state, quarantined = without_broken(State(state.ensemble, control), broken)
-        if broken and state.control.trainers:
-            state.control.round = min(trainer.rounds for trainer in state.control.trainers)
-        self.underway = state.control
-        changes, self.fleet.changes = [*self.fleet.changes, *quarantined], []
-        self.fleet.control = state.control
+    def _work_on(self, state: State) -> list[dict]:
+        """Let learners work while observers evaluate and save; return the lines about learners."""
+        self.underway = self.fleet.control = state.control
+        changes, self.fleet.changes = self.fleet.changes, []
         if not (processes.is_asked_to_stop() or _changes_now(state.control, self.settings)):
             try:
-                self._begin(state)  # learners work while the observers evaluate and save
+                self._begin(state)
             except ResourceError as error:
                 self._fault = error  # after the observers of this round
-        return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
+        return changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Do nothing: only Streaming DiLoCo leaves anything, and it excludes learners."""
         return state, []
 
-    def guard_losses(self, state: State) -> list[float]:
-        """Compute each trainer's loss on the guard rows, the held-out rows for decisions."""
-        return guard_losses(state.ensemble, self.programs, self.heldout)
-
-    def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Compute the loss that a merged trainer would have on the guard rows."""
-        return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
+    def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
+        """Compute guard losses of trainers and of merges (`evaluate.guard_losses`)."""
+        return guard_losses(state, models, self.programs, self.heldout)
 
     def merge(
-        self,
-        ensemble: Ensemble,
-        members: Sequence[int],
-        weights: Sequence[float],
-        owners: Sequence[int],
+        self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
         """Merge trainers, then move workers, after fetching the inner states from the learners."""
-        whole = self._states.whole(State(ensemble, self.underway), fetches=True)
-        weights_n = np.asarray(weights, np.float32)
-        return replace(merged, whole, weights_n, tuple(members), tuple(owners))
+        weights_n, plan = np.asarray(weights, np.float32), merge_plan(state.control, members, after)
+        return replace(merged, self._states.whole(state, fetches=True), weights_n, *plan)
 
-    def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+    def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer up to `num_workers`, after fetching the inner states."""
-        whole = self._states.whole(State(ensemble, self.underway), fetches=True)
-        return replace(spawned, whole, trainer, num_workers)
+        (position,) = state.control.positions([trainer])
+        return replace(spawned, self._states.whole(state, fetches=True), position, num_workers)
 
     def complete(self, state: State) -> Ensemble:
         """Return the ensemble with inner states, fetched from the learners.
@@ -228,51 +200,48 @@ class ElasticEngine:
         """Start a round of every trainer that may begin one and has a worker on a free learner."""
         control, settings, now_s = state.control, self.settings, time.monotonic()
         idle = [
-            m
-            for m, trainer in enumerate(control.trainers)
-            if trainer.id not in self.rounds and _may_begin(control, m, settings)
+            m for m in control.trainers if m not in self.rounds and _may_begin(control, m, settings)
         ]
         if not idle:
             return
         self._divide(control, idle)
         plans = round_plans(control, settings, idle)
         tokens = self.spec.sequence_length * sum(
-            plan.num_sequences * len(control.workers_of(m)) for m, plan in plans.items()
+            plan.num_sequences * len(control.trainers[m].streams) for m, plan in plans.items()
         )
         leaving = {n for n, learner in self.fleet.learners.items() if learner.leaving}
         occupied = self.fleet.asked("play") | leaving
-        for position, plan in plans.items():
-            workers = control.workers_of(position)
-            hosts = {w: self.fleet.host(control.streams[w]) for w in workers}
-            free = {w: n for w, n in hosts.items() if n is not None and n not in occupied}
+        for m, plan in plans.items():
+            starts = {stream: start for _, stream, start in control.reads([m])}
+            hosts = {stream: self.fleet.host(stream) for stream in starts}
+            free = {s: n for s, n in hosts.items() if n is not None and n not in occupied}
             if not free:
                 continue
-            rate_T = learning_rates(control, position, plan, settings, round_tokens=tokens)
-            trainer, number = control.trainers[position].id, control.rounds_of(position) + 1
-            order = Order(trainer, number, *plan[:2], is_single=len(workers) == 1, work=())
+            rate_T = learning_rates(control, m, plan, settings, round_tokens=tokens)
+            is_single, number = len(starts) == 1, control.rounds_of(m) + 1
+            order = Order(m, number, *plan[:2], is_single=is_single, work=())
+            (position,) = control.positions([m])
             params = jax.device_get(trainer_params(state.ensemble, position))
             sent_bytes = num_bytes(params)
             each = Round(plan, order, rate_T, now_s, sent_bytes * len(set(free.values())))
-            reference = self.fleet.put(params, order.trainer)
+            reference = self.fleet.put(params, m)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
-                speeds = {w: self.fleet.learners[n].sequence_s for w, n in free.items()}
+                speeds = {s: self.fleet.learners[n].sequence_s for s, n in free.items()}
                 updates = decisions.updates_by_speed(plan.num_updates, speeds)
-            count = test_count(plan, len(workers), settings)
+            count = test_count(plan, len(starts), settings)
             self._prepare_spares(order, count > 0)
             for number in sorted(set(free.values())):
                 work = []
-                for worker in (w for w, host in free.items() if host == number):
-                    _, stream, start = control.reads(worker)
+                for stream in (stream for stream, host in free.items() if host == number):
                     inner_state = self._states.to_send(stream, self.fleet.learners[number])
                     each.wire_bytes += num_bytes(inner_state)
-                    tested = min(count, updates[worker] * plan.num_sequences // plan.num_updates)
-                    work.append(
-                        WorkerOrder(stream, start, updates[worker], tested, rate_T, inner_state)
-                    )
+                    tested = min(count, updates[stream] * plan.num_sequences // plan.num_updates)
+                    how = updates[stream], tested, rate_T, inner_state
+                    work.append(WorkerOrder(stream, starts[stream], *how))
                 self._play(number, order._replace(work=tuple(work)), reference)
                 each.awaited.add(number)
-            self.rounds[order.trainer] = each
+            self.rounds[m] = each
 
     def _play(self, number: int, order: Order, params: Any) -> None:
         learner = self.fleet.learners[number]
@@ -294,15 +263,14 @@ class ElasticEngine:
                 self.fleet.ask(number, "prepare", order, tests, about=None)
 
     def _outer_update(
-        self, sub: Ensemble, by_worker: Mapping[int, Answer | None], each: Round
+        self, sub: Ensemble, streams: Sequence[int], each: Round
     ) -> tuple[Ensemble, np.ndarray]:
         """Apply the outer update to a trainer, from the differences that learners have sent."""
-        some = next(answer for answer in by_worker.values() if answer is not None)
+        answers = [each.counted.get(stream) for stream in streams]
+        some = next(answer for answer in answers if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
-        parts = [missing if a is None else a.differences for a in by_worker.values()]
-        weights_R = np.array(
-            [0 if a is None else a.num_sequences for a in by_worker.values()], np.float32
-        )
+        parts = [missing if a is None else a.differences for a in answers]
+        weights_R = np.array([0 if a is None else a.num_sequences for a in answers], np.float32)
         extra_M = {
             name: np.array([EXTRAS[name](each.rate_T, each.plan, self.settings)], np.float32)
             for name in self.spec.extras
@@ -371,12 +339,11 @@ class ElasticEngine:
 
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
         """Assign workers to learners; fetch the inner states that new learners must get."""
-        owners = zip(control.streams, control.owners, strict=True)
-        trainers = {stream: control.trainers[owner].id for stream, owner in owners}
+        trainers = control.trainer_of
         busy = self.fleet.asked("play")
         self._let_leave(control, busy)
         now_s, patience_s = time.monotonic(), self.settings.engine.restart_s
-        movable = {control.streams[w] for m in idle for w in control.workers_of(m)}
+        movable = {stream for m in idle for stream in control.trainers[m].streams}
         movable -= {s for n in busy for s in self.fleet.learners[n].streams}
         there = [each for each in self.fleet.learners.values() if each.joined]
         away = [each for each in self.fleet.learners.values() if not each.joined and each.streams]
@@ -410,8 +377,19 @@ def _concatenated(trees: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
-def _may_begin(control: Control, position: int, settings: Settings) -> bool:
-    rounds, every = control.rounds_of(position), settings.merge.every_rounds
+def _by_trainer(ended: Mapping[int, Round]) -> Stats:
+    """Collect the gradient statistics of the workers whose answers count in the update."""
+    stats = {}
+    for m, each in ended.items():
+        tested = [answer.stats_R for answer in each.counted.values() if answer.num_tested]
+        if tested:
+            fields = vars(_concatenated(tested))
+            stats[m] = GradientStats(**{k: v.astype(np.float64) for k, v in fields.items()})
+    return stats
+
+
+def _may_begin(control: Control, trainer: int, settings: Settings) -> bool:
+    rounds, every = control.rounds_of(trainer), settings.merge.every_rounds
     if _keep_together(settings):
         return rounds == control.round
     waits = settings.merge.policy != "none" and len(control.trainers) > 1

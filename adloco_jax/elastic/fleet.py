@@ -234,9 +234,8 @@ class Fleet:
         `trainer` None: that of a worker that the learner runs.
         """
         if trainer is None and (streams := self.learners[number].streams):
-            owners = zip(self.control.streams, self.control.owners, strict=True)
-            owner = next((m for stream, m in owners if stream in streams), None)
-            trainer = None if owner is None else self.control.trainers[owner].id
+            of, present = self.control.trainer_of, sorted(streams)
+            trainer = next((of[stream] for stream in present if stream in of), None)
         line = {"event": "learner", "round": self.control.round, "learner": number}
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
 

@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import Differences, pack_differences
-from adloco_jax.core.types import Ensemble, GradientStats, Workers, norms, of_owners, trainable
+from adloco_jax.core.types import Ensemble, GradientStats, Workers, norms, to_workers, trainable
 from adloco_jax.elastic.formats import Hello, Sign
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.programs import Programs, use_compilation_cache
@@ -114,7 +114,7 @@ class Learner:
         shards, count = settings.ensemble.model_shards, len(machine.devices)
         if shards is None:
             memory_frac = settings.batching.memory_frac
-            shards = fewest_model_shards(spec, (0,), memory_frac=memory_frac)
+            shards = fewest_model_shards(spec, (1,), memory_frac=memory_frac)
         elif count % shards:
             raise ConfigError(f"ensemble.model_shards = {shards}: a learner has {count} devices")
         self.spec = dataclasses.replace(spec, model_shards=shards)
@@ -175,7 +175,7 @@ class Learner:
         return _divided(order, self._parts[key])
 
     def _fits(self, order: Order) -> bool:
-        return peak(self.programs, _group(order, 1).steps_key(), (0,)).total <= self._budget
+        return peak(self.programs, _group(order, 1).steps_key(), (1,)).total <= self._budget
 
     def _play(self, order: Order, work: WorkerOrder, params_M: PyTree) -> Answer:
         spec, group = self.spec, _group(order, work.num_updates)
@@ -188,7 +188,7 @@ class Learner:
         rows_BL = self.corpus.batch(order.trainer, work.stream, work.start, plan.num_sequences)
         stats_R = None
         if work.num_tested:
-            test = padded_test(group, {0: rows_BL}, np.array([work.num_tested], np.int32), spec)
+            test = padded_test(group, [rows_BL], np.array([work.num_tested], np.int32), spec)
             stats_R = measure(self.programs, params_M, test)
         alone = _alone(params_M)
         if not spec.reset_inner_state:
@@ -240,17 +240,17 @@ def _divided(order: Order, parts: int) -> Order:
 
 def _group(order: Order, num_updates: int) -> Group:
     plan = RoundPlan(order.micro_batch_size, order.num_accum_steps, num_updates)
-    return Group((0,), (0,), (0,), None, plan)
+    return Group((order.trainer,), (1,), plan=plan)
 
 
 def _alone(params_M: PyTree) -> Ensemble:
     """Make an ensemble of one trainer and one worker, with the trainer's parameters [1, ...]."""
-    return Ensemble(params_M, None, None, (0,), jnp.zeros((), jnp.int32))
+    return Ensemble(params_M, None, None, (1,), jnp.zeros((), jnp.int32))
 
 
 def _differences(params_M: PyTree, workers: Workers, precision: Precision, is_single: bool):
     ensemble = _alone(params_M)
-    start_R = of_owners(trainable(params_M), (0,))
+    start_R = to_workers(trainable(params_M), (1,))
     change_R = jax.tree.map(lambda a, b: a - b, start_R, trainable(workers.params_R))
     how = {"precision": precision, "single_R": (is_single,)}
     return pack_differences(ensemble, workers, **how), norms(change_R)

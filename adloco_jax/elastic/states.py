@@ -44,7 +44,7 @@ class InnerStates:
         inner_R = jax.device_get(inner_R)
         self._here = {
             stream: jax.tree.map(lambda leaf, w=worker: leaf[w], inner_R)
-            for worker, stream in enumerate(state.control.streams)
+            for worker, (_, stream, _) in enumerate(state.control.reads())
         }
 
     def bring(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
@@ -57,9 +57,9 @@ class InnerStates:
             return
         self._fetch(
             [
-                control.reads(worker)
-                for worker, stream in enumerate(control.streams)
-                if stream in targets and self._holders.get(stream) is not targets[stream]
+                read
+                for read in control.reads()
+                if read[1] in targets and self._holders.get(read[1]) is not targets[read[1]]
             ]
         )
         self._here |= {key[1]: state for key, state in self._found.items() if state is not None}
@@ -86,9 +86,9 @@ class InnerStates:
         ensemble, control = state
         if ensemble.inner_state_R is not None:
             return ensemble
-        states: list[PyTree | None] = [None] * len(control.owners)
+        keys = control.reads()
+        states: list[PyTree | None] = [None] * len(keys)
         if fetches and not self._spec.reset_inner_state:
-            keys = [control.reads(worker) for worker in range(len(control.owners))]
             self._fetch(keys)
             states = [self._here.get(key[1], self._found.get(key)) for key in keys]
         fresh = self._fresh() if any(each is None for each in states) else None

@@ -4,7 +4,7 @@ Losses are means over rows, in nats per token of text, or nats per labelled row.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +21,7 @@ from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import DataError
+from adloco_jax.loop.adloco import State
 
 
 @dataclass(frozen=True)
@@ -134,22 +135,19 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
-def guard_losses(ensemble: Ensemble, programs: Programs, heldout: HeldOut) -> list[float]:
-    """Compute the mean loss of each trainer on the guard rows."""
-    trainers = range(ensemble.num_trainers)
-    return [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
-
-
-def merged_loss(
-    ensemble: Ensemble,
-    members: Sequence[int],
-    weights: Sequence[float],
-    programs: Programs,
-    heldout: HeldOut,
-) -> float:
-    """Compute the mean loss that a merged trainer would have on the guard rows."""
-    params = merged_params(ensemble, tuple(members), tuple(weights))
-    return _guard_loss(params, programs, heldout)
+def guard_losses(
+    state: State, models: Sequence[Mapping[int, float]], programs: Programs, heldout: HeldOut
+) -> list[float]:
+    """Compute the mean loss on the guard rows of trainers and of merges (`loop.adloco.Engine`)."""
+    losses = []
+    for weights in models:
+        members = state.control.positions(weights)
+        if len(members) == 1:
+            params = trainer_params(state.ensemble, members[0])
+        else:
+            params = merged_params(state.ensemble, members, tuple(weights.values()))
+        losses.append(_guard_loss(params, programs, heldout))
+    return losses
 
 
 def _guard_loss(params: PyTree, programs: Programs, heldout: HeldOut) -> float:
@@ -166,7 +164,8 @@ def consensus(
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"
-    losses = guard_losses(ensemble, programs, heldout)
+    trainers = range(ensemble.num_trainers)
+    losses = [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
     best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
     average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
     if _guard_loss(average, programs, heldout) < losses[best]:
@@ -182,7 +181,7 @@ def _row(tree_M: PyTree, position: int) -> PyTree:
 @functools.partial(jax.jit, static_argnames="members")
 def _merged_params(params_M, members, weights_n):
     num_trainers = jax.tree.leaves(params_M)[0].shape[0]
-    bare = Ensemble(params_M, (), (), tuple(range(num_trainers)), jnp.int32(0))
+    bare = Ensemble(params_M, (), (), (1,) * num_trainers, jnp.int32(0))
     survivors = [m for m in range(num_trainers) if m not in members[1:]]
     merged_M = merge(bare, members, weights=weights_n).params_M
     return _row(merged_M, survivors.index(members[0]))

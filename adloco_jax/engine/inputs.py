@@ -12,10 +12,9 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from adloco_jax.core.merge import allocate_workers
-from adloco_jax.core.types import block_size
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.engine.sharding import num_turns, placement, reshard
-from adloco_jax.engine.spec import Kind, Machine, ProgramKey, Spec
+from adloco_jax.engine.spec import Kind, ProgramKey, Spec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import (
     after_merge,
@@ -72,21 +71,21 @@ class Rows(Protocol):
 class Group(NamedTuple):
     """A group of trainers with their workers, which one compiled program runs together."""
 
-    trainers: tuple[int, ...]  # positions of the trainers
-    workers: tuple[int, ...]  # positions of their workers, in the order of the group's arrays
-    owners: tuple[int, ...]  # each worker's trainer: its index in `trainers`
-    devices: tuple[int, int] | None  # first device and number of devices; None: all
+    trainers: tuple[int, ...]  # ids of the trainers
+    sizes: tuple[int, ...]  # number of each trainer's workers
+    devices: tuple[int, int] | None = None  # first device and number of devices; None: all
     plan: RoundPlan = RoundPlan(0, 1, 0)  # sizes of the trainers' round, if the group runs one
-    in_pool: int | None = None  # number of all workers of the run if `Spec.by_position`; else None
+    pool: int | None = None  # number of all workers of the run if `Spec.by_position`; else None
+    positions: tuple[int, ...] = ()  # those of the group's workers in arrays of the whole pool
 
     def key(self, kind: Kind, **more) -> ProgramKey:
         """Make the key of one of this group's programs, with further fields `more`."""
-        return ProgramKey(kind, self.owners, devices=self.devices, **more)
+        return ProgramKey(kind, self.sizes, devices=self.devices, **more)
 
     def steps_key(self) -> ProgramKey:
         """Make the key of the group's inner steps, which depend on the workers only."""
-        pool, size = (0,) * (self.in_pool or len(self.workers)), self.plan.micro_batch_size
-        return ProgramKey("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
+        pool, size = self.pool or sum(self.sizes), self.plan.micro_batch_size
+        return ProgramKey("steps", (pool,), size, self.plan.num_accum_steps > 1, self.devices)
 
 
 class Test(NamedTuple):
@@ -122,10 +121,9 @@ class Batch(NamedTuple):
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
     calls: list[list[Call]]  # for each group: all calls of the first turn, then of the next
-    # The extra arguments of the outer optimizer by name: float32 [M], one number per trainer.
-    extra_M: dict[str, np.ndarray]
+    extras: dict[str, dict[int, float]]  # extra arguments of the outer optimizer, for each trainer
     tests: list[Test]
-    lines: list[dict]
+    lines: dict[int, dict]
     """For each trainer, the ledger fields of the round that its plan determines."""
 
 
@@ -138,53 +136,46 @@ def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group
     chosen = sorted(trainers)
     if not chosen:
         return []
-    counts = [len(control.workers_of(m)) for m in chosen]
+    count = {m: len(control.trainers[m].streams) for m in chosen}
     machine, model_shards = spec.machine, spec.model_shards
     units = len(machine.devices) // model_shards
-    sizes = sorted(set(counts), reverse=True)
+    sizes = sorted(set(count.values()), reverse=True)
     if len(sizes) == 1 or machine.num_processes > 1 or units < len(sizes):
-        return [_group(control, chosen, machine)]
-    members = [[m for m, n in zip(chosen, counts, strict=True) if n == size] for size in sizes]
+        return [_group(control, chosen)]
+    members = [[m for m in chosen if count[m] == size] for size in sizes]
     pools = [size * len(ms) for size, ms in zip(sizes, members, strict=True)]
     shares = allocate_workers(pools, units)
     firsts = np.cumsum([0, *shares[:-1]]).tolist()
     return [
-        _group(control, ms, machine, (first * model_shards, share * model_shards))
+        _group(control, ms, (first * model_shards, share * model_shards))
         for ms, first, share in zip(members, firsts, shares, strict=True)
     ]
 
 
 def _group(
-    control: Control,
-    trainers: Sequence[int],
-    machine: Machine,
-    devices: tuple[int, int] | None = None,
+    control: Control, trainers: Iterable[int], devices: tuple[int, int] | None = None
 ) -> Group:
-    if len(trainers) == len(control.trainers) and (
-        len(machine.devices) == 1 or block_size(control.owners) is not None
-    ):
-        workers = tuple(range(len(control.owners)))  # in the order of the ensemble
-    else:
-        workers = tuple(w for m in trainers for w in control.workers_of(m))
-    owners = tuple(trainers.index(control.owners[w]) for w in workers)
-    return Group(tuple(trainers), workers, owners, devices)
+    chosen = tuple(trainers)
+    return Group(chosen, tuple(len(control.trainers[m].streams) for m in chosen), devices)
 
 
 def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
     """Divide each of `classes` by plan: trainers with the same plan form a group."""
-    groups = []
+    groups, pool = [], [stream for _, stream, _ in control.reads()]
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
             trainers = [m for m in group.trainers if plans[m] == plan]
-            part = _group(control, trainers, spec.machine, group.devices)
-            in_pool = len(control.owners) if spec.by_position else None
-            groups.append(part._replace(plan=plan, in_pool=in_pool))
+            part = _group(control, trainers, group.devices)._replace(plan=plan)
+            if spec.by_position:
+                positions = tuple(pool.index(stream) for _, stream, _ in control.reads(trainers))
+                part = part._replace(pool=len(pool), positions=positions)
+            groups.append(part)
     return groups
 
 
-def whole_pool(control: Control, spec: Spec) -> Group:
+def whole_pool(control: Control) -> Group:
     """Make one group of all trainers and all workers of the run, in the order of the ensemble."""
-    return _group(control, range(len(control.trainers)), spec.machine)
+    return _group(control, control.trainers)
 
 
 def round_keys(
@@ -196,7 +187,7 @@ def round_keys(
         keys += [group.key("stats") for group in classes(control, plans, spec)]
     groups = group_trainers(control, plans, spec)
     if spec.by_position:
-        steps, pool = [group.steps_key() for group in groups], whole_pool(control, spec)
+        steps, pool = [group.steps_key() for group in groups], whole_pool(control)
         accumulates = any(key.accumulates for key in steps)
         return [*keys, pool.key("start", accumulates=accumulates), *steps, pool.key("outer")]
     for group in groups:
@@ -208,7 +199,7 @@ def round_keys(
             continue
         if group.plan.num_micro_batches > spec.num_micro_batches * spec.outer.fragments:
             keys.append(steps)
-        keys.append(steps._replace(kind="fragment", owners=group.owners))
+        keys.append(steps._replace(kind="fragment", sizes=group.sizes))
     return list(dict.fromkeys(keys))
 
 
@@ -222,7 +213,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
     later = dataclasses.replace(control, round=control.round + 1)
     last = is_over(later, settings)
     if settings.outer.leaves_unsynchronised:
-        owed = range(len(later.trainers)) if last else _members(later, settings)
+        owed = later.trainers if last else _members(later, settings)
         keys += [group.key("flush") for group in classes(later, owed, spec)]
     if not last and measures_gradients(settings):
         for growth in (settings.batching.max_growth, 1):
@@ -235,21 +226,20 @@ def foreseen(control: Control, settings: Settings) -> Control:
     """Predict the control at the start of the next round, as if all guard losses were equal."""
     if members := _members(control, settings):
         control = after_merge(control, members)
-    for position, num_workers in joining_workers(control, settings):
-        control = with_workers(control, position, num_workers)
+    for trainer, num_workers in joining_workers(control, settings):
+        control = with_workers(control, trainer, num_workers)
     return control
 
 
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:
     if not merge_due(control, settings):
         return ()
-    return choose_members(control, [0.0] * len(control.trainers), settings)
+    return choose_members(control, dict.fromkeys(control.trainers, 0.0), settings)
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
     """Collect what determines a round's inputs; if changed, those made ahead are not used."""
-    sequences = [control.reads(worker) for worker in range(len(control.owners))]
-    return control.round, [*control.owners], sequences, dict(plans)
+    return control.round, control.reads(), dict(plans)
 
 
 def make_batch(
@@ -261,40 +251,45 @@ def make_batch(
     """
     groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
-        group.plan.num_sequences * len(group.workers) for group in groups
+        group.plan.num_sequences * sum(group.sizes) for group in groups
     )
-    count_R = np.zeros(len(control.owners), np.int32)
-    for m, plan in plans.items():
-        workers = control.workers_of(m)
-        count_R[workers] = test_count(plan, len(workers), settings)
-    tested = [g for g in classes(control, plans, spec) if count_R[list(g.workers)].any()]
-    tested_here = {
-        group.workers[index]
-        for group in tested
-        for index in _here(placement(spec, group.key("stats")).workers, (len(group.workers),), 0)
+    count = {
+        m: test_count(plan, control.size(m).num_workers, settings) for m, plan in plans.items()
     }
+    tested = [g for g in classes(control, plans, spec) if any(count[m] for m in g.trainers)]
+    tested_here = set()
+    for group in tested:
+        at = _here(placement(spec, group.key("stats")).workers, (sum(group.sizes),), 0)
+        tested_here |= {control.reads(group.trainers)[index] for index in at}
     rates = {
         m: learning_rates(control, m, plan, settings, round_tokens=round_tokens)
-        for m, plan in sorted(plans.items())
+        for m, plan in plans.items()
     }
     calls, beginnings = [], {}
     for group in groups:
-        rows_TRBL = _sequences(control, group, spec, rows, tested_here)
-        for index, worker in enumerate(group.workers):
+        reads = control.reads(group.trainers)
+        rows_TRBL = _sequences(reads, group, spec, rows, tested_here)
+        for index, read in enumerate(reads):
             flat = rows_TRBL[:, index].reshape(-1, spec.row_length)
-            beginnings[worker] = flat[: max(count_R[worker], _COMPARED)]
-        rate_TR = np.stack([rates[m] for m in group.trainers], axis=1)[:, group.owners]
-        reads_R3 = np.array([control.reads(w) for w in group.workers], np.int32)
-        calls.append(calls_of(group, rows_TRBL, rate_TR, reads_R3, spec))
+            beginnings[read] = flat[: max(count[read[0]], _COMPARED)]
+        rate_TR = np.repeat([rates[m] for m in group.trainers], group.sizes, axis=0).T
+        calls.append(calls_of(group, rows_TRBL, rate_TR, np.array(reads, np.int32), spec))
     if control.round == 0:
-        _require_different_rows(control, beginnings)
-    tests = [padded_test(group, beginnings, count_R, spec) for group in tested]
-    extra_M = {
-        name: np.array([EXTRAS[name](rates[m], plans[m], settings) for m in rates], np.float32)
-        for name in spec.extras
+        _require_different_rows(beginnings)
+    tests = [
+        padded_test(
+            group,
+            [beginnings[read] for read in control.reads(group.trainers)],
+            np.repeat(np.array([count[m] for m in group.trainers], np.int32), group.sizes),
+            spec,
+        )
+        for group in tested
+    ]
+    extras = {
+        name: {m: EXTRAS[name](rates[m], plans[m], settings) for m in plans} for name in spec.extras
     }
-    lines = [planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()]
-    return Batch(plans, groups, calls, extra_M, tests, lines)
+    lines = {m: planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()}
+    return Batch(plans, groups, calls, extras, tests, lines)
 
 
 def calls_of(
@@ -322,31 +317,31 @@ def calls_of(
 
 
 def padded_test(
-    group: Group, beginnings: Mapping[int, np.ndarray], count_R: np.ndarray, spec: Spec
+    group: Group, beginnings_R: Sequence[np.ndarray], count_R: np.ndarray, spec: Spec
 ) -> Test:
-    """Send the first `count_R` rows of each worker, by position, padded, to the devices."""
-    shape = (len(group.workers), spec.max_test_sequences, spec.row_length)
-    test_RBL, count_R = np.zeros(shape, np.int32), count_R[list(group.workers)]
-    for test_BL, worker, count in zip(test_RBL, group.workers, count_R, strict=True):
-        test_BL[:count] = beginnings[worker][:count]
+    """Send the first `count_R` rows of each worker, padded, to the devices."""
+    shape = (len(count_R), spec.max_test_sequences, spec.row_length)
+    test_RBL = np.zeros(shape, np.int32)
+    for test_BL, rows_BL, count in zip(test_RBL, beginnings_R, count_R, strict=True):
+        test_BL[:count] = rows_BL[:count]
     return Test(group, reshard(test_RBL, placement(spec, group.key("stats")).workers), count_R)
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
     """Divide a group's workers into `count` turns, which run one after another."""
-    workers = np.arange(len(group.workers))
+    workers = np.arange(sum(group.sizes))
     if count == 1:
         return [(workers, ())]
-    if group.in_pool:
-        return [(workers[i : i + 1], (np.array(w, np.int32),)) for i, w in enumerate(group.workers)]
+    if group.pool:
+        places = enumerate(group.positions)
+        return [(workers[i : i + 1], (np.array(place, np.int32),)) for i, place in places]
     return [(workers[turn::count], (np.array(turn, np.int32),)) for turn in range(count)]
 
 
-def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
+def _require_different_rows(beginnings: Mapping[tuple[int, int, int], np.ndarray]) -> None:
     """Raise DataError if two workers start with the same rows, and so compute the same updates."""
     first_with = {}
-    for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
-        read = control.reads(worker)
+    for read, rows_BL in ((read, rows_BL[:_COMPARED]) for read, rows_BL in beginnings.items()):
         before = first_with.setdefault(rows_BL.tobytes(), read)
         # A few rows may be equal by chance; rows that another process reads are all zero here.
         if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
@@ -364,17 +359,21 @@ def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int
 
 
 def _sequences(
-    control: Control, group: Group, spec: Spec, rows: Rows, tested_here: Set[int]
+    reads: Sequence[tuple[int, int, int]],
+    group: Group,
+    spec: Spec,
+    rows: Rows,
+    tested_here: Set[tuple[int, int, int]],
 ) -> np.ndarray:
     """Read the rows that a group's workers train on in a round: int32 [T, R, B, L + 1]."""
     size = group.plan.micro_batch_size
-    shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)
+    shape = (group.plan.num_micro_batches, len(reads), size, spec.row_length)
     rows_TRBL = np.zeros(shape, np.int32)
     tokens_at = placement(spec, group.steps_key()).tokens_TRBL(size)
     trained_here = _here(tokens_at, shape, 1)
-    for index, worker in enumerate(group.workers):
-        if index not in trained_here and worker not in tested_here:
+    for index, read in enumerate(reads):
+        if index not in trained_here and read not in tested_here:
             continue
-        taken = rows.batch(*control.reads(worker), len(rows_TRBL) * size)
+        taken = rows.batch(*read, len(rows_TRBL) * size)
         rows_TRBL[:, index] = taken.reshape(len(rows_TRBL), size, -1)
     return rows_TRBL

@@ -17,13 +17,14 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.compress import packed_bytes
-from adloco_jax.core.types import Ensemble, put
+from adloco_jax.core.types import Ensemble, GradientStats, put
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss
+from adloco_jax.engine.evaluate import HeldOut, guard_losses
 from adloco_jax.engine.inputs import (
     Batch,
     Group,
     Rows,
+    Test,
     classes,
     foreseen,
     make_batch,
@@ -31,27 +32,17 @@ from adloco_jax.engine.inputs import (
     reads,
     whole_pool,
 )
-from adloco_jax.engine.programs import Programs, merged, replace, spawned, taken
+from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned, taken
 from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
 from adloco_jax.engine.sharding import placement, reshard
 from adloco_jax.engine.spec import ProgramKey, Spec
-from adloco_jax.loop.adloco import State, Stats
+from adloco_jax.loop.adloco import Boundary, Decide, State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
-from adloco_jax.loop.plans import round_plans, share_done
+from adloco_jax.loop.plans import is_over, round_plans, share_done
 from adloco_jax.settings import Settings
 
 # A trainer is removed if each of its workers has skipped this many updates in a row.
 SKIPS_BEFORE_QUARANTINE = 3
-
-
-class UnderWay(NamedTuple):
-    """A round whose programs have been dispatched to the devices; its results are read later."""
-
-    lines: list[dict]  # for each trainer, ledger fields of the round's sizes and cost
-    groups: list[Group]  # groups of trainers whose workers ran the same programs
-    measured: list[list[tuple[Array, Array]]]  # by group and call: losses, skipped; [T, R]
-    stacks: list[Group]  # groups that were synchronised together
-    norms: list[list[Array]]  # by stack and synchronisation: norms of pseudo-gradients [M]
 
 
 class Metrics(NamedTuple):
@@ -63,6 +54,10 @@ class Metrics(NamedTuple):
     stall_s: float  # seconds within `step_s` in which the round waited for compilation
 
 
+# For each group of trainers whose workers ran the same programs, losses and skips [T, R] by call.
+Measured: TypeAlias = list[tuple[Group, list[tuple[Array, Array]]]]
+# For each group that was synchronised together, norms of pseudo-gradients [M] by synchronisation.
+Norms: TypeAlias = list[tuple[Group, list[Array]]]
 OnCall: TypeAlias = Callable[[float, Array], None] | None
 """Called with the share of the run that is done and losses; None: nobody is called."""
 
@@ -90,8 +85,6 @@ class LocalEngine:
         self.underway: Control
         # Inputs made ahead, or the exception, with the values that determine them.
         self._ahead: tuple[tuple, Batch | Exception] | None = None
-        # When the round began: the clock, and the seconds that calls had waited for compilation.
-        self._start_s = self._stalled_s = 0.0
         self._flushed: set[int] = set()  # ids of trainers that were flushed after the last round
 
     @property
@@ -99,22 +92,59 @@ class LocalEngine:
         """Bytes of the parameters and optimizer states that are sent in merges and joins."""
         return self.spec.state_bytes
 
-    def ready(self, state: State) -> list[int]:
-        """Return all positions: all trainers run each round together. Start the round's clock."""
-        self.underway = state.control  # set before sequences are read, which may fail
-        self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
-        return list(range(len(state.control.trainers)))
+    def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
+        """Run a round of all trainers; raise DataError if its rows cannot be read.
 
-    def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Batch:
-        """Return a round's inputs, if possible those that `look_ahead` made; raise its errors."""
+        While the devices run its updates, the host decides and prepares the next round.
+        """
+        before, settings = state.control, self.settings
+        self.underway = before  # set before sequences are read, which may fail
+        start_s, stalled_s = time.perf_counter(), self.programs.stall_s
+        plans = round_plans(before, settings)
+        batch = self._batch(before, plans)
+        stats = [self._measure(state, test) for test in batch.tests]
+        control, spent = count_round(
+            before,
+            plans,
+            sequence_length=self.spec.sequence_length,
+            sync_bytes=self.spec.sync_bytes,
+            num_syncs=self.spec.outer.fragments,
+        )
+        first, last = (
+            share_done(each.round, each.tokens_total, settings) for each in (before, control)
+        )
+        shares = np.linspace(first, last, sum(map(len, batch.calls)) + 1)
+        self._shares = iter(shares[1:].tolist())
+        self._unreported.clear()
+        ensemble, measured, norms = self._dispatch(state, batch)
+        self._flushed.clear()
+        control, decisions = decide(control, _by_trainer(batch.tests, stats), plans)
+        if not is_over(control, settings):
+            self._look_ahead(control)
+        crash_point("round.decided")
+        self._report(wait=True)
+        jax.block_until_ready(norms)
+        step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
+        outcomes = _outcomes(measured, norms)
+        lines = [
+            batch.lines[m] | spent[m] | {"skipped_updates": int(outcome.skipped_SR.sum())}
+            for m, outcome in outcomes.items()
+        ]
+        control, broken = count_skips(control, outcomes)
+        state, changes = without_broken(State(ensemble, control), broken)
+        metrics = Metrics(lines, [*outcomes.values()], step_s, stall_s)
+        return state, Boundary(metrics, decisions, changes)
+
+    def _batch(self, control: Control, plans: Mapping[int, RoundPlan]) -> Batch:
+        """Return a round's inputs, if possible those that `_look_ahead` made; raise its errors."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == reads(state.control, plans):
+        if ahead is not None and ahead[0] == reads(control, plans):
             if isinstance(ahead[1], Exception):
                 raise ahead[1]
             return ahead[1]
-        return make_batch(state.control, plans, self.settings, self.spec, self.rows)
+        return make_batch(control, plans, self.settings, self.spec, self.rows)
 
-    def look_ahead(self, control: Control) -> None:
+    def _look_ahead(self, control: Control) -> None:
         """Make the next round's inputs; compile the next two rounds' programs in the background."""
         after_merge = foreseen(control, self.settings)
         self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
@@ -123,55 +153,16 @@ class LocalEngine:
             batch: Batch | Exception = make_batch(
                 control, plans, self.settings, self.spec, self.rows
             )
-        except Exception as error:  # deliberately broad, because `batch` raises the error later
+        except Exception as error:  # deliberately broad, because `_batch` raises the error later
             batch = error
         self._ahead = reads(control, plans), batch
 
-    def gradient_stats(self, state: State, batch: Batch) -> Stats:
-        """Start to measure gradient statistics of all trainers on the round's first sequences."""
-        stats = []
-        for test in batch.tests:
-            params_M, group = state.ensemble.params_M, test.group
-            if len(group.trainers) < state.ensemble.num_trainers:
-                params_M = _rows(params_M, group.trainers)
-            stats_R = measure(self.programs, params_M, test)
-            stats.append((group.trainers, group.owners, test.count_R, stats_R))
-        return stats
-
-    def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
-        """Dispatch the programs of a round to the devices; `finish` waits for their results."""
-        control, spent = count_round(
-            state.control,
-            batch.plans,
-            sequence_length=self.spec.sequence_length,
-            sync_bytes=self.spec.sync_bytes,
-            num_syncs=self.spec.outer.fragments,
-        )
-        before, after = (
-            share_done(each.round, each.tokens_total, self.settings)
-            for each in (state.control, control)
-        )
-        shares = np.linspace(before, after, sum(map(len, batch.calls)) + 1)
-        self._shares = iter(shares[1:].tolist())
-        self._unreported.clear()
-        ensemble, *dispatched = self._dispatch(state, batch)
-        self._flushed.clear()
-        lines = [line | cost for line, cost in zip(batch.lines, spent, strict=True)]
-        return State(ensemble, control), UnderWay(lines, batch.groups, *dispatched)
-
-    def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
-        """Wait for a round, count skipped updates, remove broken trainers (a ledger line each)."""
-        crash_point("round.decided")
-        self._report(wait=True)
-        jax.block_until_ready(underway.norms)
-        step_s, stall_s = time.perf_counter() - self._start_s, self.programs.stall_s
-        outcomes = _outcomes(underway)
-        for line, outcome in zip(underway.lines, outcomes, strict=True):
-            line["skipped_updates"] = int(outcome.skipped_SR.sum())
-        metrics = Metrics(underway.lines, outcomes, step_s, stall_s - self._stalled_s)
-        control, broken = count_skips(state.control, outcomes)
-        state, changes = without_broken(State(state.ensemble, control), broken)
-        return state, metrics, changes
+    def _measure(self, state: State, test: Test) -> GradientStats:
+        """Start to measure gradient statistics of a group on the round's first sequences."""
+        params_M, trainers = state.ensemble.params_M, test.group.trainers
+        if len(trainers) < state.ensemble.num_trainers:
+            params_M = _rows(params_M, state.control.positions(trainers))
+        return measure(self.programs, params_M, test)
 
     def complete(self, state: State) -> Ensemble:
         """Return the ensemble: here it is always complete."""
@@ -180,16 +171,21 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: the run, which made the programs, closes them."""
 
-    def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
+    def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, Measured, Norms]:
+        """Dispatch the programs of a round's updates to the devices, and do not wait for them."""
         ensemble, measured, norms = state.ensemble, [], []
         work = list(zip(batch.groups, batch.calls, strict=True))
         stacks = [(group, [(group, calls)]) for group, calls in work]
         if self.spec.by_position:
-            stacks = [(whole_pool(state.control, self.spec), work)]
+            stacks = [(whole_pool(state.control), work)]
         for stack, inputs in stacks:
-            extra_M = {name: x_M[list(stack.trainers)] for name, x_M in batch.extra_M.items()}
+            extra_M = {
+                name: np.array([value[m] for m in stack.trainers], np.float32)
+                for name, value in batch.extras.items()
+            }
+            at = state.control.positions(stack.trainers)
             sub, workers, stack_measured, stack_norms = inner_round(
-                self.programs, self._take(ensemble, stack), stack, inputs, self._note
+                self.programs, _take(ensemble, at), stack, inputs, self._note
             )
             inner_state_R, workers = workers.inner_state_R, workers.replace(inner_state_R=None)
             if self.spec.outer.own_params:
@@ -197,13 +193,13 @@ class LocalEngine:
             else:
                 sub, norm_M = self.programs.call(stack.key("outer"), sub, workers, extra_M)
                 stack_norms.append(norm_M)
-            ensemble = self._put(ensemble, stack, sub.replace(inner_state_R=inner_state_R))
-            measured += stack_measured
-            norms.append(stack_norms)
+            ensemble = self._put(ensemble, at, sub.replace(inner_state_R=inner_state_R))
+            measured += zip([group for group, _ in inputs], stack_measured, strict=True)
+            norms.append((stack, stack_norms))
         if len(stacks) > 1:
             at = ensemble.round.sharding
             ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
-        return ensemble, measured, [stack for stack, _ in stacks], norms
+        return ensemble, measured, norms
 
     def _note(self, loss_TR: Array) -> None:
         self._unreported.append((next(self._shares), loss_TR))
@@ -219,82 +215,70 @@ class LocalEngine:
             self._unreported.popleft()
             self._on_call(share, loss_TR.block_until_ready())
 
-    def guard_losses(self, state: State) -> list[float]:
-        """Compute each trainer's loss on the guard rows, the held-out rows for decisions."""
-        return guard_losses(state.ensemble, self.programs, self.heldout)
-
-    def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Compute the loss that a merged trainer would have on the guard rows."""
-        return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
+    def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
+        """Compute guard losses of trainers and of merges (`evaluate.guard_losses`)."""
+        return guard_losses(state, models, self.programs, self.heldout)
 
     def merge(
-        self,
-        ensemble: Ensemble,
-        members: Sequence[int],
-        weights: Sequence[float],
-        owners: Sequence[int],
+        self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
-        """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`)."""
-        weights_n = np.asarray(weights, np.float32)
-        return replace(merged, ensemble, weights_n, tuple(members), tuple(owners))
+        """Merge trainers (`core.merge`), and give each trainer the workers that it has `after`."""
+        weights_n, plan = np.asarray(weights, np.float32), merge_plan(state.control, members, after)
+        return replace(merged, state.ensemble, weights_n, *plan)
 
-    def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+    def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer until it has `num_workers` of them (`core.spawn`)."""
-        return replace(spawned, ensemble, trainer, num_workers)
+        (position,) = state.control.positions([trainer])
+        return replace(spawned, state.ensemble, position, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Synchronise what is left unsynchronised, which happens only in Streaming DiLoCo."""
         ensemble, control = state
-        owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
+        owed = [m for m in sorted(trainers) if m not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:
             return state, []
         for group in classes(control, owed, self.spec):
-            sub = self._take(ensemble, group)
+            at = control.positions(group.trainers)
+            sub = _take(ensemble, at)
             flushed = self.programs.call(group.key("flush"), sub.replace(inner_state_R=None))
             sub = flushed.replace(inner_state_R=sub.inner_state_R)
-            ensemble = self._put(ensemble, group, sub)
+            ensemble = self._put(ensemble, at, sub)
         full_sync_bytes = packed_bytes(self.spec.params, self.spec.outer.precision)
         control, line = count_flush(control, owed, sync_bytes=full_sync_bytes)
-        self._flushed.update(line["trainers"])
+        self._flushed.update(owed)
         return State(ensemble, control), [line]
 
-    def _take(self, ensemble: Ensemble, group: Group) -> Ensemble:
-        """Return the part of an ensemble that has only a group's trainers and their workers."""
-        if group.workers == tuple(range(ensemble.num_workers)):
-            return ensemble
-        return taken(ensemble, group.trainers)
-
-    def _put(self, ensemble: Ensemble, group: Group, sub: Ensemble) -> Ensemble:
-        if group.workers == tuple(range(ensemble.num_workers)):
+    def _put(self, ensemble: Ensemble, trainers: tuple[int, ...], sub: Ensemble) -> Ensemble:
+        if len(trainers) == ensemble.num_trainers:
             return sub
-        at = placement(self.spec, ProgramKey("outer", group.owners))  # a mesh of all devices
-        return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
+        at = placement(self.spec, ProgramKey("outer", sub.sizes))  # a mesh of all devices
+        return _put(ensemble, trainers, reshard(sub, at.ensemble(sub)))
 
 
-def count_skips(
-    control: Control, outcomes: Sequence[Outcome], trainers: Sequence[int] | None = None
-) -> tuple[Control, list[int]]:
+def _take(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
+    """Return the part of an ensemble that has only the trainers at some positions."""
+    return ensemble if len(trainers) == ensemble.num_trainers else taken(ensemble, trainers)
+
+
+def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Control, list[int]]:
     """Return `control` with each worker's skipped updates in a row, and who is broken.
 
-    `outcomes` are those of the trainers at the positions `trainers` (None: all), which `control`
-    must still have with the workers that ran the round. A trainer is broken if each of its workers
-    skipped its last `SKIPS_BEFORE_QUARANTINE` updates; the second result lists their positions.
+    `outcomes` are by trainer, which `control` must still have with the workers that ran the round.
+    A trainer is broken if each of its workers skipped its last `SKIPS_BEFORE_QUARANTINE` updates;
+    the second result lists their ids.
     """
     control = copy.deepcopy(control)
     broken = []
-    positions = range(len(control.trainers)) if trainers is None else trainers
-    for position, outcome in zip(positions, outcomes, strict=True):
-        trainer = control.trainers[position]
-        streams = [str(control.streams[w]) for w in control.workers_of(position)]
-        rows = {}
-        columns = zip(streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
+    for m, outcome in outcomes.items():
+        trainer, rows = control.trainers[m], {}
+        columns = zip(trainer.streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
         for stream, loss_S, skipped_S in columns:
             made = np.flatnonzero(~np.isnan(loss_S))
-            before = 0 if made.size else trainer.skipped_in_a_row.get(stream, 0)
-            rows[stream] = before + int(skipped_S[made[-1] + 1 if made.size else 0 :].sum())
+            before = 0 if made.size else trainer.skipped_in_a_row.get(str(stream), 0)
+            rows[str(stream)] = before + int(skipped_S[made[-1] + 1 if made.size else 0 :].sum())
         trainer.skipped_in_a_row = rows
         if min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
-            broken.append(position)
+            broken.append(m)
     return control, broken
 
 
@@ -303,49 +287,47 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
     If no trainer is left, the returned ensemble must not be used.
     """
-    ensemble, control = state
-    changes = []
-    for trainer in (control.trainers[position] for position in broken):
-        skips = max(trainer.skipped_in_a_row.values())
-        fault = {"event": "fault", "kind": "quarantine", "round": control.round}
-        changes.append(fault | {"trainer": trainer.id, "skipped_in_a_row": skips})
-    if broken:
-        control, survivors = without_trainers(control, broken)
-        if survivors:
-            ensemble = replace(taken, ensemble, tuple(survivors))
+    if not broken:
+        return state, []
+    ensemble, control, changes = state.ensemble, copy.deepcopy(state.control), []
+    for m in broken:
+        trainer, where = control.trainers.pop(m), {"round": control.round, "trainer": m}
+        control.quarantined.append(where | {"workers": len(trainer.streams)})
+        skips = {"skipped_in_a_row": max(trainer.skipped_in_a_row.values())}
+        changes.append({"event": "fault", "kind": "quarantine"} | where | skips)
+    if control.trainers:
+        ensemble = replace(taken, ensemble, state.control.positions(control.trainers))
     return State(ensemble, control), changes
 
 
-def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
-    """Remove trainers from the control; return the old positions of those that remain too."""
-    control = copy.deepcopy(control)
-    survivors = [m for m in range(len(control.trainers)) if m not in broken]
-    workers = [w for w, owner in enumerate(control.owners) if owner not in broken]
-    for position in broken:
-        trainer = control.trainers[position]
-        retired = {"workers": control.owners.count(position)}
-        control.quarantined.append({"trainer": trainer.id, "round": control.round} | retired)
-    control.trainers = [control.trainers[m] for m in survivors]
-    # As in the result of `core.take`, the workers of each trainer come next to one another.
-    workers.sort(key=lambda worker: control.owners[worker])
-    control.streams = [control.streams[w] for w in workers]
-    control.owners = [survivors.index(control.owners[w]) for w in workers]
-    return control, survivors
+def _by_trainer(tests: Sequence[Test], measured: Sequence[GradientStats]) -> Stats:
+    """Wait for gradient statistics, and return those of each trainer that measured some."""
+    stats = {}
+    for test, stats_R in zip(tests, measured, strict=True):
+        fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
+        first = 0
+        for trainer, size in zip(test.group.trainers, test.group.sizes, strict=True):
+            if test.count_R[first]:
+                parts = {name: values[first : first + size] for name, values in fields.items()}
+                stats[trainer] = GradientStats(**parts)
+            first += size
+    return stats
 
 
-def _outcomes(underway: UnderWay) -> list[Outcome]:
-    """Wait for the results of a round, and return the outcome of each trainer, by position."""
+def _outcomes(measured: Measured, norms: Norms) -> dict[int, Outcome]:
+    """Wait for the results of a round, and return the outcome of each trainer."""
     outcomes, norm_of = {}, {}
-    for stack, norms in zip(underway.stacks, underway.norms, strict=True):
+    for stack, parts in norms:
         # The norm of all fragments joined; in float64, so that one fragment keeps its float32 norm.
-        norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
+        norm_M = np.linalg.norm(np.asarray(jax.device_get(parts), np.float64), axis=0).tolist()
         norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
-    for group, measured in zip(underway.groups, underway.measured, strict=True):
-        loss_SR, skipped_SR = by_update(group, measured)
-        for position, trainer in enumerate(group.trainers):
-            own = np.array(group.owners) == position
-            outcomes[trainer] = Outcome(loss_SR[:, own], skipped_SR[:, own], norm_of[trainer])
-    return [outcomes[m] for m in sorted(outcomes)]
+    for group, pairs in measured:
+        loss_SR, skipped_SR = by_update(group, pairs)
+        ends = np.cumsum(group.sizes)[:-1]
+        parts = (np.split(values_SR, ends, axis=1) for values_SR in (loss_SR, skipped_SR))
+        for m, loss, skipped in zip(group.trainers, *parts, strict=True):
+            outcomes[m] = Outcome(loss, skipped, norm_of[m])
+    return {m: outcomes[m] for m in sorted(outcomes)}
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -24,9 +24,9 @@ from jaxtyping import PyTree
 from adloco_jax.contrib.streaming import flush_workers, fragment_steps
 from adloco_jax.core.arguments import fold_in_each, with_fixed_key
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
-from adloco_jax.core.merge import merge, reassign, spawn
+from adloco_jax.core.merge import merge, move_workers, spawn
 from adloco_jax.core.outer import inner_steps, outer_update
-from adloco_jax.core.types import Ensemble, Workers, take
+from adloco_jax.core.types import Ensemble, Workers, of_workers, take
 from adloco_jax.data.files import cache_folder, trim_cache
 from adloco_jax.engine.sharding import (
     POOL,
@@ -40,6 +40,7 @@ from adloco_jax.engine.sharding import (
     workers_spec,
 )
 from adloco_jax.engine.spec import Compiled, Compiling, Kind, OnCompile, ProgramKey, Spec, num_bytes
+from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 # Most float32 values of per-example gradients that a worker holds at once: 256 MB.
@@ -194,7 +195,7 @@ def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key).params_R, None)
-    number_M = jax.ShapeDtypeStruct((max(key.owners) + 1,), jnp.float32, sharding=at.replicated)
+    number_M = jax.ShapeDtypeStruct((len(key.sizes),), jnp.float32, sharding=at.replicated)
     extra_M = dict.fromkeys(spec.extras, number_M)
 
     def update(ensemble, workers, extra_M):
@@ -252,7 +253,7 @@ def _flush(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    num_trainers, num_workers = max(key.owners) + 1, len(key.owners)
+    num_trainers, num_workers = len(key.sizes), sum(key.sizes)
     params_M = ensemble_spec(spec, key).params_M
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
@@ -281,16 +282,16 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
         axis_names={"trainer", "worker"},  # the partitioner divides a worker over devices
         check_vma=False,
     )
-    def of_workers(params_M, owner_R, tokens_RBL, count_R):
+    def of_each(params_M, trainer_R, tokens_RBL, count_R):
         def of_worker(worker):
-            owner, tokens_BL, count = worker
-            params = jax.tree.map(lambda leaf: leaf[owner % trainers_here], params_M)
+            trainer, tokens_BL, count = worker
+            params = jax.tree.map(lambda leaf: leaf[trainer % trainers_here], params_M)
             return own_stats(params, tokens_BL, num_examples=count)
 
-        return jax.lax.map(of_worker, (owner_R, tokens_RBL, count_R))
+        return jax.lax.map(of_worker, (trainer_R, tokens_RBL, count_R))
 
     def stats(params_M, tokens_RBL, count_R):
-        return of_workers(params_M, jnp.array(key.owners, jnp.int32), tokens_RBL, count_R)
+        return of_each(params_M, jnp.array(of_workers(key.sizes)), tokens_RBL, count_R)
 
     return stats, (params_M, tokens, counts), (), at.replicated
 
@@ -414,7 +415,7 @@ def _turn(spec: Spec, at: Placement) -> Callable:
 
 def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
     """Make the shapes and shardings of the arguments of inner steps, apart from the workers."""
-    steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
+    steps, workers, size = spec.num_micro_batches, sum(key.sizes) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
     rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
@@ -454,10 +455,13 @@ PART_BYTES = 2**30  # most bytes of inner states that one step replaces, unless 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def merged(
-    ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
+    ensemble: Ensemble,
+    weights_n: Array,
+    members: tuple[int, ...],
+    workers: tuple[tuple[int, ...], ...],
 ) -> Ensemble:
-    """Merge trainers (`core.merge`), then move workers (`core.reassign`), in a compiled program."""
-    return reassign(merge(ensemble, members, weights=weights_n), owners)
+    """Merge trainers (`core.merge`), then move workers (`move_workers`), in a compiled program."""
+    return move_workers(merge(ensemble, members, weights=weights_n), workers)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -470,6 +474,17 @@ def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
 def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
     """Take trainers and their workers out of an ensemble (`core.take`), in a compiled program."""
     return take(ensemble, trainers)
+
+
+def merge_plan(
+    before: Control, members: Sequence[int], after: Control
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the positions of the members, and each trainer's workers `after`, as in `merged`."""
+    streams = {m: before.trainers[m].streams for m in before.trainers}
+    streams[members[0]] = [stream for m in members for stream in streams[m]]
+    place = {s: i for i, s in enumerate(s for m in after.trainers for s in streams[m])}
+    workers = tuple(tuple(place[s] for s in t.streams) for t in after.trainers.values())
+    return before.positions(members), workers
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:

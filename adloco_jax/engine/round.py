@@ -82,7 +82,7 @@ def inner_round(
         for i, inputs in enumerate(calls):
             fragment, rest = divmod(i + 1, num_calls)
             if spec.outer.own_params and not rest:
-                key = steps._replace(kind="fragment", owners=group.owners)
+                key = steps._replace(kind="fragment", sizes=group.sizes)
                 sub, workers, pair, norm_M = programs.call(
                     key, sub, workers, *inputs[:-1], np.int32(fragment - 1)
                 )
@@ -110,7 +110,7 @@ def by_update(
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    num_turns = len(group.workers) // parts[0].shape[1]
+    num_turns = sum(group.sizes) // parts[0].shape[1]
     calls = len(parts) // num_turns
     turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]
     return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)  # each device's workers in order

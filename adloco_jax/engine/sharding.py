@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.compress import Packed
 from adloco_jax.core.outer import start_round
-from adloco_jax.core.types import Ensemble, Workers, block_size, init
+from adloco_jax.core.types import Ensemble, Workers, init
 from adloco_jax.engine.spec import ProgramKey, Spec
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
@@ -184,23 +184,23 @@ def _names(devices: np.ndarray) -> str:
 
 
 def arrange(
-    owners: tuple[int, ...],
+    sizes: tuple[int, ...],
     batch_size: int = 1,
     *,
     devices: Sequence[jax.Device],
     model_shards: int = 1,
 ) -> Placement:
-    """Arrange devices as a mesh for the workers of a program; `owners`: each worker's trainer.
+    """Arrange devices as a mesh for the workers of a program; `sizes`: each trainer's workers.
 
     Workers are divided over as many devices as possible; devices that are left share the workers'
     batches as far as `batch_size` is divisible, and beyond that are idle.
     """
     chosen = np.array(devices)
     free = len(chosen) // model_shards
-    num_trainers, num_workers = max(owners) + 1, len(owners)
+    num_trainers, num_workers = len(sizes), sum(sizes)
     trainer = math.gcd(free, num_trainers)
     # A device must have all workers of some trainers, or only workers of a single trainer.
-    if block_size(owners) is None or trainer < num_trainers < num_workers:
+    if len(set(sizes)) > 1 or trainer < num_trainers < num_workers:
         trainer = 1
     worker = math.gcd(free // trainer, num_workers // trainer)
     data = math.gcd(free // (trainer * worker), batch_size)
@@ -215,25 +215,25 @@ def placement(spec: Spec, key: ProgramKey) -> Placement:
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
-    return arrange(key.owners, size, devices=devices, model_shards=spec.model_shards)
+    return arrange(key.sizes, size, devices=devices, model_shards=spec.model_shards)
 
 
-def first_ensemble(spec: Spec, owners: tuple[int, ...], params: PyTree) -> Ensemble:
+def first_ensemble(spec: Spec, sizes: tuple[int, ...], params: PyTree) -> Ensemble:
     """Make the parameters and optimizer states of trainers that all start from `params`."""
     return init(
         params,
-        num_trainers=max(owners) + 1,
-        num_workers=len(owners),
+        num_trainers=len(sizes),
+        num_workers=sum(sizes),
         inner_tx=spec.inner_tx,
         outer_tx=spec.outer_tx,
-        owner_R=owners,
+        sizes=sizes,
         own_params=spec.outer.own_params,
     )
 
 
 def ensemble_spec(spec: Spec, key: ProgramKey) -> Ensemble:
     """Make the shapes, dtypes and shardings of a program's ensemble; nothing is allocated."""
-    shapes = jax.eval_shape(functools.partial(first_ensemble, spec, key.owners), spec.params)
+    shapes = jax.eval_shape(functools.partial(first_ensemble, spec, key.sizes), spec.params)
     return _with_shardings(shapes, placement(spec, key).ensemble(shapes))
 
 
@@ -253,7 +253,7 @@ def num_turns(spec: Spec, key: ProgramKey) -> int:
     """Number of turns in which a device's workers run one after another; 1 if all run at once."""
     mesh = placement(spec, key).mesh.shape
     in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
-    return len(key.owners) // (mesh["trainer"] * mesh["worker"]) if in_turn else 1
+    return sum(key.sizes) // (mesh["trainer"] * mesh["worker"]) if in_turn else 1
 
 
 def begin_workers(spec: Spec, key: ProgramKey, ensemble: Ensemble) -> Workers:

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -15,7 +14,7 @@ from adloco_jax.contrib.streaming import take_fragment
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.gradstats import Estimator
 from adloco_jax.core.outer import Aggregator, mean
-from adloco_jax.core.types import LossFn, block_size, trainable
+from adloco_jax.core.types import LossFn, trainable
 from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import OuterSettings
 
@@ -27,16 +26,15 @@ class ProgramKey(NamedTuple):
     """Identifies a compiled program of a run: by its kind, and by the sizes it is compiled for."""
 
     kind: Kind
-    owners: tuple[int, ...] = (0,)  # position of each worker's trainer; 0 if it does not matter
+    sizes: tuple[int, ...] = (1,)  # workers of each trainer; one trainer if it does not matter
     micro_batch_size: int = 0
     accumulates: bool = False
     devices: tuple[int, int] | None = None  # first device and number of devices; None: all
 
     def __str__(self):
-        num_trainers, num_workers = max(self.owners) + 1, len(self.owners)
-        shape = f"{self.kind} M={num_trainers} R={num_workers} B={self.micro_batch_size}"
-        if num_workers % num_trainers or block_size(self.owners) is None:
-            shape += f" workers={','.join(map(str, np.bincount(self.owners)))}"
+        shape = f"{self.kind} M={len(self.sizes)} R={sum(self.sizes)} B={self.micro_batch_size}"
+        if len(set(self.sizes)) > 1:
+            shape += f" workers={','.join(map(str, self.sizes))}"
         if self.accumulates:
             shape += " accumulating"
         if self.devices is not None:

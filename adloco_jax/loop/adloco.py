@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
-from adloco_jax.core.types import Ensemble
+from adloco_jax.core.types import Ensemble, even_sizes
 from adloco_jax.loop.control import (
     Control,
     RoundPlan,
@@ -23,7 +23,7 @@ from adloco_jax.loop.control import (
     with_cost,
 )
 from adloco_jax.loop.growth import Decision, Stats, free_workers, with_batch_sizes
-from adloco_jax.loop.plans import is_over, round_plans, share_done
+from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.settings import Settings
 
 
@@ -41,8 +41,8 @@ class State(NamedTuple):
 class Boundary(NamedTuple):
     """The results of a round, and what changed for trainers and workers at its end."""
 
-    metrics: Any  # the metrics of the round that `Engine.finish` returned
-    decisions: list[Decision]  # one for each trainer, in the stack order of the round
+    metrics: Any  # what the engine measured
+    decisions: list[Decision]  # one for each trainer that ran, in their order
     # One dict for each change since the round, in order: the fields of its line in the ledger, with
     # the kind of change under `event`. Changes are quarantined trainers, flushes, a merge or its
     # refusal, and workers that joined.
@@ -63,62 +63,46 @@ class Diverged(Exception):
 Observer = Callable[[State, Boundary], None]
 
 
-class Engine(Protocol):
-    """The interface between the training loop and the devices.
+Decide = Callable[[Control, Stats, Mapping[int, RoundPlan]], tuple[Control, list[Decision]]]
+"""`decide(control, stats, plans)` chooses the next sizes of the trainers in `plans`.
 
-    A method returns before the devices have computed, unless it says that it waits. Changes are
-    dicts, one for each ledger line, with its kind under `event`.
-    """
+`control` has their round counted; `stats` lacks those that measured nothing.
+"""
+
+
+class Engine(Protocol):
+    """What runs rounds. Trainers are named by their ids, in the order of `Control.trainers`."""
 
     @property
     def state_bytes(self) -> StateBytes:
         """Bytes of the parameters and optimizer states that are sent in merges and joins."""
 
-    def ready(self, state: State) -> list[int]:
-        """Return the positions of the trainers whose round the loop runs next.
+    def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
+        """Run a round of one trainer at least, and wait for its end: algorithm 1, lines 5 to 16.
 
-        An engine whose trainers run at their own pace waits here until at least one round has
-        ended, and returns the trainers of all that have.
-        """
+        `round_plans` has its sizes. Gradient statistics are measured on each worker's first
+        sequences, at the parameters with which it begins. `decide` is called between these and the
+        updates: what it chooses holds from the next round on, so updates need not wait for it.
 
-    def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
-        """Read the next sequences of each worker's stream, for the trainers in `plans`."""
-
-    def gradient_stats(self, state: State, batch: Any) -> Stats:
-        """Measure gradient statistics on the round's first sequences, before its updates."""
-
-    def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """Start a round of the trainers in `batch`; return its state and `finish`'s argument."""
-
-    def look_ahead(self, control: Control) -> None:
-        """Prepare the round that would follow from `control`; the loop may run another."""
-
-    def finish(self, state: State, underway: Any) -> tuple[State, Any, list[dict]]:
-        """Wait for a round; return the state, the round's metrics, and the changes.
-
-        A trainer is removed if all its workers have skipped several updates in a row. If none is
+        A trainer whose workers have all skipped several updates in a row is removed. If none is
         left, the ensemble must not be used.
         """
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Synchronise what Streaming DiLoCo has not sent yet; return the state and the changes."""
 
-    def guard_losses(self, state: State) -> list[float]:
-        """Compute each trainer's loss on the guard rows, in nats/token; wait for it."""
+    def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
+        """Compute losses on the guard rows, in nats/token, of trainers or merges of several.
 
-    def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """Compute the guard loss, in nats/token, of the trainer that a merge would give; wait."""
+        A model has its members' weights in a merge, by trainer, the representative first.
+        """
 
     def merge(
-        self,
-        ensemble: Ensemble,
-        members: Sequence[int],
-        weights: Sequence[float],
-        owners: Sequence[int],
+        self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
-        """Merge trainers (`core.merge`), then move workers between trainers (`core.reassign`)."""
+        """Merge trainers (`core.merge`), and give each trainer the workers that it has `after`."""
 
-    def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+    def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add new workers to a trainer (`core.spawn`), up to the number `num_workers`."""
 
 
@@ -127,35 +111,30 @@ def adloco(
 ) -> State:
     """Train for the configured number of rounds or tokens: algorithms 1 to 3 of AdLoCo.
 
-    While the devices run a round, the host prepares the next; it waits only for the gradient
-    statistics, which are computed before the updates. Observers are called in order after each
-    round, and any state that they receive can be continued.
+    Observers are called in order after each round, and any state that they receive can be
+    continued.
 
     Raises:
       Diverged: If no trainer is left after a round, for which observers are not called.
 
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
+
+    def decide(control: Control, stats: Stats, plans: Mapping[int, RoundPlan]):
+        return with_batch_sizes(control, stats, settings, plans)  # 4.2, eq. 10-13
+
     while not is_over(state.control, settings):
         before = state.control.round
-        trainers = engine.ready(state)
-        plans = round_plans(state.control, settings, trainers)  # 4.4, switch mode
-        batch = engine.batch(state, plans)
-        stats = engine.gradient_stats(state, batch)  # 4.2, at the round's common point
-        state, underway = engine.outer_step(state, batch)  # algorithm 1, lines 5 to 16
-        control, decisions = with_batch_sizes(state.control, stats, settings, plans)  # eq. 10-13
-        if not is_over(control, settings):
-            engine.look_ahead(control)
-        state, metrics, changes = engine.finish(state._replace(control=control), underway)
+        state, boundary = engine.round(state, decide)  # 4.4; algorithm 1, lines 5 to 16
         if not state.control.trainers:
-            raise Diverged(state, Boundary(metrics, decisions, changes))
+            raise Diverged(state, boundary)
+        changes, merging = [*boundary.changes], []
         advanced = state.control.round > before
         if is_over(state.control, settings):
-            state, flushed = engine.flush(state, range(len(state.control.trainers)))
+            state, flushed = engine.flush(state, [*state.control.trainers])
             changes += flushed
-        merging = []
         if advanced and merge_due(state.control, settings):
-            losses = engine.guard_losses(state)
+            losses = guard_losses(state, engine)
             members = choose_members(state.control, losses, settings)  # algorithm 2, CheckMerge
             if members:  # algorithm 3, DoMerge
                 state, merging = merge_trainers(state, members, losses, settings, engine)
@@ -166,18 +145,25 @@ def adloco(
             )
             changes.append(spawned)
         for observer in observers:
-            observer(state, Boundary(metrics, decisions, changes, advanced))
+            observer(state, boundary._replace(changes=changes, advanced=advanced))
     return state
+
+
+def first_sizes(settings: Settings, *, whole_pool: bool = False) -> tuple[int, ...]:
+    """Return the workers of each trainer at the start, or once the whole pool has joined."""
+    ensemble = settings.ensemble
+    first = ensemble.num_workers if whole_pool else ensemble.initial_workers
+    return even_sizes(ensemble.num_trainers, first or ensemble.num_workers)
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
     """Return the host's data before the first round, perhaps with the workers that join later."""
-    ensemble, first = settings.ensemble, settings.batching.initial_batch_size
-    owners = ensemble.owners(whole_pool=whole_pool)
+    first, streams = settings.batching.initial_batch_size, itertools.count()
     return Control(
-        trainers=[Trainer(id=i, requested_batch_size=first) for i in range(ensemble.num_trainers)],
-        owners=list(owners),
-        streams=list(range(len(owners))),
+        trainers={
+            m: Trainer(first, [*itertools.islice(streams, size)])
+            for m, size in enumerate(first_sizes(settings, whole_pool=whole_pool))
+        },
         max_batch_size=max_batch_size,
         eval_batch_size=max_batch_size,
     )
@@ -191,21 +177,29 @@ def merge_due(control: Control, settings: Settings) -> bool:
     return merge.policy != "none" and is_round and len(control.trainers) > 1
 
 
+def guard_losses(state: State, engine: Engine) -> dict[int, float]:
+    """Return the loss of each trainer on the guard rows, in nats/token."""
+    trainers = [*state.control.trainers]
+    return dict(zip(trainers, engine.losses(state, [{m: 1.0} for m in trainers]), strict=True))
+
+
 def choose_members(
-    control: Control, guard_losses: Sequence[float], settings: Settings
+    control: Control, guard_losses: Mapping[int, float], settings: Settings
 ) -> tuple[int, ...]:
     """Choose the trainers to merge, the representative first (CheckMerge); empty: none."""
+    ids = [*control.trainers]
     candidates = [
-        Candidate(trainer.demand, loss, trainer.rounds)
-        for trainer, loss in zip(control.trainers, guard_losses, strict=True)
+        Candidate(trainer.demand, guard_losses[m], trainer.rounds)
+        for m, trainer in control.trainers.items()
     ]
-    return MERGE_POLICIES[settings.merge.policy](candidates, width=settings.merge.width)
+    chosen = MERGE_POLICIES[settings.merge.policy](candidates, width=settings.merge.width)
+    return tuple(ids[position] for position in chosen)
 
 
 def merge_trainers(
     state: State,
     members: Sequence[int],
-    losses: Sequence[float],
+    losses: Mapping[int, float],
     settings: Settings,
     engine: Engine,
 ) -> tuple[State, list[dict]]:
@@ -220,10 +214,10 @@ def merge_trainers(
     rule, trainers = settings.merge, state.control.trainers
     state, changes = engine.flush(state, members)
     if changes:
-        losses = engine.guard_losses(state)
+        losses = guard_losses(state, engine)
     weights = [trainers[m].demand for m in members]
     before = [losses[m] for m in members]
-    after = engine.merged_loss(state, members, weights)
+    (after,) = engine.losses(state, [dict(zip(members, weights, strict=True))])
     barrier = after - float(np.average(before, weights=weights))
     refused = rule.max_barrier is not None and not barrier <= rule.max_barrier
     num_joining = 0
@@ -234,12 +228,11 @@ def merge_trainers(
     cost = merge_cost(
         engine.state_bytes, num_absorbed=len(members) - 1, num_joining=num_joining, refused=refused
     )
-    ids = [trainers[m].id for m in members]
     event: dict[str, Any] = {
         "event": "refusal" if refused else "merge",
         "round": state.control.round,
-        "members": ids,
-        "into": ids[0],
+        "members": [*members],
+        "into": members[0],
         "weights": weights,
         "loss_before": before,
         "loss_after": after,
@@ -250,9 +243,8 @@ def merge_trainers(
     if refused:
         event["action"] = rule.on_refusal
     else:
-        into = next(trainer for trainer in control.trainers if trainer.id == ids[0])
-        event["requested_batch_size"] = into.requested_batch_size
-        event["workers"] = {t.id: control.owners.count(m) for m, t in enumerate(control.trainers)}
+        event["requested_batch_size"] = control.trainers[members[0]].requested_batch_size
+        event["workers"] = dict(zip(control.trainers, control.sizes, strict=True))
         merge = {name: event[name] for name in ("round", "members", "into")}
         control = dataclasses.replace(control, merges=[*control.merges, merge])
     return State(state.ensemble, control), [*changes, event]
@@ -262,17 +254,12 @@ def _join(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
     """Merge the members into the first of them, and divide the workers again."""
-    before = state.control
-    changed = after_merge(before, members, refused=refused)
-    owners = changed.owners
-    left = [  # for each worker that moves, the position of the trainer that it leaves
-        old
-        for old, new in zip(before.owners, owners, strict=True)
-        if changed.trainers[new].id != before.trainers[old].id
-    ]
-    state, flushed = engine.flush(state, sorted(set(left)))
-    control = dataclasses.replace(state.control, trainers=changed.trainers, owners=owners)
-    ensemble = engine.merge(state.ensemble, members, weights, owners)
+    changed = after_merge(state.control, members, refused=refused)
+    new = changed.trainer_of
+    left = [old for stream, old in state.control.trainer_of.items() if new[stream] != old]
+    state, flushed = engine.flush(state, sorted(set(left)))  # the trainers that workers leave
+    control = dataclasses.replace(state.control, trainers=changed.trainers)
+    ensemble = engine.merge(state, members, weights, control)
     return State(ensemble, control), len(left), flushed
 
 
@@ -284,17 +271,21 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     representative keeps its own, and the other members leave the run.
     """
     changed = copy.deepcopy(control)
+    merged = [changed.trainers[m] for m in members]
+    into, *absorbed = merged
     if not refused:
-        merged = [changed.trainers[m] for m in members]
         largest = max(merged, key=lambda trainer: trainer.demand)
-        merged[0].requested_batch_size = largest.requested_batch_size
-        merged[0].round_length = largest.round_length
-        merged[0].smoothing = _mean_smoothing([t.smoothing for t in merged])
-    changed.trainers = [t for m, t in enumerate(changed.trainers) if m not in members[1:]]
-    sizes = allocate_workers([t.demand for t in changed.trainers], len(control.owners))
-    for trainer, size in zip(changed.trainers, sizes, strict=True):
-        trainer.requested_workers = size  # the division cancels every earlier request for workers
-    changed.owners = divide_workers(control.owners, members, sizes)
+        into.requested_batch_size = largest.requested_batch_size
+        into.round_length = largest.round_length
+        into.smoothing = _mean_smoothing([t.smoothing for t in merged])
+    into.streams += sorted(stream for trainer in absorbed for stream in trainer.streams)
+    changed.trainers = {m: t for m, t in changed.trainers.items() if m not in members[1:]}
+    trainers = changed.trainers.values()
+    sizes = allocate_workers([t.demand for t in trainers], control.num_workers)
+    divided = divide_workers([t.streams for t in trainers], sizes)
+    for trainer, streams in zip(trainers, divided, strict=True):
+        trainer.streams = streams
+        trainer.requested_workers = len(streams)  # cancels every earlier request for workers
     return changed
 
 
@@ -304,35 +295,32 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
     With `ensemble.spawn_frac`, all join after that fraction of the run; otherwise a trainer gets
     the free workers that its batch-size tests have requested.
     """
-    ensemble, num_trainers = settings.ensemble, len(control.trainers)
+    ensemble, trainers = settings.ensemble, control.trainers
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
-    sizes = [control.owners.count(m) for m in range(num_trainers)]
-    free = free_workers(control, settings)
+    sizes, free = control.sizes, free_workers(control, settings)
     if ensemble.spawn_frac is None:
-        wanted = [trainer.requested_workers for trainer in control.trainers]
+        wanted = tuple(trainer.requested_workers for trainer in trainers.values())
     elif share_done(control.round, control.tokens_total, settings) >= ensemble.spawn_frac:
-        wanted = allocate_workers([1] * num_trainers, ensemble.num_workers)
+        wanted = allocate_workers([1] * len(trainers), ensemble.num_workers)
     else:
         wanted = sizes
     joining = []
-    for position, (size, want) in enumerate(zip(sizes, wanted, strict=True)):
+    for trainer, size, want in zip(trainers, sizes, wanted, strict=True):
         count = min(max(want - size, 0), free)
         free -= count
         if count:
-            joining.append((position, size + count))
+            joining.append((trainer, size + count))
     return joining
 
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
     """Return the host's data after new workers, with new data streams, have joined a trainer."""
-    joining = num_workers - control.owners.count(trainer)
-    unused = (stream for stream in itertools.count() if stream not in control.streams)
-    return dataclasses.replace(
-        control,
-        owners=[*control.owners, *[trainer] * joining],
-        streams=[*control.streams, *itertools.islice(unused, joining)],
-    )
+    trainers, used = copy.deepcopy(control.trainers), control.trainer_of
+    unused = (stream for stream in itertools.count() if stream not in used)
+    joining = num_workers - len(trainers[trainer].streams)
+    trainers[trainer].streams += itertools.islice(unused, joining)
+    return dataclasses.replace(control, trainers=trainers)
 
 
 def spawn_workers(
@@ -349,21 +337,21 @@ def spawn_workers(
     If trainers were merged, or a merge refused, after the same round (`merged_now`), it is that of
     the merge, counted already. Returns the state, and the fields of the ledger line.
     """
-    before = state.control.owners.count(trainer)
+    before = len(state.control.trainers[trainer].streams)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)
     if merged_now:
         cost["syncs"] = 0
     event = {
         "event": "spawn",
         "round": state.control.round,
-        "trainer": state.control.trainers[trainer].id,
+        "trainer": trainer,
         "workers_before": before,
         "workers_after": num_workers,
         "reason": "test" if settings.ensemble.spawn_frac is None else "spawn_frac",
         **cost,
     }
     control = with_cost(with_workers(state.control, trainer, num_workers), cost)
-    return State(engine.spawn(state.ensemble, trainer, num_workers), control), event
+    return State(engine.spawn(state, trainer, num_workers), control), event
 
 
 def _mean_smoothing(members: list[dict[str, float]]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,10 +26,11 @@ class Size(NamedTuple):
 
 @dataclass
 class Trainer:
-    """The numbers that the host keeps about one active trainer."""
+    """The numbers that the host keeps about one active trainer, and its workers."""
 
-    id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
+    # The data stream of each worker, which is also its permanent id, in the order of the arrays.
+    streams: list[int]
     round_length: int = 1  # in multiples of inner.steps_per_round
     requested_workers: int = 0  # number of workers that the trainer asks for; 0: no request
     measured_size: int = 0  # `Size.total` at the last positive signal, or the first test; 0: none
@@ -54,12 +55,10 @@ class Trainer:
 class Control:
     """The host's part of a run's state: sizes, counts and costs, as JSON can hold them.
 
-    Trainers and workers are in stack order. Functions return changed copies.
+    Functions return changed copies.
     """
 
-    trainers: list[Trainer]
-    owners: list[int]  # for each worker, the position of its trainer
-    streams: list[int]  # for each worker, its data stream, which is also its permanent id
+    trainers: dict[int, Trainer]  # by the trainer's permanent id, in the order of the arrays
     max_batch_size: int  # largest micro-batch at present, in sequences per worker
     eval_batch_size: int  # `max_batch_size` at the start; it stays, so that evaluations compare
     round: int = 0  # rounds that every trainer has completed: the count of the slowest trainer
@@ -72,27 +71,49 @@ class Control:
     quarantined: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of each trainer's workers."""
+        return tuple(len(trainer.streams) for trainer in self.trainers.values())
+
+    @property
+    def num_workers(self) -> int:
+        """The number of all trainers' workers."""
+        return sum(self.sizes)
+
+    @property
+    def trainer_of(self) -> dict[int, int]:
+        """The id of each stream's trainer."""
+        return {stream: m for m, trainer in self.trainers.items() for stream in trainer.streams}
+
+    @property
     def demands(self) -> tuple[float, ...]:
         """The demand of each trainer, which is its weight in the average of all trainers."""
-        return tuple(float(trainer.demand) for trainer in self.trainers)
+        return tuple(float(trainer.demand) for trainer in self.trainers.values())
 
-    def rounds_of(self, position: int) -> int:
+    def rounds_of(self, trainer: int) -> int:
         """Return a trainer's completed rounds; `round` counts those of the slowest trainer."""
-        return max(self.round, self.trainers[position].rounds)
+        return max(self.round, self.trainers[trainer].rounds)
 
-    def workers_of(self, trainer: int) -> list[int]:
-        """Return the positions of the workers of the trainer at position `trainer`."""
-        return [w for w, owner in enumerate(self.owners) if owner == trainer]
+    def positions(self, trainers: Iterable[int]) -> tuple[int, ...]:
+        """Return the positions of trainers in arrays [M, ...]."""
+        order = [*self.trainers]
+        return tuple(order.index(trainer) for trainer in trainers)
 
-    def reads(self, worker: int) -> tuple[int, int, int]:
-        """Return where a worker reads next: (trainer id, data stream, position in the stream)."""
-        trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
-        return trainer.id, stream, trainer.cursors.get(str(stream), 0)
+    def reads(self, trainers: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
+        """List where each worker of trainers (None: all) reads next, in the order of the arrays.
 
-    def size(self, position: int) -> Size:
-        """Return the number of workers, round length and batch of the trainer at `position`."""
-        trainer = self.trainers[position]
-        return Size(self.owners.count(position), trainer.round_length, trainer.requested_batch_size)
+        An entry is (trainer id, data stream, position in the stream).
+        """
+        return [
+            (m, stream, self.trainers[m].cursors.get(str(stream), 0))
+            for m in (self.trainers if trainers is None else trainers)
+            for stream in self.trainers[m].streams
+        ]
+
+    def size(self, trainer: int) -> Size:
+        """Return the number of workers, round length and batch of a trainer."""
+        it = self.trainers[trainer]
+        return Size(len(it.streams), it.round_length, it.requested_batch_size)
 
 
 class RoundPlan(NamedTuple):
@@ -129,32 +150,31 @@ def count_round(
     sync_bytes: int,
     num_syncs: int = 1,
     counted: Mapping[int, tuple[int, int]] | None = None,
-) -> tuple[Control, list[dict[str, int]]]:
+) -> tuple[Control, dict[int, dict[str, int]]]:
     """Count a round that has ended; return the host's data, and the costs of each trainer that ran.
 
-    Costs are updates, tokens, communications (`syncs`) and bytes, in stack order. `sync_bytes` is
-    one worker's outer gradient as it is sent, `num_syncs` the number of fragments. `counted` has
-    the updates and sequences of each worker, by position, that took part; None: all, as planned.
+    Costs are updates, tokens, communications (`syncs`) and bytes, by trainer. `sync_bytes` is one
+    worker's outer gradient as it is sent, `num_syncs` the number of fragments. `counted` has the
+    updates and sequences of each stream that took part; None: all, as planned.
     """
     control = copy.deepcopy(control)
-    spent = []
-    for position, plan in sorted(plans.items()):
-        trainer, workers = control.trainers[position], control.workers_of(position)
-        work = dict.fromkeys(workers, (plan.num_updates, plan.num_sequences))
+    spent = {}
+    for m, plan in plans.items():
+        trainer = control.trainers[m]
+        work = dict.fromkeys(trainer.streams, (plan.num_updates, plan.num_sequences))
         if counted is not None:
-            work = {worker: counted[worker] for worker in workers if worker in counted}
+            work = {stream: counted[stream] for stream in work if stream in counted}
         updates = max((updates for updates, _ in work.values()), default=0)
         trainer.rounds += 1
         trainer.updates += updates
-        for worker, (_, sequences) in work.items():
-            _, stream, cursor = control.reads(worker)
-            trainer.cursors[str(stream)] = cursor + sequences
+        for stream, (_, sequences) in work.items():
+            trainer.cursors[str(stream)] = trainer.cursors.get(str(stream), 0) + sequences
         tokens = sum(sequences for _, sequences in work.values()) * sequence_length
         cost = sync_cost(len(work), sync_bytes, num_syncs)
-        spent.append({"updates": updates, "tokens": tokens, **cost})
+        spent[m] = {"updates": updates, "tokens": tokens, **cost}
     control.round += 1
     for name in ("tokens", "updates", "syncs", "bytes"):
-        total = getattr(control, f"{name}_total") + sum(cost[name] for cost in spent)
+        total = getattr(control, f"{name}_total") + sum(cost[name] for cost in spent.values())
         setattr(control, f"{name}_total", total)
     return control, spent
 
@@ -163,10 +183,9 @@ def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
     """Count a flush; return the host's new data and the line for the ledger."""
-    costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
+    costs = [sync_cost(len(control.trainers[m].streams), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
-    ids = [control.trainers[m].id for m in trainers]
-    line = {"event": "sync", "round": control.round, "trainers": ids, **spent}
+    line = {"event": "sync", "round": control.round, "trainers": [*trainers], **spent}
     return with_cost(control, spent), line
 
 

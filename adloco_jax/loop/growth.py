@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,12 +14,8 @@ from adloco_jax.core.types import GradientStats
 from adloco_jax.loop.control import Control, Size, Trainer
 from adloco_jax.settings import Settings
 
-Stats: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, GradientStats]]
-"""Gradient statistics, one tuple for each group of trainers that run the same program.
-
-It has the trainers' positions; each worker's trainer, as an index into these; the number of
-examples that each worker measured; and the statistics [R], which may not be computed yet.
-"""
+Stats: TypeAlias = Mapping[int, GradientStats]
+"""By trainer, the statistics of its workers that measured some, as NumPy arrays float64 [W]."""
 
 
 class Decision(NamedTuple):
@@ -40,21 +36,21 @@ def measures_gradients(settings: Settings) -> bool:
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings, trainers: Iterable[int] | None = None
 ) -> tuple[Control, list[Decision]]:
-    """Decide the sizes that trainers request for their next rounds; wait for the statistics.
+    """Decide the sizes that trainers request for their next rounds.
 
     The round is already counted in `control`. `trainers` have completed one (None: all); those that
-    were not tested are missing in `stats`. The result has one decision for each, in stack order.
+    were not tested are missing in `stats`. The result has one decision for each, in their order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
     decisions, free = [], _workers_for_tests(control, settings)
     with np.errstate(all="ignore"):  # values that are not finite keep the batch
-        tested = _by_trainer(stats)
-        for position in sorted(range(len(control.trainers)) if trainers is None else trainers):
-            trainer = control.trainers[position]
-            request, now = _request(control, position, settings), control.size(position)
+        for m in control.trainers if trainers is None else trainers:
+            trainer, now = control.trainers[m], control.size(m)
+            request = _request(control, m, settings)
             if measures:
-                decision = _tested(trainer, tested.get(position), request, now, free, settings)
+                pooled = pool(stats[m]) if m in stats else None
+                decision = _tested(trainer, pooled, request, now, free, settings)
             else:
                 size = now._replace(batch_size=int(request(None)))
                 decision = Decision(size, "kept" if size == now else "schedule")
@@ -68,8 +64,8 @@ def with_batch_sizes(
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
     """Return a copy in which each trainer requests `growth` times its size, within its limits."""
     control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
-    for position, trainer in enumerate(control.trainers):
-        now = control.size(position)
+    for m, trainer in control.trainers.items():
+        now = control.size(m)
         limit = math.floor(growth * now.total)
         size = grown(now, growth * trainer.demand, settings, limit=limit, free_workers=free)
         free -= size.num_workers - now.num_workers
@@ -82,7 +78,7 @@ def free_workers(control: Control, settings: Settings) -> int:
     if settings.ensemble.initial_workers is None:
         return 0
     retired = sum(trainer["workers"] for trainer in control.quarantined)
-    return settings.ensemble.num_workers - retired - len(control.owners)
+    return settings.ensemble.num_workers - retired - control.num_workers
 
 
 def _workers_for_tests(control: Control, settings: Settings) -> int:
@@ -131,19 +127,7 @@ def grown(
     return size
 
 
-def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
-    pooled = {}
-    for trainers, owners, count_R, stats_R in stats:
-        fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
-        for index, trainer in enumerate(trainers):
-            tested = [w for w, owner in enumerate(owners) if owner == index and count_R[w] > 0]
-            if tested:
-                parts = {name: values[tested] for name, values in fields.items()}
-                pooled[trainer] = pool(GradientStats(**parts))
-    return pooled
-
-
-def _request(control: Control, position: int, settings: Settings) -> Callable:
+def _request(control: Control, trainer: int, settings: Settings) -> Callable:
     """Return a trainer's batch-size test as a function of gradient statistics alone."""
     is_pooled = settings.batching.scope == "trainer"
     return functools.partial(
@@ -153,9 +137,9 @@ def _request(control: Control, position: int, settings: Settings) -> Callable:
         nu=settings.batching.nu,
         mode=settings.batching.mode,
         schedule=settings.batching.ramp,
-        num_workers=len(control.workers_of(position)) if is_pooled else 1,
-        batch_size=control.trainers[position].requested_batch_size,
-        round_index=control.rounds_of(position),
+        num_workers=len(control.trainers[trainer].streams) if is_pooled else 1,
+        batch_size=control.trainers[trainer].requested_batch_size,
+        round_index=control.rounds_of(trainer),
     )
 
 

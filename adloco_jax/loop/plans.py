@@ -29,15 +29,14 @@ def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
     """Return the sizes of the next round, by trainer (None: all), as in section 4.4 of AdLoCo."""
-    chosen = range(len(control.trainers)) if trainers is None else trainers
     return {
         m: RoundPlan(*_micro_batches(control, m, settings), _round_steps(control, m, settings))
-        for m in chosen
+        for m in (control.trainers if trainers is None else trainers)
     }
 
 
-def _round_steps(control: Control, position: int, settings: Settings) -> int:
-    inner, trainer = settings.inner, control.trainers[position]
+def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
+    inner, trainer = settings.inner, control.trainers[trainer_id]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
     wanted = ROUND_LENGTHS[settings.inner.round_length](
         steps_per_round=settings.inner.steps_per_round,
@@ -45,8 +44,8 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
         warmup_updates=settings.inner.warmup_updates,
         next_rate=float(rate),
         updates=trainer.updates,
-        round_index=control.rounds_of(position),
-        share_done=share_done(control.rounds_of(position), control.tokens_total, settings),
+        round_index=control.rounds_of(trainer_id),
+        share_done=share_done(control.rounds_of(trainer_id), control.tokens_total, settings),
     )
     left = np.ceil(_base_rounds_left(control, settings))
     # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
@@ -55,11 +54,11 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
     return min(steps, inner.max_steps_per_round or steps)
 
 
-def _micro_batches(control: Control, position: int, settings: Settings) -> tuple[int, int]:
+def _micro_batches(control: Control, trainer: int, settings: Settings) -> tuple[int, int]:
     """Return the micro-batch size of a trainer's next round, and the micro-batches of an update."""
     largest = control.max_batch_size
     size, accum = switch_mode(
-        control.trainers[position].requested_batch_size,
+        control.trainers[trainer].requested_batch_size,
         max_batch_size=largest,
         multiplier=settings.switch.multiplier,
         mode=settings.switch.mode,
@@ -71,8 +70,11 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
     """Return how many rounds of `steps_per_round` updates the token limit still allows."""
     if settings.num_tokens is None:
         return math.inf
-    batches = [math.prod(_micro_batches(control, owner, settings)) for owner in control.owners]
-    tokens = settings.inner.steps_per_round * sum(batches) * settings.data.sequence_length
+    sequences = sum(  # of one update of all workers
+        math.prod(_micro_batches(control, m, settings)) * len(trainer.streams)
+        for m, trainer in control.trainers.items()
+    )
+    tokens = settings.inner.steps_per_round * sequences * settings.data.sequence_length
     return (settings.num_tokens - control.tokens_total) / tokens
 
 
@@ -97,7 +99,7 @@ def learning_rate(
 
 
 def learning_rates(
-    control: Control, position: int, plan: RoundPlan, settings: Settings, *, round_tokens: int
+    control: Control, trainer: int, plan: RoundPlan, settings: Settings, *, round_tokens: int
 ) -> np.ndarray:
     """Return the learning rate of each micro-batch's update, float32 [T].
 
@@ -106,7 +108,7 @@ def learning_rates(
     update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
     rate_T = learning_rate(
         settings,
-        updates=control.trainers[position].updates + update_T,
+        updates=control.trainers[trainer].updates + update_T,
         tokens=control.tokens_total + update_T / plan.num_updates * round_tokens,
     )
     return rate_T.astype(np.float32)
@@ -145,14 +147,14 @@ def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
     return share if share >= least else 0
 
 
-def planned(control: Control, position: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:
+def planned(control: Control, trainer_id: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:
     """Return the fields of a trainer's ledger line that are known before its round is run."""
-    trainer = control.trainers[position]
+    trainer = control.trainers[trainer_id]
     return {
-        "round": control.rounds_of(position) + 1,
-        "trainer": trainer.id,
+        "round": control.rounds_of(trainer_id) + 1,
+        "trainer": trainer_id,
         "updates_before": trainer.updates,
-        "workers": control.owners.count(position),
+        "workers": len(trainer.streams),
         "requested_batch_size": trainer.requested_batch_size,
         "steps_per_round": plan.num_updates,
         "micro_batch_size": plan.micro_batch_size,

@@ -31,7 +31,7 @@ from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
-from adloco_jax.loop.adloco import Control
+from adloco_jax.loop.adloco import Control, first_sizes
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import llama
@@ -340,7 +340,9 @@ def program_spec(
     ensemble, num_devices = settings.ensemble, len(machine.devices)
     shards = ensemble.model_shards
     if shards is None:
-        shards = fewest_model_shards(spec, ensemble.owners(), memory_frac=batching.memory_frac)
+        shards = fewest_model_shards(
+            spec, first_sizes(settings, whole_pool=True), memory_frac=batching.memory_frac
+        )
     elif num_devices % shards:
         raise ConfigError(
             f"ensemble.model_shards = {shards}: does not divide the {num_devices} devices"
@@ -451,11 +453,11 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
     """Make parameters and optimizer states at the start of a run, where they are needed."""
-    spec, stats = run.spec, ProgramKey("stats", tuple(control.owners))
+    spec, stats = run.spec, ProgramKey("stats", control.sizes)
 
     def make(key, params):
         params = run.model.init_fn(key) if params is None else params
-        return first_ensemble(spec, stats.owners, params)
+        return first_ensemble(spec, stats.sizes, params)
 
     shardings = placement(spec, stats).ensemble(ensemble_spec(spec, stats))
     key = jax.random.key(run.settings.seed)

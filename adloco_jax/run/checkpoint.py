@@ -28,7 +28,7 @@ from adloco_jax.errors import CheckpointError, ResourceError, reason, remedy
 from adloco_jax.files import Count, Format, checked, file_sha256, read_json, sync
 from adloco_jax.run import processes
 
-FORMAT = 3  # is increased when older versions cannot read a newer run's folder
+FORMAT = 4  # is increased when older versions cannot read a newer run's folder
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 

@@ -16,11 +16,11 @@ import numpy as np
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
-from adloco_jax.engine.programs import Programs, merged, needed_bytes, parts_of, spawned
+from adloco_jax.engine.programs import Programs, merge_plan, merged, needed_bytes, parts_of, spawned
 from adloco_jax.engine.sharding import bytes_here, ensemble_spec, placement, workers_spec
 from adloco_jax.engine.spec import Kernel, Kind, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError, counted
-from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
+from adloco_jax.loop.adloco import Control, after_merge, choose_members, first_sizes, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
@@ -138,7 +138,7 @@ def choose(
         if largest is None:
             programs.close()
             continue
-        tokens = largest * tokens_of_a_row(chosen, settings.ensemble.owners())
+        tokens = largest * tokens_of_a_row(chosen, first_sizes(settings, whole_pool=True))
         is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu"
         fits.append((math.inf if is_enough else tokens, Choice(programs, largest, tried)))
         if is_enough:
@@ -152,10 +152,10 @@ def choose(
     return best
 
 
-def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
-    """Tokens on a device at a time, one sequence per worker; `owners`: each worker's trainer."""
-    mesh = placement(spec, ProgramKey("steps", owners)).mesh.shape
-    at_once = len(owners) // (mesh["trainer"] * mesh["worker"])
+def tokens_of_a_row(spec: Spec, sizes: tuple[int, ...]) -> int:
+    """Tokens on a device at a time, one sequence per worker; `sizes`: workers of each trainer."""
+    mesh = placement(spec, ProgramKey("steps", sizes)).mesh.shape
+    at_once = sum(sizes) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * (1 if spec.in_turn else at_once)
 
 
@@ -164,8 +164,8 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
-    owners = settings.ensemble.owners()
-    least = least_bytes(spec, owners, accumulates=accumulates(settings, first))
+    workers = first_sizes(settings, whole_pool=True)
+    least = least_bytes(spec, workers, accumulates=accumulates(settings, first))
     needs: dict[int, dict[str, Peak]] = {first: {}}
 
     def largest_peak(size: int) -> int:
@@ -173,8 +173,8 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         return max(peak.total for peak in needs[size].values())
 
     if least <= budget:
-        moves, resting = _moves(settings, spec), held_bytes(spec, owners)
-        busy = max(STEP_TOKENS // tokens_of_a_row(spec, owners), 1)
+        moves, resting = _moves(settings, spec), held_bytes(spec, workers)
+        busy = max(STEP_TOKENS // tokens_of_a_row(spec, workers), 1)
         how = {"sizes": sizes, "budget": budget, "resting": resting, "busy": busy}
         if (largest := find_max_batch(largest_peak, **how)) is not None:
             return Tried(mode, largest, needs[largest], programs=programs)
@@ -183,8 +183,8 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         mode,
         None,
         needs[first],
-        f"batching.initial_batch_size={first}: {counted(len(owners), 'worker')} of"
-        f" {counted(max(owners) + 1, 'trainer')} need {needed} bytes on a device, have"
+        f"batching.initial_batch_size={first}: {counted(sum(workers), 'worker')} of"
+        f" {counted(len(workers), 'trainer')} need {needed} bytes on a device, have"
         f" {budget} of {machine.device_bytes}; use fewer workers, a smaller batch or model"
         + ("" if mode.remat or settings.model.remat is None else ", or model.remat"),
     )
@@ -225,11 +225,11 @@ def find_max_batch(
 def require_memory(spec: Spec, settings: Settings) -> None:
     """Raise ResourceError, naming a config that fits, if states and one gradient do not fit."""
     machine = spec.machine
-    owners = settings.ensemble.owners()
-    needed, budget = least_bytes(spec, owners), machine.budget(settings.batching.memory_frac)
+    sizes = first_sizes(settings, whole_pool=True)
+    needed, budget = least_bytes(spec, sizes), machine.budget(settings.batching.memory_frac)
     if needed > budget:
         raise ResourceError(
-            f"memory: {counted(max(owners) + 1, 'trainer')} with {counted(len(owners), 'worker')}"
+            f"memory: {counted(len(sizes), 'trainer')} with {counted(sum(sizes), 'worker')}"
             f" of {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device"
             f" for state and gradients, have {in_bytes(budget)} of {in_bytes(machine.device_bytes)}"
             " (batching.memory_frac); adloco train quickstart fits here, and adloco plan CONFIG"
@@ -242,8 +242,8 @@ def program_peaks(
 ) -> dict[str, Peak]:
     """Compile a run's programs for a micro-batch; return each one's memory, and that of `moves`."""
     spec, control = programs.spec, start(settings, size, whole_pool=True)
-    owners, keys = tuple(control.owners), reachable_keys(settings, spec, control, [size])
-    peaks = {str(key): peak(programs, key, owners) for key in keys}
+    keys = reachable_keys(settings, spec, control, [size])
+    peaks = {str(key): peak(programs, key, control.sizes) for key in keys}
     if len(control.trainers) > 1 and accumulates(settings, size) and not spec.by_position:
         peaks |= _unequal_peaks(settings, programs, control)
     return peaks | moves
@@ -252,35 +252,33 @@ def program_peaks(
 def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
     """Return the memory that the first merge of trainers, and the last join of a worker, need."""
     control, peaks = start(settings, 1, whole_pool=True), {}
-    owners, num_trainers = tuple(control.owners), len(control.trainers)
-    shape = f"M={num_trainers} R={len(owners)}"
+    sizes, num_trainers = control.sizes, len(control.trainers)
+    shape = f"M={num_trainers} R={sum(sizes)}"
     if settings.merge.policy != "none" and num_trainers > 1:
-        members = choose_members(control, [0.0] * num_trainers, settings)
+        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), settings)
         if members:  # a policy may decide by losses, which are not known yet
-            after = tuple(after_merge(control, members).owners)
-            given = np.ones(len(members), np.float32), members, after
-            peaks[f"merge {shape}"] = _replaced_bytes(spec, owners, merged, *given)
-    if settings.ensemble.initial_workers is not None and len(owners) > num_trainers:
-        given = owners[-1], owners.count(owners[-1])
-        peaks[f"growth {shape}"] = _replaced_bytes(spec, owners[:-1], spawned, *given)
+            plan = merge_plan(control, members, after_merge(control, members))
+            weights_n = np.ones(len(members), np.float32)
+            peaks[f"merge {shape}"] = _replaced_bytes(spec, sizes, merged, weights_n, *plan)
+    if settings.ensemble.initial_workers is not None and sizes[-1] > 1:
+        before, last = (*sizes[:-1], sizes[-1] - 1), len(sizes) - 1
+        peaks[f"growth {shape}"] = _replaced_bytes(spec, before, spawned, last, sizes[-1])
     return peaks
 
 
 def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, Peak]:
     """Return the memory of the programs of a round in which only the last trainer accumulates."""
     spec, size = programs.spec, control.max_batch_size
-    plans = dict.fromkeys(
-        range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
-    )
-    plans[len(plans) - 1] = plans[0]._replace(num_accum_steps=2)
-    group = max(group_trainers(control, plans, spec), key=lambda group: len(group.workers))
-    kept = bytes_here(ensemble_spec(spec, ProgramKey("stats", tuple(control.owners))))
+    plan, last = RoundPlan(size, 1, settings.inner.steps_per_round), max(control.trainers)
+    plans = dict.fromkeys(control.trainers, plan) | {last: plan._replace(num_accum_steps=2)}
+    group = max(group_trainers(control, plans, spec), key=lambda group: sum(group.sizes))
+    kept = bytes_here(ensemble_spec(spec, ProgramKey("stats", control.sizes)))
     keys = [group.key("start"), group.steps_key(), group.key("outer")]
     if spec.outer.own_params:
-        keys = [group.steps_key()._replace(kind="fragment", owners=group.owners)]
+        keys = [group.steps_key()._replace(kind="fragment", sizes=group.sizes)]
     peaks = {}
     for key in keys:
-        found = peak(programs, key, group.owners)
+        found = peak(programs, key, group.sizes)
         peaks[f"{key} of unequal trainers"] = found._replace(beside=found.beside + kept)
     return peaks
 
@@ -292,13 +290,12 @@ def reachable_keys(
 
     The last is that of evaluation. `sizes` None: `batching.buckets` up to the largest.
     """
-    largest, trainers = control.max_batch_size, range(len(control.trainers))
-    keys = []
+    largest, keys = control.max_batch_size, []
     for size in sizes or [n for n in settings.batching.buckets if n <= largest]:
         sums = size == largest and accumulates(settings, size)
         keys += first_keys(control, settings, spec, size, accumulates=sums)
     if settings.outer.leaves_unsynchronised:
-        keys += [group.key("flush") for group in classes(control, trainers, spec)]
+        keys += [group.key("flush") for group in classes(control, control.trainers, spec)]
     return list(dict.fromkeys([*keys, loss_key(largest)]))
 
 
@@ -309,7 +306,7 @@ def first_keys(
     keys = []
     for count in (1, 2) if accumulates else (1,):
         plan = RoundPlan(size, count, settings.inner.steps_per_round)
-        plans = dict.fromkeys(range(len(control.trainers)), plan)
+        plans = dict.fromkeys(control.trainers, plan)
         keys += round_keys(control, plans, settings, spec)
     return keys
 
@@ -321,9 +318,9 @@ def accumulates(settings: Settings, size: int) -> bool:
     return grows and settings.switch.mode != "clip"
 
 
-def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
+def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
     """Bytes of a device's memory in use while a program runs, with all trainers' arrays on it."""
-    state = ensemble_spec(programs.spec, ProgramKey("stats", owners))
+    state = ensemble_spec(programs.spec, ProgramKey("stats", sizes))
     taken = dict.fromkeys(_TAKES[key.kind])
     try:
         needed = needed_bytes(programs[key])
@@ -335,7 +332,7 @@ def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
     return Peak(needed, bytes_here(state.replace(**taken)))
 
 
-def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
+def fewest_model_shards(spec: Spec, sizes: tuple[int, ...], *, memory_frac: float | None) -> int:
     """Find the fewest devices, a divisor of all, over which a worker must be sharded to fit.
 
     Counted are the ensemble, the workers' parameters and gradient sums, not activations; all
@@ -344,27 +341,27 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
         tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs the least
-        if held_bytes(tried, owners, accumulates=True) <= budget:
+        if held_bytes(tried, sizes, accumulates=True) <= budget:
             return shards
     return count
 
 
-def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
+def least_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
     """A lower bound of a run's bytes on a device, without activations and without compiling."""
-    held = held_bytes(spec, owners, accumulates=accumulates)
+    held = held_bytes(spec, sizes, accumulates=accumulates)
     return held + spec.param_bytes // spec.model_shards
 
 
-def held_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
+def held_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
     """Bytes of the ensemble, workers' parameters, and sums of gradients if any, on one device."""
-    key = ProgramKey("steps", owners, accumulates=accumulates)
+    key = ProgramKey("steps", sizes, accumulates=accumulates)
     ensemble = ensemble_spec(spec, key).replace(params_R=None)  # the workers have them
     return bytes_here((ensemble, workers_spec(spec, key).replace(inner_state_R=None)))
 
 
-def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
+def _replaced_bytes(spec: Spec, sizes: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
     """Compute a device's peak memory while `replace` applies `change` to an ensemble."""
-    ensemble = ensemble_spec(spec, ProgramKey("stats", owners))
+    ensemble = ensemble_spec(spec, ProgramKey("stats", sizes))
     leaves = jax.tree.leaves(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
     if len(parts) <= 1:

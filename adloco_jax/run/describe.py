@@ -3,15 +3,13 @@
 import inspect
 import math
 
-import numpy as np
-
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
 from adloco_jax.errors import counted
 from adloco_jax.files import requests_to_get, requests_to_put
-from adloco_jax.loop.adloco import start
+from adloco_jax.loop.adloco import first_sizes, start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import least_test_sequences
@@ -23,10 +21,10 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     """Describe model, trainers, batches and fragments in at most four lines."""
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
-    owners = ensemble.owners(whole_pool=False)
-    at = placement(spec, ProgramKey("steps", owners, batching.initial_batch_size))
+    workers = sum(first := first_sizes(settings))
+    at = placement(spec, ProgramKey("steps", first, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
-    pool = ensemble.num_workers - len(owners)
+    pool = ensemble.num_workers - workers
     steps = counted(inner.steps_per_round, "update")
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
@@ -36,7 +34,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
         f" {model.dtype}, attention by {spec.attention}"
         f"{' within documents' * (settings.data.attention == 'document')};"
         f" {spec.machine.describe()}, {at.describe()}",
-        f"trainers: {ensemble.num_trainers} with {counted(len(owners), 'worker')} together"
+        f"trainers: {ensemble.num_trainers} with {counted(workers, 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")
         + f"; {_ends(settings)} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
         f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
@@ -95,23 +93,19 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     first = batching.initial_batch_size
     control = start(settings, first, whole_pool=True)
-    owners = tuple(control.owners)
-    state = ensemble_spec(spec, ProgramKey("stats", owners))
+    state = ensemble_spec(spec, ProgramKey("stats", control.sizes))
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
-    begins = ensemble.owners(whole_pool=False)
-    costs = [
-        sync_cost(count, spec.sync_bytes, spec.outer.fragments)
-        for count in np.bincount(begins).tolist()
-    ]
+    begins = first_sizes(settings)
+    costs = [sync_cost(count, spec.sync_bytes, spec.outer.fragments) for count in begins]
     between = in_bytes(round_bytes(settings, spec))
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     drawn = []
-    for group in classes(control, range(num_trainers), spec):
+    for group in classes(control, control.trainers, spec):
         at = placement(spec, group.key("steps", micro_batch_size=first))
-        drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
+        drawn += at.draw([f"{w} (trainer {m})" for m, w, _ in control.reads(group.trainers)])
     inner = settings.inner
-    least = inner.steps_per_round * len(begins) * spec.sequence_length * first
+    least = inner.steps_per_round * sum(begins) * spec.sequence_length * first
     longest = inner.max_steps_per_round or inner.steps_per_round
     most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
     last = settings.last_round
@@ -188,8 +182,8 @@ def round_bytes(settings: Settings, spec: Spec) -> int:
     """Bytes of synchronisations in a round of all workers; those that share a device send less."""
     control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
     moved, sent = 0, spec.sync_bytes * spec.outer.fragments
-    for group in classes(control, range(len(control.trainers)), spec):
+    for group in classes(control, control.trainers, spec):
         size = settings.batching.initial_batch_size
         at = placement(spec, group.key("steps", micro_batch_size=size))
-        moved += at.moved_bytes(sent, len(group.trainers), len(group.workers))
+        moved += at.moved_bytes(sent, len(group.trainers), sum(group.sizes))
     return moved

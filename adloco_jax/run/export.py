@@ -109,11 +109,11 @@ def read_trained(
             spec.params,
         )
         params_M = checkpoint.read_params(path, shapes)
-        ensemble = Ensemble(params_M, (), (), tuple(range(len(control.trainers))), jnp.int32(0))
+        ensemble = Ensemble(params_M, (), (), (1,) * len(control.trainers), jnp.int32(0))
     except checkpoint.Damaged as error:
         refuse_fit(workdir)
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error
-    ids = [trainer.id for trainer in control.trainers]
+    ids = [*control.trainers]
     if trainer is not None and trainer not in ids:
         raise ConfigError(
             f"{path}: no trainer {trainer}, have {', '.join(map(str, ids))}; the others have merged"

@@ -175,7 +175,7 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
     """
     rounds = {}
     if control is not None:
-        rounds = {each.id: control.rounds_of(m) for m, each in enumerate(control.trainers)}
+        rounds = {m: control.rounds_of(m) for m in control.trainers}
 
     def is_later(event: dict) -> bool:
         if event["event"] not in _REPEATED_EVENTS or control is None:

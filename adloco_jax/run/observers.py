@@ -106,7 +106,7 @@ class Recorder:
             tokens_per_s=tokens / seconds,
         )
         self._unshown = np.zeros(2)
-        self._newest = {t.id: self._newest[t.id] for t in control.trainers if t.id in self._newest}
+        self._newest = {m: self._newest[m] for m in control.trainers if m in self._newest}
         done = share_done(control.round, control.tokens_total, self.settings)
         self.progress.round(control.round, done, text)
 
@@ -174,7 +174,7 @@ class Evaluator:
             losses = []
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(state.ensemble, position)
-                losses.append(self._record(control, trainer.id, params))
+                losses.append(self._record(control, trainer, params))
             self.consensus(state, losses)
             recorder.write_memory(control)
         recorder.show(state, boundary)

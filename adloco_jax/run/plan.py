@@ -82,7 +82,7 @@ def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
     programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
     keys = reachable_keys(settings, spec, control)
-    peaks = {key: peak(programs, key, tuple(control.owners)).total for key in keys}
+    peaks = {key: peak(programs, key, control.sizes).total for key in keys}
     sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
     return [
         f"max_batch_size: {max_batch}"
@@ -93,7 +93,7 @@ def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
         *(f"  {key!s:32} {in_bytes(need)}" for key, need in peaks.items()),
         f"peak: {max(peaks.values())} bytes ({in_bytes(max(peaks.values()))})",
         f"programs: {len(keys)} for {counted(len(control.trainers), 'trainer')} and"
-        f" {counted(len(control.owners), 'worker')}; later, at most as many for each other"
+        f" {counted(control.num_workers, 'worker')}; later, at most as many for each other"
         " division of the workers",
     ]
 
@@ -149,14 +149,11 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
     """Predict the stages of a run: which trainers it has, and how many workers belong to each."""
     whole = start(settings, max_batch, whole_pool=True)
     pools = [start(settings, max_batch)]
-    while len(pools[-1].owners) < len(whole.owners):
-        trainers = range(len(whole.trainers))
-        fewest = min(trainers, key=lambda m: (pools[-1].owners.count(m), m))
-        count = pools[-1].owners.count(fewest)
-        free = len(whole.owners) - len(pools[-1].owners)
+    while (free := whole.num_workers - pools[-1].num_workers) > 0:
+        count, fewest = min((pools[-1].size(m).num_workers, m) for m in whole.trainers)
         pools.append(with_workers(pools[-1], fewest, count + min(count, free)))
     while settings.merge.policy != "none" and len(pools[-1].trainers) > 1:
-        members = choose_members(pools[-1], [0.0] * len(pools[-1].trainers), settings)
+        members = choose_members(pools[-1], dict.fromkeys(pools[-1].trainers, 0.0), settings)
         if len(members) < 2:
             break
         pools.append(after_merge(pools[-1], members))
@@ -210,7 +207,7 @@ def _record(settings: Settings, tried: Tried, device: str) -> dict:
     control = start(settings, size, whole_pool=True)
     keys = first_keys(control, settings, spec, size, accumulates=False)
     key = next(key for key in keys if key.kind in ("steps", "fragment"))
-    at_once = len(key.owners) // num_turns(spec, key)
+    at_once = sum(key.sizes) // num_turns(spec, key)
     work = count(tried.programs[key].as_text()).times(1 / spec.num_micro_batches)
     tokens_per_s = at_once * size * spec.sequence_length / rates(device).least_seconds(work)
     return record | work._asdict() | {"most_tokens_per_s": tokens_per_s}

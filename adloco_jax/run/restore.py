@@ -50,19 +50,19 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     host = checkpoint.read_host(path)
     checked(host, HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host["control"], settings)
-    template = ensemble_spec(spec, ProgramKey("stats", tuple(control.owners)))
+    template = ensemble_spec(spec, ProgramKey("stats", control.sizes))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
 
 def read_control(path: Path, data: Any, settings: Settings) -> Control:
     """Make `Control` from the `control` of `host.json`; raise Damaged if settings do not fit."""
     control = checked(data, Control, f"{path}: host.control", Damaged)
-    ensemble = settings.ensemble
-    num_trainers, owners = len(control.trainers), control.owners
-    if num_trainers > ensemble.num_trainers or len(owners) > ensemble.num_workers:
-        raise Damaged(f"{path}: not this run's: {num_trainers} trainers, {len(owners)} workers")
-    if set(owners) != set(range(num_trainers)) or control.round != int(path.name):
-        raise Damaged(f"{path}: not this run's: owners {owners}, round {control.round}")
+    ensemble, sizes, workers = settings.ensemble, control.sizes, control.num_workers
+    if not 1 <= len(sizes) <= ensemble.num_trainers or workers > ensemble.num_workers:
+        raise Damaged(f"{path}: not this run's: {len(sizes)} trainers, {workers} workers")
+    is_divided = 0 not in sizes and len(control.trainer_of) == workers
+    if not is_divided or control.round != int(path.name):
+        raise Damaged(f"{path}: not this run's: workers {sizes}, round {control.round}")
     return control
 
 
