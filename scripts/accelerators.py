@@ -86,7 +86,7 @@ def float32_products(text: str) -> list[str]:
 def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> list[str]:
     """Describe what is wrong with a compiled program of inner steps or statistics."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    at, faults = placement(spec, key), []
+    at, faults = placement(spec, key.layout), []
     names = ("fmhaSoftmax(", "fmhaSoftmaxBackward") if fused else ()
     targets = set(re.findall(r'custom_call_target="__cudnn\$(\w+)"', text))
     for name in names:
@@ -99,10 +99,10 @@ def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> lis
     if inside and not is_shared:
         faults.append(f"{key}: in the loop: {inside[0].line[:150]}")
     faults += [f"{key}: {line}" for line in float32_products(text)]
-    state = bytes_here(workers_spec(spec, key).params_R)
+    state = bytes_here(workers_spec(spec, key.layout).params_R)
     if memory.alias_size_in_bytes < state:
         faults.append(f"{key}: {memory.alias_size_in_bytes} bytes are aliased, of {state}")
-    turns = num_turns(spec, key)
+    turns = num_turns(spec, key.layout)
     workers = sum(key.sizes) // (at.mesh.shape["trainer"] * at.mesh.shape["worker"]) // turns
     most = workers * MOST_TEMPORARIES[spec.in_turn]
     if memory.temp_size_in_bytes > most:

@@ -195,7 +195,7 @@ def test_workers_in_turn_share_one_sum_of_gradients():
     needs = {}
     for in_turn in (False, True):
         chosen = dataclasses.replace(spec, in_turn=in_turn)
-        sums = sharding.workers_spec(chosen, key).grad_sum_R["w"]
+        sums = sharding.workers_spec(chosen, key.layout, accumulates=True).grad_sum_R["w"]
         assert sums.shape == (1 if in_turn else 4, VOCAB, VOCAB)
         needs[in_turn] = needed_bytes(lower(chosen, key).compile())
     assert needs[True] + 3 * spec.param_bytes <= needs[False]

@@ -15,7 +15,7 @@ from adloco_jax.core.types import even_sizes, init
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import lower, needed_bytes
 from adloco_jax.engine.sharding import arrange, fetch, num_turns, placement, reshard
-from adloco_jax.engine.spec import Machine, ProgramKey, here
+from adloco_jax.engine.spec import Layout, Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.assemble import configured_model, program_spec
@@ -63,7 +63,7 @@ def after_steps(num_workers, **spread):
     tokens = tokens[:, :num_workers].astype(np.int32)
     rates = np.full(tokens.shape[:2], 1e-3, np.float32)
     key, steps = compiled("steps", (num_workers,), **spread)
-    turns = num_turns(spec, key)
+    turns = num_turns(spec, key.layout)
     workers, loss_TR = start_round(ensemble), np.zeros_like(rates)
     for turn in range(turns):
         chosen = slice(turn, None, turns)
@@ -134,7 +134,7 @@ def test_one_device_takes_all_trainers_in_one_class():
 def test_nothing_passes_between_workers_in_the_inner_steps(num_workers, accumulates, model_shards):
     spread = {} if model_shards == 1 else {"model_shards": model_shards}
     key, program = compiled("steps", (num_workers,), accumulates=accumulates, **spread)
-    mesh = placement(spec_of(**spread)[0], key).mesh
+    mesh = placement(spec_of(**spread)[0], key.layout).mesh
     homes = [{d.id for d in row} for row in mesh.devices.reshape(num_workers, -1)]
     found = collectives(program.as_text())
     for collective in found:
@@ -160,7 +160,7 @@ def test_a_round_moves_the_bytes_that_are_accounted(num_trainers, per_worker_pai
     found = collectives(program.as_text(), loops=False)
     expected = per_worker_pair * spec.param_bytes
     assert expected <= 8 * sum(c.num_bytes for c in found) <= expected + 8 * SCALARS
-    assert placement(spec, key).moved_bytes(spec.param_bytes, num_trainers, 8) == expected
+    assert placement(spec, key.layout).moved_bytes(spec.param_bytes, num_trainers, 8) == expected
 
 
 def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():
@@ -207,7 +207,7 @@ def test_model_shards_are_as_few_as_memory_needs():
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
     spec, _ = spec_of()
-    at = placement(spec, ProgramKey("outer", (2, 2)))
+    at = placement(spec, Layout((2, 2)))
     leaf = jax.ShapeDtypeStruct((2, 64, 128), np.float32)
     assert at.by_trainer(leaf).shard_shape(leaf.shape) == (1, 64, 128)
     assert at.sharded(leaf).shard_shape(leaf.shape) == (1, 64, 128 // 4)

@@ -29,7 +29,7 @@ from adloco_jax.engine.round import Outcome
 from adloco_jax.engine.spec import num_bytes
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import Boundary, Decide, State, Stats, joining_workers, merge_due
-from adloco_jax.loop.control import Control, StateBytes, count_round
+from adloco_jax.loop.control import Control, count_round
 from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
@@ -48,6 +48,7 @@ class ElasticEngine:
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
         """Store the arguments; the first call of `round` starts the learners."""
         self.settings, self.spec = run.settings, run.spec
+        self.state_bytes = run.spec.state_bytes
         self.programs, self.heldout = programs, heldout
         self.underway: Control
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
@@ -63,11 +64,6 @@ class ElasticEngine:
         self._apply = functools.partial(_apply, **how)
 
     # -- The protocol --------------------------------------------------------------------------
-
-    @property
-    def state_bytes(self) -> StateBytes:
-        """Bytes of the parameters and optimizer states that are sent in merges and joins."""
-        return self.spec.state_bytes
 
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
         """Start rounds in learners; end those, at least one, whose learners have answered.

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.engine.sharding import num_turns, placement, reshard
-from adloco_jax.engine.spec import Kind, ProgramKey, Spec
+from adloco_jax.engine.spec import Kind, Layout, ProgramKey, Spec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import (
     after_merge,
@@ -77,6 +77,11 @@ class Group(NamedTuple):
     plan: RoundPlan = RoundPlan(0, 1, 0)  # sizes of the trainers' round, if the group runs one
     pool: int | None = None  # number of all workers of the run if `Spec.by_position`; else None
     positions: tuple[int, ...] = ()  # those of the group's workers in arrays of the whole pool
+
+    @property
+    def layout(self) -> Layout:
+        """Where the arrays of the group's trainers and workers are between inner steps."""
+        return Layout(self.sizes, devices=self.devices)
 
     def key(self, kind: Kind, **more) -> ProgramKey:
         """Make the key of one of this group's programs, with further fields `more`."""
@@ -259,7 +264,7 @@ def make_batch(
     tested = [g for g in classes(control, plans, spec) if any(count[m] for m in g.trainers)]
     tested_here = set()
     for group in tested:
-        at = _here(placement(spec, group.key("stats")).workers, (sum(group.sizes),), 0)
+        at = _here(placement(spec, group.layout).workers, (sum(group.sizes),), 0)
         tested_here |= {control.reads(group.trainers)[index] for index in at}
     rates = {
         m: learning_rates(control, m, plan, settings, round_tokens=round_tokens)
@@ -300,7 +305,7 @@ def calls_of(
     `reads_R3` has each worker's trainer id, its stream, and the position of its first row there.
     """
     size, steps, key = group.plan.micro_batch_size, spec.num_micro_batches, group.steps_key()
-    devices = placement(spec, key)
+    devices = placement(spec, key.layout)
     at, flag_T = devices.tokens_TRBL(size), update_flags(group.plan)
     read_3 = np.array([0, 0, size], np.int32)  # how far a micro-batch takes a worker
     return [
@@ -311,7 +316,7 @@ def calls_of(
             None if spec.key_seed is None else reads_R3[chosen] + t * read_3,
             turn,
         )
-        for chosen, turn in _turns(group, num_turns(spec, key))
+        for chosen, turn in _turns(group, num_turns(spec, key.layout))
         for t in range(0, group.plan.num_micro_batches, steps)
     ]
 
@@ -324,7 +329,7 @@ def padded_test(
     test_RBL = np.zeros(shape, np.int32)
     for test_BL, rows_BL, count in zip(test_RBL, beginnings_R, count_R, strict=True):
         test_BL[:count] = rows_BL[:count]
-    return Test(group, reshard(test_RBL, placement(spec, group.key("stats")).workers), count_R)
+    return Test(group, reshard(test_RBL, placement(spec, group.layout).workers), count_R)
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
@@ -369,7 +374,7 @@ def _sequences(
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(reads), size, spec.row_length)
     rows_TRBL = np.zeros(shape, np.int32)
-    tokens_at = placement(spec, group.steps_key()).tokens_TRBL(size)
+    tokens_at = placement(spec, group.steps_key().layout).tokens_TRBL(size)
     trained_here = _here(tokens_at, shape, 1)
     for index, read in enumerate(reads):
         if index not in trained_here and read not in tested_here:

@@ -35,9 +35,9 @@ from adloco_jax.engine.inputs import (
 from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned, taken
 from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
 from adloco_jax.engine.sharding import placement, reshard
-from adloco_jax.engine.spec import ProgramKey, Spec
+from adloco_jax.engine.spec import Layout, Spec
 from adloco_jax.loop.adloco import Boundary, Decide, State, Stats
-from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
+from adloco_jax.loop.control import Control, RoundPlan, count_flush, count_round
 from adloco_jax.loop.plans import is_over, round_plans, share_done
 from adloco_jax.settings import Settings
 
@@ -76,6 +76,7 @@ class LocalEngine:
     ):
         """Make an engine; `on_call` learns the share of the run and the losses of an ended call."""
         self.settings, self.spec, self.programs = settings, spec, programs
+        self.state_bytes = spec.state_bytes
         self._on_call = on_call
         # Calls of `steps` that are not yet reported: the share of the run at their end, the losses.
         self._unreported: deque[tuple[float, Array]] = deque()
@@ -86,11 +87,6 @@ class LocalEngine:
         # Inputs made ahead, or the exception, with the values that determine them.
         self._ahead: tuple[tuple, Batch | Exception] | None = None
         self._flushed: set[int] = set()  # ids of trainers that were flushed after the last round
-
-    @property
-    def state_bytes(self) -> StateBytes:
-        """Bytes of the parameters and optimizer states that are sent in merges and joins."""
-        return self.spec.state_bytes
 
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
         """Run a round of all trainers; raise DataError if its rows cannot be read.
@@ -251,8 +247,8 @@ class LocalEngine:
     def _put(self, ensemble: Ensemble, trainers: tuple[int, ...], sub: Ensemble) -> Ensemble:
         if len(trainers) == ensemble.num_trainers:
             return sub
-        at = placement(self.spec, ProgramKey("outer", sub.sizes))  # a mesh of all devices
-        return _put(ensemble, trainers, reshard(sub, at.ensemble(sub)))
+        at = placement(self.spec, Layout(sub.sizes))  # a mesh of all devices
+        return _written(ensemble, trainers, reshard(sub, at.ensemble(sub)))
 
 
 def _take(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
@@ -335,4 +331,4 @@ def _rows(tree_M: PyTree, trainers: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[np.array(trainers)], tree_M)
 
 
-_put = jax.jit(put, static_argnums=1, donate_argnums=0)
+_written = jax.jit(put, static_argnums=1, donate_argnums=0)

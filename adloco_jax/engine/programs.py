@@ -153,7 +153,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
     """Trace the program of `key`, and lower it to XLA's input language; it is not compiled yet."""
-    at = placement(spec, key)
+    at = placement(spec, key.layout)
     with contextlib.ExitStack() as stack:
         if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded
             stack.enter_context(jax.set_mesh(at.mesh))
@@ -169,19 +169,19 @@ it may reuse (donated arguments); and the shardings of its results."""
 
 
 def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    bare = ensemble_spec(spec, key)
+    bare = ensemble_spec(spec, key.layout)
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None)
     if spec.outer.own_params:
         bare = bare.replace(params_M=None)
-    start = functools.partial(begin_workers, spec, key)
+    start = functools.partial(begin_workers, spec, key.layout, accumulates=key.accumulates)
     donated = (0,) if spec.outer.own_params else ()
     return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
 
 
 def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    workers = workers_spec(spec, key)
+    workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     out = (_shardings(workers), at.replicated, at.replicated)
-    turns = num_turns(spec, key)
+    turns = num_turns(spec, key.layout)
     advance = _inner_steps(spec, at) if turns == 1 else _turn(spec, at)
 
     def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3, *turn):
@@ -193,8 +193,8 @@ def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    ensemble = ensemble_spec(spec, key).replace(inner_state_R=None)
-    workers = Workers(workers_spec(spec, key).params_R, None)
+    ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
+    workers = Workers(workers_spec(spec, key.layout).params_R, None)
     number_M = jax.ShapeDtypeStruct((len(key.sizes),), jnp.float32, sharding=at.replicated)
     extra_M = dict.fromkeys(spec.extras, number_M)
 
@@ -213,8 +213,8 @@ def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    ensemble = ensemble_spec(spec, key).replace(inner_state_R=None, params_R=None)
-    workers = workers_spec(spec, key)
+    ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None, params_R=None)
+    workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     advance = _inner_steps(spec, at)
 
     def steps(workers, *inputs):
@@ -247,14 +247,14 @@ def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _flush(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    ensemble = ensemble_spec(spec, key).replace(inner_state_R=None)
+    ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     flush = functools.partial(flush_workers, **_collectives(spec, at))
     return flush, (ensemble,), (0,), _shardings(ensemble)
 
 
 def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     num_trainers, num_workers = len(key.sizes), sum(key.sizes)
-    params_M = ensemble_spec(spec, key).params_M
+    params_M = ensemble_spec(spec, key.layout).params_M
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
@@ -297,7 +297,7 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _loss(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    params = params_spec(spec, key)
+    params = params_spec(spec, key.layout)
     loss_fn = with_fixed_key(spec.loss_fn)
     shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.compress import Packed
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import Ensemble, Workers, init
-from adloco_jax.engine.spec import ProgramKey, Spec
+from adloco_jax.engine.spec import Layout, Spec
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
 POOL = ("trainer", "worker")
@@ -210,12 +210,12 @@ def arrange(
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
 
-def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """Make the mesh of a program's devices, with the shardings of arrays on this mesh."""
-    size = max(key.micro_batch_size, 1)
-    first, count = key.devices or (0, len(spec.machine.devices))
+def placement(spec: Spec, layout: Layout) -> Placement:
+    """Make the mesh of a layout's devices, with the shardings of arrays on this mesh."""
+    sizes, batch_size, chosen = layout
+    first, count = chosen or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
-    return arrange(key.sizes, size, devices=devices, model_shards=spec.model_shards)
+    return arrange(sizes, batch_size, devices=devices, model_shards=spec.model_shards)
 
 
 def first_ensemble(spec: Spec, sizes: tuple[int, ...], params: PyTree) -> Ensemble:
@@ -231,36 +231,38 @@ def first_ensemble(spec: Spec, sizes: tuple[int, ...], params: PyTree) -> Ensemb
     )
 
 
-def ensemble_spec(spec: Spec, key: ProgramKey) -> Ensemble:
-    """Make the shapes, dtypes and shardings of a program's ensemble; nothing is allocated."""
-    shapes = jax.eval_shape(functools.partial(first_ensemble, spec, key.sizes), spec.params)
-    return _with_shardings(shapes, placement(spec, key).ensemble(shapes))
+def ensemble_spec(spec: Spec, layout: Layout) -> Ensemble:
+    """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated."""
+    shapes = jax.eval_shape(functools.partial(first_ensemble, spec, layout.sizes), spec.params)
+    return _with_shardings(shapes, placement(spec, layout).ensemble(shapes))
 
 
-def params_spec(spec: Spec, key: ProgramKey) -> PyTree:
+def params_spec(spec: Spec, layout: Layout) -> PyTree:
     """Make the shapes, dtypes and shardings of one model's parameters."""
-    return _with_shardings(spec.params, placement(spec, key).params(spec.params))
+    return _with_shardings(spec.params, placement(spec, layout).params(spec.params))
 
 
-def workers_spec(spec: Spec, key: ProgramKey) -> Workers:
-    """Make the shapes, dtypes and shardings of a program's workers in the middle of a round."""
-    begin = functools.partial(begin_workers, spec, key)
-    shapes = jax.eval_shape(begin, ensemble_spec(spec, key))
-    return _with_shardings(shapes, placement(spec, key).by_worker(shapes))
+def workers_spec(spec: Spec, layout: Layout, *, accumulates: bool = False) -> Workers:
+    """Make the shapes, dtypes and shardings of workers in the middle of a round."""
+    begin = functools.partial(begin_workers, spec, layout, accumulates=accumulates)
+    shapes = jax.eval_shape(begin, ensemble_spec(spec, layout))
+    return _with_shardings(shapes, placement(spec, layout).by_worker(shapes))
 
 
-def num_turns(spec: Spec, key: ProgramKey) -> int:
+def num_turns(spec: Spec, layout: Layout) -> int:
     """Number of turns in which a device's workers run one after another; 1 if all run at once."""
-    mesh = placement(spec, key).mesh.shape
+    mesh = placement(spec, layout).mesh.shape
     in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
-    return sum(key.sizes) // (mesh["trainer"] * mesh["worker"]) if in_turn else 1
+    return sum(layout.sizes) // (mesh["trainer"] * mesh["worker"]) if in_turn else 1
 
 
-def begin_workers(spec: Spec, key: ProgramKey, ensemble: Ensemble) -> Workers:
+def begin_workers(
+    spec: Spec, layout: Layout, ensemble: Ensemble, *, accumulates: bool = False
+) -> Workers:
     """Start a round (`core.start_round`): make the arrays with which the workers begin."""
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
-    workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
-    step = num_turns(spec, key)
+    workers = start_round(ensemble, accumulate=accumulates, reset_tx=reset_tx)
+    step = num_turns(spec, layout)
     sums = (workers.grad_sum_R, workers.finite_R)
     grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::step], sums)
     return workers.replace(grad_sum_R=grad_sum, finite_R=finite)
@@ -288,7 +290,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(tree)
     at = structure.flatten_up_to(shardings)
-    placed = [_put(leaf, to) for leaf, to in zip(leaves, at, strict=True)]
+    placed = [_placed(leaf, to) for leaf, to in zip(leaves, at, strict=True)]
     moving = [i for i, leaf in enumerate(placed) if leaf is None]
     if moving:  # one program moves all these arrays
         moved = _move(tuple(at[i] for i in moving))([leaves[i] for i in moving])
@@ -297,7 +299,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     return structure.unflatten(placed)
 
 
-def _put(leaf: Any, to: NamedSharding | None) -> Any:
+def _placed(leaf: Any, to: NamedSharding | None) -> Any:
     """Give an array its new sharding; return None if only a program of all processes can do it."""
     if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf

@@ -22,6 +22,14 @@ Kernel = Literal["xla", "cudnn"]  # of attention
 Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
+class Layout(NamedTuple):
+    """What decides where arrays are: workers, the batch that they share, and devices."""
+
+    sizes: tuple[int, ...] = (1,)  # workers of each trainer
+    batch_size: int = 1  # sequences of a micro-batch, over which devices that are left are divided
+    devices: tuple[int, int] | None = None  # first device and number of devices; None: all
+
+
 class ProgramKey(NamedTuple):
     """Identifies a compiled program of a run: by its kind, and by the sizes it is compiled for."""
 
@@ -30,6 +38,11 @@ class ProgramKey(NamedTuple):
     micro_batch_size: int = 0
     accumulates: bool = False
     devices: tuple[int, int] | None = None  # first device and number of devices; None: all
+
+    @property
+    def layout(self) -> Layout:
+        """Where the program's arrays are."""
+        return Layout(self.sizes, max(self.micro_batch_size, 1), self.devices)
 
     def __str__(self):
         shape = f"{self.kind} M={len(self.sizes)} R={sum(self.sizes)} B={self.micro_batch_size}"

@@ -73,9 +73,7 @@ Decide = Callable[[Control, Stats, Mapping[int, RoundPlan]], tuple[Control, list
 class Engine(Protocol):
     """What runs rounds. Trainers are named by their ids, in the order of `Control.trainers`."""
 
-    @property
-    def state_bytes(self) -> StateBytes:
-        """Bytes of the parameters and optimizer states that are sent in merges and joins."""
+    state_bytes: StateBytes
 
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
         """Run a round of one trainer at least, and wait for its end: algorithm 1, lines 5 to 16.

@@ -29,7 +29,7 @@ from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.engine.evaluate import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
-from adloco_jax.engine.spec import Kernel, Machine, ProgramKey, Spec
+from adloco_jax.engine.spec import Kernel, Layout, Machine, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, first_sizes
 from adloco_jax.loop.growth import measures_gradients
@@ -453,12 +453,12 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
     """Make parameters and optimizer states at the start of a run, where they are needed."""
-    spec, stats = run.spec, ProgramKey("stats", control.sizes)
+    spec, layout = run.spec, Layout(control.sizes)
 
     def make(key, params):
         params = run.model.init_fn(key) if params is None else params
-        return first_ensemble(spec, stats.sizes, params)
+        return first_ensemble(spec, layout.sizes, params)
 
-    shardings = placement(spec, stats).ensemble(ensemble_spec(spec, stats))
+    shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))
     key = jax.random.key(run.settings.seed)
     return jax.jit(make, out_shardings=shardings)(key, run.model.params)

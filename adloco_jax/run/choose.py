@@ -18,7 +18,7 @@ from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
 from adloco_jax.engine.programs import Programs, merge_plan, merged, needed_bytes, parts_of, spawned
 from adloco_jax.engine.sharding import bytes_here, ensemble_spec, placement, workers_spec
-from adloco_jax.engine.spec import Kernel, Kind, OnCompile, ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import Kernel, Kind, Layout, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, first_sizes, start
 from adloco_jax.loop.control import RoundPlan
@@ -154,7 +154,7 @@ def choose(
 
 def tokens_of_a_row(spec: Spec, sizes: tuple[int, ...]) -> int:
     """Tokens on a device at a time, one sequence per worker; `sizes`: workers of each trainer."""
-    mesh = placement(spec, ProgramKey("steps", sizes)).mesh.shape
+    mesh = placement(spec, Layout(sizes)).mesh.shape
     at_once = sum(sizes) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * (1 if spec.in_turn else at_once)
 
@@ -272,7 +272,7 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
     plan, last = RoundPlan(size, 1, settings.inner.steps_per_round), max(control.trainers)
     plans = dict.fromkeys(control.trainers, plan) | {last: plan._replace(num_accum_steps=2)}
     group = max(group_trainers(control, plans, spec), key=lambda group: sum(group.sizes))
-    kept = bytes_here(ensemble_spec(spec, ProgramKey("stats", control.sizes)))
+    kept = bytes_here(ensemble_spec(spec, Layout(control.sizes)))
     keys = [group.key("start"), group.steps_key(), group.key("outer")]
     if spec.outer.own_params:
         keys = [group.steps_key()._replace(kind="fragment", sizes=group.sizes)]
@@ -320,7 +320,7 @@ def accumulates(settings: Settings, size: int) -> bool:
 
 def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
     """Bytes of a device's memory in use while a program runs, with all trainers' arrays on it."""
-    state = ensemble_spec(programs.spec, ProgramKey("stats", sizes))
+    state = ensemble_spec(programs.spec, Layout(sizes))
     taken = dict.fromkeys(_TAKES[key.kind])
     try:
         needed = needed_bytes(programs[key])
@@ -354,14 +354,14 @@ def least_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False
 
 def held_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
     """Bytes of the ensemble, workers' parameters, and sums of gradients if any, on one device."""
-    key = ProgramKey("steps", sizes, accumulates=accumulates)
-    ensemble = ensemble_spec(spec, key).replace(params_R=None)  # the workers have them
-    return bytes_here((ensemble, workers_spec(spec, key).replace(inner_state_R=None)))
+    ensemble = ensemble_spec(spec, Layout(sizes)).replace(params_R=None)  # the workers have them
+    workers = workers_spec(spec, Layout(sizes), accumulates=accumulates)
+    return bytes_here((ensemble, workers.replace(inner_state_R=None)))
 
 
 def _replaced_bytes(spec: Spec, sizes: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
     """Compute a device's peak memory while `replace` applies `change` to an ensemble."""
-    ensemble = ensemble_spec(spec, ProgramKey("stats", sizes))
+    ensemble = ensemble_spec(spec, Layout(sizes))
     leaves = jax.tree.leaves(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
     if len(parts) <= 1:

@@ -6,7 +6,7 @@ import math
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
-from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import Layout, Spec, num_bytes
 from adloco_jax.errors import counted
 from adloco_jax.files import requests_to_get, requests_to_put
 from adloco_jax.loop.adloco import first_sizes, start
@@ -22,7 +22,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
     workers = sum(first := first_sizes(settings))
-    at = placement(spec, ProgramKey("steps", first, batching.initial_batch_size))
+    at = placement(spec, Layout(first, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
     pool = ensemble.num_workers - workers
     steps = counted(inner.steps_per_round, "update")
@@ -93,7 +93,7 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     first = batching.initial_batch_size
     control = start(settings, first, whole_pool=True)
-    state = ensemble_spec(spec, ProgramKey("stats", control.sizes))
+    state = ensemble_spec(spec, Layout(control.sizes))
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
     begins = first_sizes(settings)
@@ -102,7 +102,7 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     drawn = []
     for group in classes(control, control.trainers, spec):
-        at = placement(spec, group.key("steps", micro_batch_size=first))
+        at = placement(spec, group.layout._replace(batch_size=first))
         drawn += at.draw([f"{w} (trainer {m})" for m, w, _ in control.reads(group.trainers)])
     inner = settings.inner
     least = inner.steps_per_round * sum(begins) * spec.sequence_length * first
@@ -184,6 +184,6 @@ def round_bytes(settings: Settings, spec: Spec) -> int:
     moved, sent = 0, spec.sync_bytes * spec.outer.fragments
     for group in classes(control, control.trainers, spec):
         size = settings.batching.initial_batch_size
-        at = placement(spec, group.key("steps", micro_batch_size=size))
+        at = placement(spec, group.layout._replace(batch_size=size))
         moved += at.moved_bytes(sent, len(group.trainers), sum(group.sizes))
     return moved

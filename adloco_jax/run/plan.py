@@ -207,7 +207,7 @@ def _record(settings: Settings, tried: Tried, device: str) -> dict:
     control = start(settings, size, whole_pool=True)
     keys = first_keys(control, settings, spec, size, accumulates=False)
     key = next(key for key in keys if key.kind in ("steps", "fragment"))
-    at_once = sum(key.sizes) // num_turns(spec, key)
+    at_once = sum(key.sizes) // num_turns(spec, key.layout)
     work = count(tried.programs[key].as_text()).times(1 / spec.num_micro_batches)
     tokens_per_s = at_once * size * spec.sequence_length / rates(device).least_seconds(work)
     return record | work._asdict() | {"most_tokens_per_s": tokens_per_s}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec
-from adloco_jax.engine.spec import OnCompile, ProgramKey, Spec
+from adloco_jax.engine.spec import Layout, OnCompile, Spec
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.files import Count, Format, Seconds, checked
 from adloco_jax.loop.adloco import Control, State, start
@@ -50,7 +50,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     host = checkpoint.read_host(path)
     checked(host, HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host["control"], settings)
-    template = ensemble_spec(spec, ProgramKey("stats", control.sizes))
+    template = ensemble_spec(spec, Layout(control.sizes))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
 
