@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.types import LossFn
 from adloco_jax.models import bert, llama
-from adloco_jax.models.layers import Rule
+from adloco_jax.models.layers import Adapter, Rule
 from adloco_jax.models.weight_maps import BERT, LLAMA, WeightMap
 
 
@@ -23,11 +23,13 @@ class Architecture:
         of arrays. Keywords, others to be ignored by `**_`: the sizes of the group `model`, `dtype`,
         `remat`, `checkpoint` (the text of the `config.json` of `model.init_from`, or empty),
         `attention` ("xla", or "cudnn" if `build` names the keyword and the device allows it),
+        `adapter` (given only if `build` names the keyword, which says that it can have one),
         `layer_form` (see `models.kernels.run_layers`).
       loss: `loss(module, *, loss_chunk)` returns `loss_fn(params, rows)`, the mean loss over int32
         rows. With the keyword `tap_B` (`models.layers`), batch-size tests measure by taps. With
         `documents` (bool), `data.attention` may limit attention to documents: rows are then those
-        of `data.prepared.DocumentRows`.
+        of `data.prepared.DocumentRows`. With an adapter, `loss_fn` is given the frozen weights as
+        the keyword `base`.
       data: "text": rows of L + 1 tokens, loss in nats per token. "labelled": rows
         [label, number of tokens n, L tokens], loss in nats per example.
       rules: Conditions on the group `model`, checked with the config.
@@ -50,11 +52,13 @@ def _attributes(module: type[nn.Module], given: dict[str, Any]) -> dict[str, Any
     return {name: value for name, value in given.items() if name in names}
 
 
-def _build_llama(*, attention: str, checkpoint: str, **given: Any) -> llama.Llama:
+def _build_llama(
+    *, attention: str, checkpoint: str, adapter: Adapter | None = None, **given: Any
+) -> llama.Llama:
     # A checkpoint describes more than sizes, and the settings of sizes agree with it.
     described = LLAMA.attributes(json.loads(checkpoint)) if checkpoint else {}
     described |= _attributes(llama.Llama, given)
-    return llama.Llama(**described, attention=attention)
+    return llama.Llama(**described, attention=attention, adapter=adapter)
 
 
 def _build_bert(*, checkpoint: str, **given: Any) -> bert.Bert:

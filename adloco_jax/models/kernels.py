@@ -218,7 +218,7 @@ def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., n
     """
     return nn.scan(
         block,
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, "base": 0},
         split_rngs={"params": True},
         in_axes=nn.broadcast,
         length=num_layers,
@@ -240,7 +240,8 @@ def run_layers(
     """Apply a stack of layers: `layers(x_BLD, *shared)[0]`.
 
     Args:
-      layers: Module of a class from `stacked`, bound to the parameters.
+      layers: Module of a class from `stacked`, bound to the parameters. A leaf may be a tuple of
+        the layers' arrays instead of their stack, except with "scan".
       layer: Module of a single layer with the same attributes, not bound to parameters.
       x_BLD: Activations, the input of the first layer.
       *shared: Further arguments, the same for every layer.
@@ -250,15 +251,22 @@ def run_layers(
     if form == "scan" or layers.is_initializing():
         return layers(x_BLD, *shared)[0]
 
-    def apply(params: PyTree, x_BLD: Array) -> Array:
-        return layer.apply({"params": params}, x_BLD, *shared)[0]
+    def apply(variables: PyTree, x_BLD: Array) -> Array:
+        return layer.apply(variables, x_BLD, *shared)[0]
 
     if form == "call":
         space = jax.memory.Space.Device
         apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
-    leaves_N, structure = jax.tree.flatten(layers.variables["params"])
+    leaves_N, structure = jax.tree.flatten(layers.variables, is_leaf=_is_split)
     # Split all layers at once, so that the gradients are concatenated in one step too.
-    parts = [[part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))] for leaf_N in leaves_N]
+    parts = [
+        leaf_N if _is_split(leaf_N) else [part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))]
+        for leaf_N in leaves_N
+    ]
     for leaves in zip(*parts, strict=True):
         x_BLD = apply(structure.unflatten(leaves), x_BLD)
     return x_BLD
+
+
+def _is_split(leaf: object) -> bool:
+    return isinstance(leaf, tuple)

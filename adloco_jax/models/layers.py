@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
@@ -25,6 +26,8 @@ DTYPES = ("float32", "bfloat16")  # the dtypes in which a model may compute
 
 # The Hugging Face default (`initializer_range`) for embeddings and matrices.
 _INIT = nn.initializers.normal(stddev=0.02)
+# PEFT's default for A, `kaiming_uniform_(a=sqrt(5))`: uniform up to 1 / sqrt(D). B begins at zero.
+_LORA_A_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 Tap: TypeAlias = Float[Array, " B"] | None
 """A gradient tap (see the module docstring), or None for plain operations."""
@@ -37,6 +40,59 @@ HEADS_DIVIDE_WIDTH: Rule = (
     lambda heads, width: width % heads == 0,
     "the heads must divide the width; choose a width that is a multiple of num_heads",
 )
+
+
+class Adapter(NamedTuple):
+    """Low-rank products that are trained beside frozen weights (LoRA, Hu et al. 2021).
+
+    The product with a weight W becomes x W + (alpha / rank) x A B. `layers` says which weights of a
+    block have one: "attention", "mlp" or "all".
+    """
+
+    rank: int
+    alpha: float
+    layers: str = "all"
+
+    def of(self, part: str) -> "Adapter | None":
+        """Return the adapter of the linear layers of a part, "attention" or "mlp", if any."""
+        return self if self.layers in (part, "all") else None
+
+
+# A frozen weight is in this Flax collection, and needs no gradient and no tap.
+BASE = "base"
+_LOW_RANK = ("lora_a", "lora_b")
+
+
+def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
+    """Divide the parameters of a model with an adapter into the adapter's and the base weights."""
+    parts: tuple[dict, dict] = {}, {}
+    for path, leaf in flatten_dict(params).items():
+        parts[path[-1] not in _LOW_RANK][path] = leaf
+    return unflatten_dict(parts[0]), unflatten_dict(parts[1])
+
+
+def merge_adapter(params: PyTree, adapter: Adapter) -> PyTree:
+    """Add the products of a model's adapter to its weights: the parameters without an adapter."""
+    leaves: dict[tuple[str, ...], Any] = flatten_dict(params)
+    for path in [path[:-1] for path in leaves if path[-1] == _LOW_RANK[0]]:
+        a_NDA, b_NAF = (leaves.pop((*path, name)) for name in _LOW_RANK)
+        product = adapter.alpha / adapter.rank * (a_NDA @ b_NAF)
+        leaves[*path, "kernel"] = leaves[*path, "kernel"] + product
+    return unflatten_dict(leaves)
+
+
+def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
+    """Put together again what `split_adapter` divides."""
+    return unflatten_dict(flatten_dict(base) | flatten_dict(adapter))
+
+
+def _weight(
+    module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], tap_B: Tap = None
+) -> tuple[Array, Tap]:
+    """Return a module's weight, and the tap of its layer: None if the weight is frozen."""
+    if module.has_variable(BASE, name):
+        return lax.stop_gradient(module.get_variable(BASE, name)), None
+    return module.param(name, init, shape, jnp.float32), tap_B
 
 
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
@@ -298,16 +354,25 @@ class Linear(nn.Module):
     dtype: DTypeLike
     to_float32: bool = False
     use_bias: bool = False
+    adapter: Adapter | None = None
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
-        """Apply `project`, and then `add_bias` if the layer has a bias."""
-        w_DF = self.param("kernel", _INIT, (x_BLD.shape[-1], self.features), jnp.float32)
-        y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, to_float32=self.to_float32)
+        """Apply `project`, add the product of an adapter, and apply `add_bias` if it has a bias."""
+        how: Any = {"dtype": self.dtype, "to_float32": self.to_float32}
+        shape = (x_BLD.shape[-1], self.features)
+        w_DF, own_tap_B = _weight(self, "kernel", _INIT, shape, tap_B)
+        y_BLF = project(x_BLD, w_DF, own_tap_B, **how)
+        if self.adapter is not None:
+            rank, alpha, _ = self.adapter
+            a_DA = self.param("lora_a", _LORA_A_INIT, (shape[0], rank), jnp.float32)
+            b_AF = self.param("lora_b", nn.initializers.zeros, (rank, shape[1]), jnp.float32)
+            h_BLA = project(x_BLD, a_DA, tap_B, dtype=self.dtype)
+            y_BLF = y_BLF + project(alpha / rank * h_BLA, b_AF, tap_B, **how)
         if not self.use_bias:
             return y_BLF
-        bias_F = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-        return add_bias(y_BLF, bias_F, tap_B)
+        bias_F, own_tap_B = _weight(self, "bias", nn.initializers.zeros, shape[1:], tap_B)
+        return add_bias(y_BLF, bias_F, own_tap_B)
 
 
 class RMSNorm(nn.Module):
@@ -319,7 +384,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalise in float32, apply `apply_gain` and cast to `dtype`."""
-        gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
+        gain_D, tap_B = _weight(self, "scale", nn.initializers.ones, x_BLD.shape[-1:], tap_B)
         x_BLD = x_BLD.astype(jnp.float32)
         mean_square_BL1 = jnp.mean(jnp.square(x_BLD), axis=-1, keepdims=True)
         normed_BLD = x_BLD * lax.rsqrt(mean_square_BL1 + self.eps)
@@ -354,18 +419,21 @@ class Embed(nn.Module):
     def setup(self) -> None:
         """Create the table."""
         shape = (self.vocab_size, self.width)
-        self.embedding = self.param("embedding", _INIT, shape, jnp.float32)
+        self.embedding, _ = _weight(self, "embedding", _INIT, shape)
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Apply `look_up` and cast to `dtype`."""
-        return self._cast(look_up(self.embedding, tokens_BL, tap_B), tokens_BL)
+        return self._cast(look_up(self.embedding, tokens_BL, self._tap(tap_B)), tokens_BL)
 
     def look_up_tied(
         self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
     ) -> tuple[Float[Array, "B L D"], TiedTap | None]:
         """Apply `look_up_tied` and cast to `dtype`."""
-        x_BLD, tap = look_up_tied(self.embedding, tokens_BL, tap_B)
+        x_BLD, tap = look_up_tied(self.embedding, tokens_BL, self._tap(tap_B))
         return self._cast(x_BLD, tokens_BL), tap
+
+    def _tap(self, tap_B: Tap) -> Tap:
+        return None if self.has_variable(BASE, "embedding") else tap_B
 
     def _cast(self, x_BLD: Array, tokens_BL: Array) -> Array:
         if self.pad_id is not None:

@@ -25,7 +25,9 @@ from adloco_jax.models.kernels import (
     swiglu,
 )
 from adloco_jax.models.layers import (
+    BASE,
     HEADS_DIVIDE_WIDTH,
+    Adapter,
     Embed,
     Linear,
     RMSNorm,
@@ -116,6 +118,12 @@ class _Sizes(NamedTuple):
     qk_norm: bool
     dtype: DTypeLike
     attention: str
+    adapter: Adapter | None
+
+    def linear(self, part: str) -> Callable[..., Linear]:
+        """Return what makes the linear layers of a part of a block, "attention" or "mlp"."""
+        adapter = None if self.adapter is None else self.adapter.of(part)
+        return functools.partial(Linear, dtype=self.dtype, adapter=adapter)
 
 
 class _Attention(nn.Module):
@@ -128,10 +136,10 @@ class _Attention(nn.Module):
         self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, starts_BL: Array | None
     ) -> Array:
         B, L, D = x_BLD.shape
-        sizes, K = self.sizes, self.sizes.head_size
+        sizes, K, linear = self.sizes, self.sizes.head_size, self.sizes.linear("attention")
 
         def heads(name: str, num_heads: int, *, norm: bool = False) -> Array:
-            project = Linear(num_heads * K, sizes.dtype, use_bias=sizes.qkv_bias, name=name)
+            project = linear(num_heads * K, use_bias=sizes.qkv_bias, name=name)
             y = project(x_BLD, tap_B)
             if norm:
                 gain = RMSNorm(sizes.norm_eps, sizes.dtype, name=f"{name}_norm")
@@ -148,7 +156,7 @@ class _Attention(nn.Module):
         k_BGLK = rotated(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
         v_BGLK = kept(heads("value", sizes.num_kv_heads))
         y_BLD = ATTENTION[sizes.attention](q_BHLK, k_BGLK, v_BGLK, starts_BL)
-        return kept(Linear(D, sizes.dtype, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B))
+        return kept(linear(D, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B))
 
 
 class _MLP(nn.Module):
@@ -158,10 +166,11 @@ class _MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
-        width, dtype, use_bias = self.sizes.mlp_width, self.sizes.dtype, self.sizes.mlp_bias
-        gate_BLF = kept(Linear(width, dtype, use_bias=use_bias, name="gate")(x_BLD, tap_B))
-        up_BLF = kept(Linear(width, dtype, use_bias=use_bias, name="up")(x_BLD, tap_B))
-        down = Linear(x_BLD.shape[-1], dtype, use_bias=use_bias, name="down")
+        width = self.sizes.mlp_width
+        linear = functools.partial(self.sizes.linear("mlp"), use_bias=self.sizes.mlp_bias)
+        gate_BLF = kept(linear(width, name="gate")(x_BLD, tap_B))
+        up_BLF = kept(linear(width, name="up")(x_BLD, tap_B))
+        down = linear(x_BLD.shape[-1], name="down")
         return down(swiglu(gate_BLF, up_BLF), tap_B)
 
 
@@ -215,6 +224,8 @@ class Llama(nn.Module):
       attention: "xla", or "cudnn" for cuDNN's fused kernel, which needs bfloat16 and an NVIDIA GPU
         from Ampere on, and is differentiable only in reverse mode.
       layer_form: See `models.kernels.run_layers`. Results depend on it only by rounding.
+      adapter: Low-rank products beside the linear layers of the blocks. Weights that are in the
+        collection "base", not in "params", are frozen (`models.layers.split_adapter`).
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -241,6 +252,7 @@ class Llama(nn.Module):
     remat: bool = False
     attention: str = "xla"
     layer_form: str = "scan"
+    adapter: Adapter | None = None
 
     def setup(self) -> None:
         """Check the sizes and create the submodules, whose names are those of the parameters."""
@@ -298,6 +310,10 @@ class Llama(nn.Module):
         return self.embed.attend(hidden_BLD, tap) if self.tied else self.head(hidden_BLD, tap)
 
 
+def _variables(params: PyTree, base: PyTree | None) -> dict[str, PyTree]:
+    return {"params": params} if base is None else {"params": params, BASE: base}
+
+
 def sequence_losses(
     model: Llama, *, sequences_per_chunk: int = 0, documents: bool = False
 ) -> Callable[..., Array]:
@@ -314,9 +330,10 @@ def sequence_losses(
         attention is limited.
 
     Returns:
-      `losses_fn(params, rows, tap_B=None)`, float32 [B] in nats per token. Of the int32 tokens
-      [B, L+1] the model reads all but the last, and predicts all but the first. With `documents`,
-      rows are [B, 2 (L+1)]: the tokens, then the first position to which each attends.
+      `losses_fn(params, rows, tap_B=None, base=None)`, float32 [B] in nats per token; `base` has
+      the frozen weights of a model with an adapter. Of the int32 tokens [B, L+1] the model reads
+      all but the last, and predicts all but the first. With `documents`, rows are [B, 2 (L+1)]: the
+      tokens, then the first position to which each attends.
 
     Raises:
       ValueError: While tracing the returned function, if `rows` has another shape, or no target.
@@ -326,32 +343,35 @@ def sequence_losses(
     logits: Any = functools.partial(model.apply, method=Llama.logits)
 
     def head_losses(
-        params: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
+        variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
-        logits_BLV = logits({"params": params}, hidden_BLD, tap)
+        logits_BLV = logits(variables, hidden_BLD, tap)
         losses_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
         return jnp.mean(losses_BL, axis=1)
 
-    def losses_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
+    def losses_fn(
+        params: PyTree, rows: Array, tap_B: Tap = None, base: PyTree | None = None
+    ) -> Array:
+        variables = _variables(params, base)
         parts = 2 if documents else 1
         if rows.ndim != 2 or rows.shape[1] < 2 * parts or rows.shape[1] % parts:
             width = "2 (L+1)" if documents else "L+1"
             raise ValueError(f"rows has shape {rows.shape}, expected [B, {width}] with L >= 1.")
         tokens, *more = jnp.split(rows, parts, axis=1)
         starts_BL = more[0][:, :-1] if documents else None
-        hidden_BLD, tap = hidden({"params": params}, tokens[:, :-1], tap_B, starts_BL)
+        hidden_BLD, tap = hidden(variables, tokens[:, :-1], tap_B, starts_BL)
         # The only shift: the loss at position t is of token t + 1.
         head_inputs_B = (hidden_BLD, tokens[:, 1:], tap)
         batch, chunk = rows.shape[0], sequences_per_chunk
         if not 0 < chunk < batch:
-            return head_losses(params, *head_inputs_B)
+            return head_losses(variables, *head_inputs_B)
         split = batch - batch % chunk
         chunks = jax.tree.map(lambda x: x[:split].reshape(-1, chunk, *x.shape[1:]), head_inputs_B)
-        chunk_losses = jax.checkpoint(lambda args: head_losses(params, *args), prevent_cse=False)
+        chunk_losses = jax.checkpoint(lambda args: head_losses(variables, *args), prevent_cse=False)
         losses_B = lax.map(chunk_losses, chunks).reshape(split)
         if split == batch:
             return losses_B
-        rest_B = head_losses(params, *jax.tree.map(lambda x: x[split:], head_inputs_B))
+        rest_B = head_losses(variables, *jax.tree.map(lambda x: x[split:], head_inputs_B))
         return jnp.concatenate([losses_B, rest_B])
 
     return losses_fn
@@ -361,8 +381,10 @@ def next_token_loss(model: Llama, **options: Any) -> Callable[..., Array]:
     """Make the training loss: the mean over sequences of `sequence_losses`, a float32 scalar."""
     losses_fn = sequence_losses(model, **options)
 
-    def loss_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
-        return jnp.mean(losses_fn(params, rows, tap_B))
+    def loss_fn(
+        params: PyTree, rows: Array, tap_B: Tap = None, base: PyTree | None = None
+    ) -> Array:
+        return jnp.mean(losses_fn(params, rows, tap_B, base))
 
     return loss_fn
 
@@ -376,6 +398,7 @@ def generate(
     num_tokens: int,
     temperature: float | Float[Array, ""],
     key: Key[Array, ""],
+    base: PyTree | None = None,
 ) -> Int[Array, "B L"]:
     """Continue prompts, token by token, without a cache: for a look at a model, not to serve it.
 
@@ -386,18 +409,19 @@ def generate(
       num_tokens: Number of new tokens.
       temperature: Divides the logits before sampling; 0 takes the most probable token.
       key: Random key for sampling.
+      base: Frozen weights of a model with an adapter.
 
     Returns:
       Prompts followed by the new tokens, int32 [B, P + num_tokens].
     """
     hidden, logits = nn.apply(Llama.hidden, model), nn.apply(Llama.logits, model)
-    length = prompt_BL.shape[1]
+    length, variables = prompt_BL.shape[1], _variables(params, base)
     text_BL = jnp.pad(prompt_BL, ((0, 0), (0, num_tokens)))  # the padding is never attended to
 
     def add_token(position, text_BL):
-        hidden_BLD, _ = hidden({"params": params}, text_BL)
+        hidden_BLD, _ = hidden(variables, text_BL)
         last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, position - 1, 1, axis=1)
-        logits_BV = logits({"params": params}, last_B1D)[:, 0]
+        logits_BV = logits(variables, last_B1D)[:, 0]
         # The Gumbel trick: the argmax is a sample from softmax(logits / temperature).
         noise_BV = jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape)
         next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1)
