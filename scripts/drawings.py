@@ -4,8 +4,8 @@ python scripts/drawings.py
 
 `method` shows the algorithm over time, and `architecture` the parts of the library. `front` shows
 the study of docs/RESULTS.md: communications against serial updates at equal loss. `barrier` shows
-the cost of merging, and `links` training over slow links. Letters have at least 11 pixels on a
-phone.
+the cost of merging, `links` training over slow links, and `gpu` training on a GPU. Letters have at
+least 11 pixels on a phone.
 """
 
 import json
@@ -82,6 +82,27 @@ def links(theme: str) -> str:
         title = f"links of {rate} Mbit/s"
         panels.append(chart.chart(x, y, curves, title=title, height=150, label_px=FONT + 3))
     return document(panels, "Held-out loss over seconds, by the rate of the links", theme)
+
+
+def gpu(theme: str) -> str:
+    """Held-out loss of the 35 M model on one GPU over tokens and over serial updates."""
+    arms = json.loads((STUDIES / "gpu" / "training.json").read_text("utf-8"))
+    shown = {name: arms[name] for name in ("recommended", "DiLoCo", "data parallel")}
+    colors = {"recommended": "c0", "DiLoCo": "c4", "data parallel": "c5"}
+    y = chart.axis("nats per token", [loss for arm in shown.values() for loss in arm["loss"]])
+    panels = []
+    for name, label, unit in (
+        ("tokens_total", "million tokens", 1e6),
+        ("updates_total", "serial updates", 1),
+    ):
+        curves = [
+            Curve([count / unit for count in arm[name]], arm["loss"], colors[each], each)
+            for each, arm in shown.items()
+        ]
+        x = chart.axis(label, [value for curve in curves for value in curve.x])
+        title = f"35 M parameters, over {label}"
+        panels.append(chart.chart(x, y, curves, title=title, height=190, label_px=FONT + 3))
+    return document(panels, "Held-out loss on one GPU over tokens and over serial updates", theme)
 
 
 def barrier(theme: str) -> str:
@@ -238,7 +259,7 @@ def svg(height: int, title: str, parts: list[str], theme: str) -> str:
 
 
 DRAWINGS: dict[str, Callable[[str], str]] = {
-    drawing.__name__: drawing for drawing in (method, architecture, front, barrier, links)
+    drawing.__name__: drawing for drawing in (method, architecture, front, barrier, links, gpu)
 }
 
 

@@ -30,9 +30,8 @@ TORCH = {
 ARM = {"tokens_total": [10, 20, 30], "updates_total": [1, 2, 3], "syncs_total": [0, 0, 1]}
 ARM |= {"loss": [4.0, 3.5, 3.25], "round_tokens": [10, 10, 10], "round_s": [9.0, 1.0, 1.0]}
 FOUND = {
-    "recommended": H100
-    | {"flops_per_token": 494.5e6, "shipped": SPEED, "torch": TORCH, "one worker": SPEED},
-    "microllama": H100 | {"torch": {"error": "torch is not installed"}},
+    "recommended": H100 | {"flops_per_token": 494.5e6, "shipped": SPEED, "one worker": SPEED},
+    "torch": {"recommended": TORCH, "microllama": {"error": "torch is not installed"}},
     "acceptance": {"update": {"float32 loss": 1e-6}, "resume": "yes, every bit"},
     "training": {
         "recommended": ARM,
@@ -70,8 +69,11 @@ def test_all_parts_take_at_most_twelve_minutes_and_eight_files():
 
 def test_a_second_start_measures_what_is_missing(monkeypatch, tmp_path):
     code, calls = started(monkeypatch, tmp_path, codes=[("microllama", -9)])
-    assert code == 1 and list(calls) == ["acceptance", "recommended", "microllama", "training"]
-    assert calls == {part: pytest.approx(gpu.PARTS[part][1]) for part in calls}
+    assert code == 1 and list(calls) == [*gpu.FIRST]
+    # Each may use what the parts before have left: here all of it, and that of the part skipped.
+    seconds = {part: gpu.PARTS[part][1] for part in gpu.FIRST}
+    later = {part: sum([*seconds.values()][at + 1 :]) for at, part in enumerate(seconds)}
+    assert calls == {part: pytest.approx(12 * 60 - later[part], abs=1) for part in calls}
     stopped = gpu.Figures(tmp_path / "microllama.json").known["stopped"]
     assert stopped.startswith("exit code -9 after")
     code, calls = started(monkeypatch, tmp_path, "--minutes=1", "--weights=somewhere")
@@ -112,6 +114,14 @@ def test_figures_of_another_card_are_not_kept(monkeypatch, tmp_path):
     assert "update" not in found
 
 
+def test_the_page_is_that_of_the_records(tmp_path):
+    page, records = ROOT / "docs" / "GPU.md", ROOT / "studies" / "gpu"
+    (tmp_path / "GPU.md").write_text(page.read_text("utf-8"), encoding="utf-8")
+    gpu.write_page(records, tmp_path / "GPU.md")
+    written = (tmp_path / "GPU.md").read_text("utf-8")
+    assert written == page.read_text("utf-8"), f"python scripts/gpu.py --out {records} --tables"
+
+
 def test_the_page_gets_its_front_and_tables(tmp_path):
     page, out = tmp_path / "GPU.md", tmp_path / "out"
     page.write_text((ROOT / "docs" / "GPU.md").read_text("utf-8"), encoding="utf-8")
@@ -121,15 +131,21 @@ def test_the_page_gets_its_front_and_tables(tmp_path):
     text = page.read_text("utf-8")
     assert "`recommended` 1,000,000 tokens/s (0.50 of the peak)." in " ".join(text.split())
     assert "DiLoCo 4.250" in text and "Machine: a machine." in text
+    found = " ".join(text.split())
+    assert "`recommended` 2.00 and 4.0." in found
+    # at the first evaluation of each with the higher of both last losses
+    assert "To 4.250: recommended 0.0 M tokens, 1 updates, 0 communications; DiLoCo 0.0" in found
     rows = rows_of(text.partition("<!-- end of the table -->")[0])
-    assert rows[gpu.TITLES["recommended"]] == ["1,000,000", "0.500", "2.00", "4.00"]
+    beside = [f"{rate} (1 to 3)" for rate in ("2,000,000", "1,000,000", "500,000")]
+    assert rows[gpu.TITLES["recommended"]] == ["1,000,000", "0.500", *beside]
     reason = "not measured: torch is not installed"
-    assert rows[gpu.TITLES["microllama"]] == ["not measured", "", reason, reason]
+    assert rows[gpu.TITLES["microllama"]] == ["not measured", "", *[reason] * 3]
     assert rows["one worker"] == ["1.250 (1,000,000, 0.500)", "-"]
     # at the tokens that both have
     assert rows["recommended"][:3] == ["3.500", "0.0 M", "2"] and rows["recommended"][-1] == "10"
     assert rows["DiLoCo"][0] == "4.250"
-    assert "float32 loss 1.0e-06" in text and "operations: yes, every bit." in text
+    assert "float32 loss 1.0e-06" in text and "deterministic operations: yes, every bit." in text
+    assert "default operations: not measured." in text
     gpu.write_page(tmp_path / "empty", page)
     assert "Training: not measured." in page.read_text("utf-8")
 
@@ -167,29 +183,31 @@ def test_the_run_that_is_resumed_is_a_valid_one(size):
 
 
 def arm(monkeypatch, tmp_path, tokens):
-    """The figures of a training that was continued, when each curve has so many tokens."""
+    """Figures and options of a training whose next curves have so many tokens, and their limits."""
     (tmp_path / "prepared.json").write_text('{"shapes": []}')
     calls = []
 
     def curve(command, workdir, limit_s):
         calls.append((workdir.name, round(limit_s)))
-        return {"tokens_total": [tokens]}
+        return {"tokens_total": [tokens.pop(0)]}
 
     monkeypatch.setattr(gpu, "curve", curve)
-    how = {"rows": tmp_path, "tokenizer": "bytes", "work": tmp_path, "limit": 200}
+    how = {"rows": tmp_path, "tokenizer": "bytes", "work": tmp_path, "limit": 450}
     return gpu.Figures(tmp_path / "training.json"), argparse.Namespace(**how), calls
 
 
 def test_an_arm_that_was_cut_short_continues_and_a_finished_one_does_not(monkeypatch, tmp_path):
-    figures, options, calls = arm(monkeypatch, tmp_path, tokens=5)
+    all_of_it = gpu.TINY.num_tokens
+    figures, options, calls = arm(monkeypatch, tmp_path, [all_of_it, 5, all_of_it, all_of_it])
+    monkeypatch.setattr(gpu, "SHARES_S", dict.fromkeys(gpu.ARMS, 100))
     with pytest.raises(TimeoutError, match="cut"):
-        monkeypatch.setattr(gpu, "SHARES_S", dict.fromkeys(gpu.ARMS, 150) | {"DiLoCo": 250})
         gpu.training(figures, gpu.TINY, options)
-    assert calls == [("recommended", 150), ("DiLoCo", 200), ("data_parallel", 150)]
+    # Each may use what is left but for the shares of those after it.
+    assert calls == [("recommended", 250), ("DiLoCo", 350), ("data_parallel", 450)]
     assert [figures.known[name]["cut"] for name in gpu.ARMS] == [False, True, False]
     options.limit = 300
     gpu.training(figures, gpu.TINY, options)
-    assert calls[3:] == [("DiLoCo", 250)]
+    assert calls[3:] == [("DiLoCo", 300)]
     options.limit = 1
     with pytest.raises(TimeoutError, match="not enough for recommended"):
         gpu.training(gpu.Figures(tmp_path / "other.json"), gpu.TINY, options)
@@ -234,9 +252,10 @@ def test_all_of_it_runs_on_a_cpu_with_tiny_models(tmp_path):
         run = subprocess.run([sys.executable, *words], env=environment, timeout=2400, check=False)
         assert run.returncode == 0
     found = gpu.read_all(tmp_path / "out")
-    assert found["acceptance"]["resume"] == "yes, every bit"
+    assert [found["acceptance"][name] for name in gpu.RESUMED] == 2 * ["yes, every bit"]
     assert max(found["acceptance"]["update"].values()) == 0  # one device beside itself
     for part, steps in gpu.TINY.steps.items():
-        assert {"shipped", "torch", *steps.variants} <= set(found[part])
+        assert {"shipped", *steps.variants} <= set(found[part])
+    assert set(gpu.TINY.steps) <= set(found["torch"])
     for name in gpu.ARMS:
         assert found["training"][name]["tokens_total"][-1] >= gpu.TINY.num_tokens
