@@ -213,6 +213,19 @@ def test_an_arm_that_was_cut_short_continues_and_a_finished_one_does_not(monkeyp
         gpu.training(gpu.Figures(tmp_path / "other.json"), gpu.TINY, options)
 
 
+def test_pytorch_is_timed_beside_one_worker_of_each_model(monkeypatch, tmp_path):
+    of_one = {name: {"tokens_per_s": [1, 2, 3], "seconds": 1.0} for name in gpu.LIBRARIES}
+    calls = []
+    monkeypatch.setattr(gpu, "measure", lambda *given: calls.append(given) or of_one)
+    lacks = ["torch is not installed", ""]
+    monkeypatch.setattr(gpu, "torch_lacks", lambda: lacks.pop(0))
+    figures = gpu.Figures(tmp_path / "torch.json")
+    gpu.torch(figures, gpu.FULL, argparse.Namespace())
+    assert figures.known["recommended"] == {"error": "torch is not installed"}
+    assert figures.known["microllama"]["compile"] == {"tokens_per_s": [1, 2, 3]}
+    assert calls == [(gpu.FULL.steps["microllama"].shape, 8, 1, 5)]
+
+
 def is_running(process_id: int) -> bool:
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().split()[2]
