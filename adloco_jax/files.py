@@ -140,11 +140,16 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def local_path(path: str | Path, where: str = "") -> Path:
     """Return the path of something to write.
 
-    Raises ConfigError if it is an address, of which `Path` would make folders, or a link in it
-    leads nowhere.
+    Raises ConfigError if it is an address, of which `Path` would make folders, if no file can have
+    this name, or if a link in it leads nowhere.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)
+    except (OSError, ValueError) as error:  # the name is too long or has a NUL
+        raise ConfigError(f"{where}{str(path)[:200]!r}: {error}; name another") from error
     for part in (Path(path), *Path(path).parents):
         if part.is_symlink() and not part.exists():
             raise ConfigError(f"{where}{path}: {part} is a link that leads nowhere; remove it")

@@ -129,11 +129,6 @@ def test_wrong_types_are_refused():
         assert_refused(key, wrong)
 
 
-def test_names_must_not_be_empty():
-    for key in ("data.split", "data.text_column", "data.label_column", "data.tokenizer"):
-        assert_refused(key, [""])
-
-
 def test_senseless_numbers_are_refused():
     for key in NUMERIC:
         refused = [-1, -1.0, float("nan"), float("inf"), float("-inf"), 2**63, 10**400]
@@ -152,7 +147,7 @@ def test_help_names_the_entries_that_ship():
 
 
 def test_zero_is_allowed_where_it_means_something():
-    config = changed(**dict.fromkeys(ZERO_IS_ALLOWED, 0))
+    config = changed(**dict.fromkeys(ZERO_IS_ALLOWED, 0), engine__kind="ray")
     settings = flat_settings(validate(config))
     assert {settings[key] for key in ZERO_IS_ALLOWED} == {0}
 
@@ -167,18 +162,9 @@ def test_members_of_tuples_are_checked():
     assert [line.split(" = ")[0] for line in lines] == tuples
 
 
-def test_a_config_is_groups_of_keys():
-    for value in (5, None, [1], "x"):
-        (line,) = faults(changed(model=value))
-        assert line.startswith(f"model = {value!r}: must be a group")
-        (line,) = faults(value)
-        assert line.startswith(f"config = {value!r}")
-
-
 # --- Contradictions -------------------------------------------------------------------------
 
 BERT = dict(model__arch="bert", data__source="jsonl", data__path="x")
-HUB = dict(data__source="hf", data__path="x")
 RAMP = dict(batching__test="ramp")
 CONTRADICTIONS = {
     "heads": dict(model__width=66),

@@ -42,12 +42,6 @@ def check_workdir(workdir: str | Path) -> None:
     """Raise ConfigError, with what to do, if a run cannot be stored in a folder."""
     folder = Path(workdir)
     require_utf8("--workdir", folder)
-    try:
-        folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # the folder is made later; if one of its parents is a file, this is found below
-    except (OSError, ValueError) as error:  # the name is too long or has a NUL; links form a loop
-        raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
     local_path(workdir, "--workdir ")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
