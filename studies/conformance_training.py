@@ -1,0 +1,63 @@
+"""The rows of docs/conformance.md on training results, from committed figures of runs."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from adloco_jax.study import results
+from adloco_jax.study.compare import Comparison, runs_of
+from studies import compare_order_seeds, compare_shakespeare
+from studies.published import NANOGPT_CHAR_LOSS, SCALING_ORDER, Row
+
+STUDIES = Path(__file__).parent
+
+
+def shakespeare() -> list[Row]:
+    """A row for each variant."""
+    comparison = compare_shakespeare.get_comparison()
+    rows = []
+    for name, lines in _recorded(comparison, "shakespeare").items():
+        heldout = _heldout(lines)
+        middle = statistics.median(heldout)
+        train = statistics.median(line["train_loss"] for line in lines)
+        rows.append(
+            Row(
+                name,
+                f"{NANOGPT_CHAR_LOSS}",
+                f"{middle:.3f} ({heldout[0]:.3f} to {heldout[-1]:.3f}), training {train:.3f}",
+                f"{middle - NANOGPT_CHAR_LOSS:+.3f}",
+            )
+        )
+    return rows
+
+
+def order() -> list[Row]:
+    """A row for each pair of neighbours in the paper's order, the lower loss first."""
+    comparison, rows = compare_order_seeds.get_comparison(), []
+    found = {name: _heldout(lines) for name, lines in _recorded(comparison, "order").items()}
+    for low, high in itertools.pairwise(SCALING_ORDER):
+        first, second = found[low], found[high]
+        verdict = "same order" if first[-1] < second[0] else "not resolved: the ranges overlap"
+        shown = (f"{statistics.median(x):.3f} ({x[0]:.3f} to {x[-1]:.3f})" for x in (first, second))
+        rows.append(
+            Row(
+                f"{low} below {high}",
+                f"{SCALING_ORDER[low]} < {SCALING_ORDER[high]}",
+                ", ".join(shown),
+                "reverse order" if second[-1] < first[0] else verdict,
+            )
+        )
+    return rows
+
+
+def _recorded(comparison: Comparison, name: str) -> dict[str, list[dict]]:
+    """Finished runs by variant; runs of an outdated config do not count."""
+    found, lines = results.read(STUDIES / f"{name}.jsonl"), {v: [] for v in comparison.variants}
+    for run in runs_of(comparison, ""):
+        lines[run.variant].append(found[results.key(run)])
+    return lines
+
+
+def _heldout(lines: Sequence[dict]) -> list[float]:
+    return sorted(line["curve"][-1]["loss"] for line in lines)
