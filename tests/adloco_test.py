@@ -611,20 +611,6 @@ def test_a_refused_merge_keeps_the_trainers_or_the_representatives_parameters(
     assert merged_by(settings, control, (1, 2), merged_loss=math.nan)[2]["event"] == "refusal"
 
 
-def test_fragments_and_whole_synchronisations_are_counted():
-    control = a_control(batches=(2, 2), sizes=(3, 1))
-    plans = plans_of(control, settings_of())
-    how = {"sequence_length": 8, "sync_bytes": 25, "num_syncs": 4}
-    control, spent = accounting.count_round(control, plans, **how)
-    assert [(cost["syncs"], cost["bytes"]) for cost in spent.values()] == [
-        (4, 4 * 2 * 2 * 25),
-        (0, 0),
-    ]
-    control, line = accounting.count_flush(control, [0, 1], sync_bytes=100)
-    assert line == {"event": "sync", "round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 400}
-    assert (control.syncs_total, control.bytes_total) == (5, 800)
-
-
 @pytest.mark.parametrize(
     ("refused", "on_refusal", "num_bytes"),
     [

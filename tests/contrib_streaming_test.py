@@ -378,16 +378,6 @@ class Stopping:
         return corpus().batch(trainer, stream, start, count)
 
 
-def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
-    with pytest.raises(Preempted):
-        run(tmp_path / "r", settings_of(**RUN), table=Stopping(3))
-    result = run(tmp_path / "r", settings_of(**RUN))
-    assert len(events(tmp_path / "r", "start")) == 2
-    assert result.controller == whole.controller and result.loss == whole.loss
-    assert same(result.ensemble, whole.ensemble)
-    assert lines_of(result.workdir) == lines_of(whole.workdir)
-
-
 @pytest.mark.slow
 def test_another_number_of_devices_goes_on_with_what_workers_have(tmp_path, whole):
     """Trainers with two workers and one first have a device each, then share a device."""

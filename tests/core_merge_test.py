@@ -153,14 +153,6 @@ def test_broken_representative_does_not_hand_on_its_inner_state():
     assert_close(rows(merged.inner_state_R, 0, 3), rows(ensemble.inner_state_R, 0, 3))
 
 
-def test_without_any_finite_member_the_representative_stays_as_it_is():
-    ensemble = different([1, 1])
-    sick = dict(ensemble.params_M, w=ensemble.params_M["w"].at[:, 0, 0].set(np.nan))
-    merged = merge(ensemble.replace(params_M=sick), (1, 0), weights=(1.0, 1.0))
-    np.testing.assert_array_equal(merged.params_M["w"], sick["w"][1:])
-    assert_equal(merged.params_M["deep"], rows(ensemble.params_M["deep"], 1))
-
-
 def test_spawning_and_averaging_at_once_changes_nothing():
     ensemble = different([1, 2])
     spawned = jax.jit(adloco_jax.spawn, static_argnums=(1, 2))(ensemble, 1, 4)

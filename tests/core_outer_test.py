@@ -304,20 +304,6 @@ def test_a_round_reports_its_skipped_updates_and_goes_on_without_them():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
-def test_a_trainer_without_a_finite_pseudo_gradient_keeps_parameters_and_momentum():
-    ensemble = different_trainers([1, 1])
-    # now there is momentum that could be lost
-    ensemble, _ = step_of(ADAMW, NESTEROV)(ensemble, batch_of(2, 2, 3))
-    workers = start_round(ensemble)
-    poisoned = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), workers.params_R)
-    after, norm_M = jax.jit(functools.partial(outer_update, outer_tx=NESTEROV))(
-        ensemble, workers.replace(params_R=poisoned)
-    )
-    assert np.isnan(norm_M).tolist() == [False, True]
-    before = at((ensemble.params_M, ensemble.outer_state_M), 1)
-    assert same(at((after.params_M, after.outer_state_M), 1), before)
-
-
 # --- Accumulation as data
 
 

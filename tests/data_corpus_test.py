@@ -4,7 +4,6 @@ from texts import END, as_stream, numbered_documents, numbers_in, write_document
 from toy import data_settings
 
 from adloco_jax.data import DATA_SOURCES, DataSource, check_corpus, load_corpus, rows
-from adloco_jax.data.sampling import RowOrder, stream_rows
 from adloco_jax.errors import ConfigError, DataError, UserError
 
 
@@ -36,15 +35,6 @@ def test_defect_12_rows_are_the_documents_end_to_end_without_padding_or_gap(tmp_
     assert documents_of(corpus) == (50, 2)
     assert as_stream(corpus.heldout_rows) == "ü" * 40 + "\0" + "ab" * 7 + "a"
     assert corpus.tokens_per_byte == 102 / 100  # per UTF-8 byte, with end-of-text tokens
-
-
-def test_a_batch_is_int32_and_follows_the_order_of_its_run(fifty):
-    corpus = load(fifty, seed=4, subset_frac=0.5)
-    order = RowOrder(4, len(corpus.rows), num_streams=3, subset_frac=0.5)
-    index = stream_rows(order, trainer=1, stream=2, start=40, count=12)
-    batch = corpus.batch(1, 2, 40, 12)
-    np.testing.assert_array_equal(batch, corpus.rows[index])
-    assert batch.dtype == np.int32
 
 
 def test_the_split_is_by_document_and_independent_of_the_seed(tmp_path):
@@ -155,22 +145,6 @@ def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path):
     kept = [text for n, text in enumerate(texts) if not held[n] and n != 12]
     assert as_stream(corpus.rows) == "".join(text + "\0" for text in kept)[: corpus.rows.size]
     assert "held out; 1 copies of held-out ones left out" in corpus.describe()
-
-
-def test_reading_goes_on_past_documents_that_are_held_out_too(tmp_path):
-    texts, heldout = numbered_documents(50), ["kept apart " * 9, "<0>" * 40]
-    texts[:10] = [heldout[1]] * 10
-    path = write_documents(tmp_path, texts)
-    heldout_path = write_documents(tmp_path, heldout, "heldout.jsonl")
-    stream = "".join(text + "\0" for text in texts[10:])
-    for num_sequences in (None, 20):
-        corpus = load(path, heldout_path=str(heldout_path), num_sequences=num_sequences)
-        assert len(corpus.rows) == (num_sequences or len(stream) // 16)
-        assert as_stream(corpus.rows) == stream[: corpus.rows.size]
-        assert corpus.manifest.copies == 10
-    other = write_documents(tmp_path, texts, "other.jsonl")
-    with pytest.raises(DataError, match=r"have 0 rows .*\(50 copies of held-out ones are left out"):
-        load(path, heldout_path=str(other))
 
 
 # --- Faults -----------------------------------------------------------------------------------

@@ -180,16 +180,6 @@ def test_a_single_document_is_cut_at_the_blank_line_nearest_to_the_held_out_shar
         assert len(head) == min(blank_lines, key=lambda end: abs(end - 0.9 * len(given)))
 
 
-def test_a_blank_line_far_from_the_held_out_share_gives_way_to_a_newline():
-    text = "Title\n\n" + "a line of verse\n" * 100
-    head, tail = sources.cut_in_two(text, where="data.path=x", heldout_frac=0.2)
-    assert head + tail == text
-    assert head.endswith("verse\n") and tail.startswith("a line")
-    assert len(tail) / len(text) == pytest.approx(0.2, abs=0.02)
-    with pytest.raises(DataError, match="data.path=x: the only document has no line break"):
-        sources.cut_in_two("one line only\n", where="data.path=x", heldout_frac=0.5)
-
-
 # -- Tables ----------------------------------------------------------------------------------
 
 TEXTS = [f'{n}: words, "quoted"\nand a second line' for n in range(40)]
@@ -248,17 +238,6 @@ def test_texts_and_classes_come_from_every_source_with_columns(tmp_path, kind):
     labelled = load_corpus(settings, num_classes=2, note=lambda line: None)
     assert np.bincount(labelled.rows[:, 0]).tolist() == [18, 18]
     assert "36 (18, 18 by class) of 16 tokens" in labelled.describe()
-
-
-def test_text_that_is_compressed_reads_as_it_does_plain(tmp_path):
-    text = "\n\n".join(TEXTS)
-    (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
-    plain, packed = (corpus(tmp_path / name, source="text") for name in ("a.txt", "a.txt.gz"))
-    np.testing.assert_array_equal(packed.rows, plain.rows)
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-9])
-    with pytest.raises(DataError, match=r"a\.txt\.gz: damaged or unreadable"):
-        corpus(tmp_path / "a.txt.gz", source="text")
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet"])

@@ -123,21 +123,6 @@ def test_published_tokenizers(shared_tokenizers, file, vocab_size, eot_id, lossl
     assert_round_trip(tokenizer, TEXTS if lossless else ["the quick brown fox", ""])
 
 
-def test_published_sentencepiece_model_as_a_folder(shared_tokenizers, tmp_path):
-    (tmp_path / "tokenizer.model").symlink_to(shared_tokenizers / "mistral-v1.model")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    assert_round_trip(load_tokenizer(str(tmp_path)))
-
-
-def test_fingerprint_follows_the_content(tmp_path):
-    one = save_folder(byte_level_tokenizer("</s>"), tmp_path / "one", eos_token="</s>")
-    same = save_folder(byte_level_tokenizer("</s>"), tmp_path / "same", eos_token="</s>")
-    other = save_folder(byte_level_tokenizer("</s>", "<s>"), tmp_path / "other", eos_token="</s>")
-    for suffix in ("", "/tokenizer.json"):
-        prints = [load_tokenizer(folder + suffix).fingerprint for folder in (one, same, other)]
-        assert prints[0] == prints[1] != prints[2]
-
-
 def test_a_path_that_does_not_exist_is_a_data_error():
     for name in ("/no/such/tokenizer", "lost.json", "x/y.model"):
         with pytest.raises(DataError, match=f"data.tokenizer={name}: no such file or folder"):
@@ -180,22 +165,6 @@ def test_a_sentencepiece_model_without_the_package_names_it(tmp_path, monkeypatc
         name = str(tmp_path / file.removesuffix("/tokenizer.model"))
         with pytest.raises(ConfigError, match="not installed; pip install sentencepiece"):
             load_tokenizer(name)
-
-
-def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
-    (tmp_path / "vocab.txt").write_text("a")
-    with pytest.raises(ConfigError, match="must be a tokenizer.json or a SentencePiece"):
-        load_tokenizer(str(tmp_path / "vocab.txt"))
-    with pytest.raises(ConfigError, match="data.tokenizer is empty"):
-        load_tokenizer("")
-
-
-def test_a_tokenizer_that_is_written_in_python_is_refused(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    with pytest.raises(
-        ConfigError, match="ByT5Tokenizer is a slow tokenizer, written in Python only"
-    ):
-        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path):

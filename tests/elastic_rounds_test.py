@@ -240,66 +240,6 @@ def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, norm)
     assert chaos.audit(tmp_path) == []
 
 
-@pytest.mark.parametrize("where", ["norm", "numbers"])
-def test_a_trainer_without_a_finite_update_makes_no_outer_step_and_is_quarantined(
-    monkeypatch, tmp_path, where
-):
-    def broken(answers):
-        (answer,) = answers
-        if where == "norm":
-            return [answer._replace(norm=math.nan)]
-        packed_R = jax.tree.map(np.copy, answer.differences.packed_R)
-        packed_R["w"][0, 0, 0] = 0x7FC0  # NaN in bfloat16
-        return [answer._replace(differences=answer.differences._replace(packed_R=packed_R))]
-
-    def fate(n, life, method, arguments):
-        return broken if method == "play" and n >= 2 else "answer"
-
-    Here(monkeypatch, fate)
-    settings = settings_of(
-        num_rounds=3,
-        ensemble={"num_trainers": 2, "num_workers": 4},
-        inner={"steps_per_round": 2},
-        outer={"precision": "bfloat16"},
-        merge={"policy": "none"},
-        batching={"test": "constant"},
-        engine=ENGINE,
-    )
-    ended = run(tmp_path, settings)
-    lines = events(tmp_path, "round", trainer=1)
-    nothing = dict.fromkeys(["workers_counted", "updates", "tokens", "syncs", "bytes"], 0)
-    nothing |= {"pseudo_grad_norm": None, "train_loss": None, "skipped_updates": 4}
-    assert [line | nothing for line in lines] == lines
-    rejected = events(tmp_path, "learner", what="rejected")
-    assert [(e["learner"], e["trainer"]) for e in rejected] == [(2, 1), (3, 1)] * 2
-    (fault,) = events(tmp_path, "fault", kind="quarantine")
-    assert fault["trainer"] == 1 and len(lines) == 2  # three skipped updates in a row
-    assert len(events(tmp_path, "round", trainer=0, workers_counted=2)) == 3
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ended.ensemble))
-
-
-def test_the_line_of_a_round_has_all_trainers_though_each_has_its_own_clock(
-    monkeypatch, tmp_path, capsys
-):
-    def fate(n, life, method, arguments):
-        is_slow = method == "play" and n >= 2
-        waits = is_slow and len(events(tmp_path, "round", trainer=0)) <= arguments[0].round
-        return "wait" if waits and arguments[0].round < 3 else "answer"
-
-    Here(monkeypatch, fate)
-    settings = settings_of(
-        num_rounds=3,
-        ensemble={"num_trainers": 2, "num_workers": 4},
-        merge={"policy": "none"},
-        batching={"test": "constant"},
-        engine=ENGINE,
-    )
-    run(tmp_path, settings)
-    shown = [line for line in capsys.readouterr().out.splitlines() if "/3: " in line]
-    assert [line.split(":")[0] for line in shown] == ["round 1/3", "round 2/3", "round 3/3"]
-    assert all("trainers 2, workers 4/4, batch 2," in line for line in shown)
-
-
 def test_of_two_workers_the_one_far_beyond_the_last_accepted_updates_is_rejected(
     monkeypatch, tmp_path
 ):

@@ -5,12 +5,11 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from ledgers import ROUNDS, write_run
+from ledgers import write_run
 
 from adloco_jax.study import chart, cluster, curves, loss, report, run_figures
 from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
-from adloco_jax.study.summary import short
 
 # Tokens of all trainers after each round: 512, +896, +1408, +4864, then +5120 twice.
 TOKENS = [512, 1408, 2816, 7680, 12800, 17920]
@@ -64,12 +63,6 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     assert str(loss.CLUSTER) in loss.reading()
 
 
-def test_costs_that_stay_zero_have_no_chart(tmp_path):
-    alone = [row for row in ROUNDS if row[1] == 2]
-    made = loss.charts([variant(read(tmp_path, rounds=alone, merge=False))])
-    assert [*made] == ["Tokens", "Serial updates", "Simulated time"]
-
-
 def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path, drawn):
     loss.charts([variant(read(tmp_path / "a", evals=False))])  # a run without an evaluation
     lines = drawn["training loss (nats/token)", "tokens, all trainers"]
@@ -96,16 +89,6 @@ def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path, drawn):
     assert points(lines["b"]) == near(TOKENS, CONSENSUS) and lines["b"].band is None
 
 
-def test_a_steep_start_is_cut_off_and_named(tmp_path, drawn):
-    losses = [12.0, *(3.0 - 0.02 * n for n in range(60))]
-    rows = [(n, 0, 2, 2, 2, 1, y, 2, "kept") for n, y in enumerate(losses, start=1)]
-    loss.charts([variant(read(tmp_path, rounds=rows, merge=False))])
-    [(label, _), *_] = drawn
-    assert "at first up to 11.8" in label  # held-out losses are 0.2 below
-    [lines, *_] = drawn.values()
-    assert math.isnan(lines["consensus"].y[0]) and lines["consensus"].y[1] == pytest.approx(2.75)
-
-
 def coordinates(html, kind="line"):
     """The points of each curve's path, as fractions from the left and from the bottom."""
     paths = [e for e in ET.fromstring(html).iter("path") if e.get("class") == kind]
@@ -129,17 +112,6 @@ def test_a_chart_has_each_point_where_its_axes_say():
     assert ET.fromstring(html).find("svg").get("aria-label") == "<both>"
 
 
-def test_long_curves_are_thinned_and_keep_their_extremes():
-    """A page of forty variants has four such charts and must stay below two megabytes."""
-    values = [math.sin(n * n) for n in range(4000)]
-    values[1_234] = 5.0
-    lines = [Curve(range(4000), values, "c0", band=(values, values)) for _ in range(40)]
-    x, y = chart.axis("x", [0, 4000]), chart.axis("y", values)
-    html = chart.chart(x, y, lines, title="t").html()
-    assert len(html) < 500_000
-    assert max(up for _, up in coordinates(html)[0]) == 1
-
-
 @pytest.mark.parametrize(
     ("values", "settings", "ticks"),
     [
@@ -157,20 +129,6 @@ def test_ticks_are_round_numbers_within_the_axis(values, settings, ticks):
     assert len(axis.ticks) <= settings.get("max_ticks", 5)
     assert axis.ticks == pytest.approx(ticks)
     assert all(0 <= axis.at(tick) <= 1 for tick in axis.ticks)
-
-
-def test_labels_stand_apart_in_order_and_near_their_curves():
-    assert chart.apart([50, 10, 90], 14, 100) == [50, 10, 90]
-    assert chart.apart([50, 50], 14, 100) == [43, 57]
-    crowd = chart.apart([99.0] * 7 + [98.0], 14, 100)
-    assert crowd[-1] == min(crowd) == pytest.approx(2) and max(crowd) == 100
-    assert sorted(crowd) == pytest.approx([2 + 14 * n for n in range(8)])
-
-
-def test_a_number_has_a_prefix_from_a_thousand_on():
-    shown = {0.8: "0.8", 0.004: "0.004", 0: "0", 999: "999", 999.9: "1 k", 2.5e6: "2.5 M"}
-    assert {value: short(value) for value in shown} == shown
-    assert (short(2e6, "B"), short(7, "B"), short(-1500)) == ("2 MB", "7 B", "-1.5 k")
 
 
 def test_the_trainers_lanes_show_batches_and_what_happened(tmp_path):
@@ -205,23 +163,6 @@ def test_the_trainers_lanes_show_batches_and_what_happened(tmp_path):
     assert "+," not in run_figures.life(read(tmp_path / "b"))
 
 
-def test_batches_that_change_all_the_time_do_not_fill_the_page(tmp_path):
-    rows = [(n, 0, 1, 1 + n % 2, 1 + n % 2, 1, 3.0, 2, "kept") for n in range(1, 500)]
-    html = run_figures.life(read(tmp_path, rounds=rows, merge=False, evals=False))
-    assert 50 < html.count("<rect") <= 100
-
-
-def test_no_vertical_line_of_a_merge_crosses_a_trainer_that_is_alive():
-    members = [(3, 1), (2, 0), (3, 4), (2, 3)]  # each merges into its first member
-    order = run_figures._lanes(range(6), [{"members": [*own], "into": own[0]} for own in members])
-    assert sorted(order) == list(range(6))
-    alive = set(range(6))
-    for own in members:
-        low, high = sorted(map(order.index, own))
-        assert not alive & set(order[low + 1 : high])
-        alive.remove(own[1])
-
-
 def test_batches_are_constant_within_a_round(tmp_path, drawn):
     run_figures.batches(read(tmp_path))
     lines = drawn["batch per worker (sequences)", "round"]
@@ -231,25 +172,6 @@ def test_batches_are_constant_within_a_round(tmp_path, drawn):
     accumulated = drawn["accumulated micro-batches", "round"]["trainer 0"]
     assert points(accumulated) == near(x, [*[1] * 6, *[3] * 6])
     assert chart.steps([1, 3], [5, 6])[0] == [0, 1, 2, 2, 3]  # the trainer is missing in one round
-
-
-def test_noise_has_gaps_where_nothing_positive_was_measured(tmp_path, drawn):
-    run = read(tmp_path)
-    rounds = rounds_of(run, trainer=2)
-    rounds[1]["noise"], rounds[2]["signal"] = None, -0.5
-    run_figures.batches(run)
-    for label, gap in (("noise tr Σ", 2), ("signal |G|²", 3)):
-        y = drawn[label, "round"]["trainer 2"].y
-        missing = [place for place, value in enumerate(y) if math.isnan(value)]
-        assert missing == [2 * gap - 2, 2 * gap - 1]
-    for event in rounds_of(run):
-        event.update(noise=None, signal=None, test_value=None)
-    drawn.clear()
-    run_figures.batches(run)
-    assert [label for label, _ in drawn] == [
-        "batch per worker (sequences)",
-        "accumulated micro-batches",
-    ]
 
 
 def test_learners_are_shown_while_they_are_present_with_what_happened(tmp_path, drawn):
@@ -275,38 +197,3 @@ def test_learners_are_shown_while_they_are_present_with_what_happened(tmp_path, 
     trainers = len(rounds_of(run, round=2))
     assert share == pytest.approx([1, 1 - trainers / workers[1], 1, 1, 1, 1])
     assert "Learners" in report._parts_of(run)
-
-
-def test_time_has_each_round_once_and_its_stall_within(tmp_path, drawn):
-    run = read(tmp_path)
-    for event in rounds_of(run, round=2):
-        event.update(step_s=3.0, stall_s=1.25)
-    html = run_figures.times(run)
-    lines = drawn["wall-clock time (s)", "round"]
-    assert lines["round"].y[::2] == pytest.approx([0.2, 3.0, 0.2, 0.2, 0.2, 0.2])
-    assert lines["compiling"].y[::2] == [0, 1.25, 0, 0, 0, 0]
-    assert "4 s in all, of which 1.25 s" in html
-
-
-def test_seconds_of_trainers_that_end_a_round_apart_are_added(tmp_path):
-    run = read(tmp_path)
-    rounds_of(run, round=2)[0].update(step_s=3.0)
-    found = {number: step_s for number, (step_s, _) in curves.stalls(run.events).items()}
-    assert found == pytest.approx({1: 0.2, 2: 3.2} | dict.fromkeys(range(3, 7), 0.2))
-
-
-def test_a_file_has_its_panels_in_a_grid_and_the_colours_of_its_theme():
-    x, y = chart.axis("x", [0, 1]), chart.axis("y", [0, 1])
-    panels = [chart.chart(x, y, [Curve([0, 1], [0, 1], "c0")], title=f"p{n}") for n in range(3)]
-    how = {"title": "t", "caption": "word " * 99, "columns": 2}
-    root = ET.fromstring(chart.document(panels, width=600, **how))
-    boxes = [[float(box.get(k)) for k in ("x", "y", "width")] for box in root.findall("{*}svg")]
-    (a, top, wide), (b, beside, _), (c, below, _) = boxes
-    assert top == beside < below and a == c and a + wide < 300 < b and b + wide < 600
-    texts = [text for text in root.findall("{*}text") + root.findall("{*}g/{*}text")]
-    assert max(float(text.get("y")) for text in texts) < float(root.get("height"))
-    assert all(float(text.get("x")) >= 0 for text in texts)
-    follows, light, dark = (chart.svg(9, 9, "t", [], theme=t) for t in (None, "light", "dark"))
-    assert "prefers-color-scheme: dark" in follows and 'class="paper"' in follows
-    assert "--ink: #16181d" in light and "--ink: #e9ebef" in dark
-    assert "prefers-color-scheme" not in light + dark and 'class="paper"' not in light + dark

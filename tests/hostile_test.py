@@ -2,12 +2,10 @@
 
 import ast
 import contextlib
-import functools
 import hashlib
 import io
 import json
 import os
-import re
 import resource
 import shutil
 import sys
@@ -18,9 +16,7 @@ import pytest
 
 from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import checkpoint
-from adloco_jax.run.events import EVENTS
+from adloco_jax.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("adloco_jax/**/*.py"), *ROOT.glob("scripts/*.py")])
@@ -149,12 +145,6 @@ def test_a_tokenizer_of_a_terabyte_is_refused_unread(tmp_path, name, as_folder):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
 
 
-def test_names_that_are_no_names_are_refused():
-    for name in ("../evil", "a/b/c", "x\0y", "~nobody/x", "ftp://example.com/t.json"):
-        with pytest.raises((ConfigError, DataError)):
-            load_tokenizer(name)
-
-
 # --- Folders that somebody sent ---------------------------------------------------------------
 
 CONFIG = """
@@ -226,73 +216,6 @@ def test_no_command_runs_what_a_folder_holds_or_names(
 def test_every_command_that_takes_a_folder_is_tried():
     # join reads a bucket.
     assert set(FROM_FOLDER) == set(cli.COMMANDS) - {"configs", "join"}
-
-
-# Commands that read the file end with 3, the others with 0.
-READ_LEDGER = {"train", "compare", "report"}
-READ_CONFIG = {"train", "plan", "compare", "export"}
-READ_HOST = {"train", "export"}
-
-
-def forge_ledger(run, event):
-    """Sets one field of one event to a value of another type."""
-    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    line = next((line for line in lines if line["event"] == event), {"event": event})
-    if len(line) == 1:
-        lines.append(line)
-    else:
-        line[[*line][-1]] = [["x"]]
-    (run / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def forge_json(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def forge_host(run):
-    """Changes host.json and its hash in the manifest, as an attacker would."""
-    folder = run / "checkpoints" / "1"
-    forge_json(folder / "host.json", lambda host: host["control"].update(round="x"))
-    manifest = {"format": checkpoint.FORMAT, "round": 1, "loss": None}
-    files = checkpoint._describe_files(folder).items()
-    manifest["files"] = {name: file.model_dump() for name, file in files}
-    (folder / "manifest.json").write_bytes(checkpoint._seal(manifest))
-
-
-@pytest.mark.parametrize("command", sorted(READ_LEDGER | READ_CONFIG))
-def test_a_field_of_another_kind_ends_a_command_with_one_line(
-    honest, tmp_path, monkeypatch, capsys, one_device, command
-):
-    """A command reads only what it needs."""
-    monkeypatch.chdir(shutil.copytree(honest, tmp_path / "w"))
-    run, words = Path(SENT), FROM_FOLDER[command][1]
-    forgeries = [
-        (READ_LEDGER, functools.partial(forge_ledger, run, event), f"ledger.jsonl:.*{event}")
-        for event in EVENTS
-    ]
-    config = functools.partial(forge_json, run / "config.json")
-    for change in (
-        lambda record: record["config"]["model"].update(width="8"),
-        lambda record: record["config"].update(eval=[1]),
-        lambda record: record.update(config={}),
-    ):
-        forgeries.append((READ_CONFIG, functools.partial(config, change), "config.json: config"))
-    forgeries.append((READ_HOST, functools.partial(forge_host, run), "host.control.round"))
-    for readers, forge, fault in forgeries:
-        if command not in readers and readers is READ_LEDGER and "start" not in fault:
-            continue  # one field of each type is enough
-        shutil.rmtree(run)
-        shutil.rmtree("model", ignore_errors=True)
-        shutil.copytree(honest / SENT, run)
-        forge()
-        code = cli.main([command, *words])
-        err = capsys.readouterr().err
-        if command in readers:
-            assert code == 3 and re.search(fault, err) and err.count("\n") <= 2, err
-        elif readers is READ_LEDGER:
-            assert code == 0 and (err == "" or err.startswith("the card was not written: "))
 
 
 # --- Config files and folders ---------------------------------------------------------------

@@ -83,12 +83,6 @@ def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_las
     assert left == [b"1:30:00 left", b"40:40 left", b"18:22 left"]
 
 
-def test_where_tokens_end_the_run_its_share_is_shown_and_never_above_all():
-    file = io.StringIO()
-    Progress(None, file=file).round(2, 1.06, "loss 1")
-    assert file.getvalue() == "round 2 (100% of the run): loss 1, 00:00 left\n"
-
-
 def test_a_terminal_gets_a_bar_under_the_same_lines():
     text = show(Terminal())
     assert "\r" in text and "100%" in text

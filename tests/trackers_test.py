@@ -7,7 +7,7 @@ import types
 
 import pytest
 from toy import settings_of
-from toy_runs import GROWING, assert_same_end, events, run, stop_at
+from toy_runs import GROWING, assert_same_end, events, run
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import trackers
@@ -155,14 +155,6 @@ def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, trackio, p
     assert wandb.opened[0][1]["config"]["batching"]["eta"] == 0.5
 
 
-def test_what_was_not_finite_is_no_scalar():
-    line = {"event": "eval", "round": 1, "trainer": 3, "loss": None, "perplexity": 2.0}
-    assert trackers.scalars(line) == {"perplexity/trainer_3": 2.0}
-    line = {"event": "memory", "round": 1, "host_peak_bytes": 5, "device_peak_bytes": [None, 7]}
-    named = {"host_peak_bytes/memory": 5, "device_peak_bytes/1": 7}
-    assert trackers.scalars(line) == named
-
-
 def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
     tmp_path, monkeypatch, wandb, plain, capsys
 ):
@@ -186,22 +178,6 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, mo
     for package in ("tensorboardX", "wandb", "trackio"):
         assert f"pip install {package}, or" in str(refused.value)
     assert not (tmp_path / "r").exists()
-
-
-def test_a_resumed_run_continues_in_the_same_place(tmp_path, board, wandb, plain):
-    settings = settings_of(**RUN, **BOTH)
-    stop_at(tmp_path / "r", 10, settings)  # in the third round
-    result = run(tmp_path / "r", settings)
-    assert_same_end(result, plain)
-    run(tmp_path / "r", settings)  # the run is finished: no tracker is opened
-    starts = [e["round"] for e in events(result.workdir, "start")]
-    assert len(starts) == 2 and starts[1] > 0
-    assert len(board.opened) == len(wandb.opened) == 2
-    first, second = (options for _, options in wandb.opened)
-    assert first["id"] == second["id"] and second["resume"] == "allow"
-    losses = [(e["round"], e["train_loss"]) for e in events(plain.workdir, "round", trainer=0)]
-    for tracker in (board, wandb):
-        assert tracker.values("train_loss/trainer_0") == losses
 
 
 def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
@@ -229,16 +205,6 @@ def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
     assert 50e6 < host[0] <= host[-1] < ram
     assert lines[0]["device_peak_bytes"] == [None]  # a CPU reports no peak
     assert all(e["needed_bytes"] > 0 for e in events(plain.workdir, "compile"))
-
-
-def test_device_peaks_are_the_backends(tmp_path, monkeypatch):
-    from adloco_jax.run import observers
-
-    class Device:
-        def memory_stats(self):
-            return {"peak_bytes_in_use": 34, "bytes_in_use": 3}
-
-    assert observers.measured_peaks([Device(), Device()])["device_peak_bytes"] == [34, 34]
 
 
 def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plain):
