@@ -123,11 +123,12 @@ class ElasticEngine:
         together, rule = _keep_together(self.settings), self.settings.engine
         while True:
             self._begin(state)
-            over = [m for m, each in self.rounds.items() if each.is_over(rule, self.fleet.learners)]
+            under_way = [m for m in control.trainers if m in self.rounds]
+            over = [m for m in under_way if self.rounds[m].is_over(rule, self.fleet.learners)]
             if over and (not together or len(over) == len(control.trainers)):
                 break
             self._poll()
-        ended = {m: self.rounds.pop(m) for m in sorted(over)}
+        ended = {m: self.rounds.pop(m) for m in over}
         for m, each in ended.items():
             each.judge(rule, self._norms.get(m, ()))
         return ended
