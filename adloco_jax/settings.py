@@ -39,6 +39,8 @@ AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
 # A size of the model. If a config leaves it unset, it is read from the checkpoint
 # `model.init_from`, or else has the default of the field.
 SIZE = "size"
+# The values of `data.text_column` that name the columns of chats.
+CHATS = ("messages", "prompt+completion")
 # A field that is no knob: it is recorded with the settings, and no config has it.
 RECORDED = "recorded"
 
@@ -158,15 +160,21 @@ class DataSettings(SettingsGroup):
     heldout_path: Annotated[str, "harmless"] = ""
     """File, folder or glob to evaluate on. Empty: a fraction of the documents."""
     text_column: Name = "text"
-    """Field or column that holds a row's text."""
+    """Field or column that holds a row's text. messages, prompt+completion: chats in these columns,
+    as TRL reads them."""
     label_column: Name = "label"
     """Field of a row's class, an integer from 0; bert only."""
     tokenizer: Name | None = None
     """bytes, a *.json, a *.model, a folder, a hub name. Unset: model.init_from's; bytes without."""
     sequence_length: Count = 128
     """L, predicted tokens per row."""
+    template: Annotated[str, "harmless"] = ""
+    """File with the Jinja template that renders chats. Empty: the tokenizer's."""
+    loss: Literal["answers", "all"] = "answers"
+    """Which tokens of chats count: those of answers, or all. Of other text all count."""
     attention: Literal["row", "document"] = "row"
-    """What a token attends to before it: its row, or only its own document in the row."""
+    """What a token attends to before it: its row, or only its own document in the row, as
+    in chats."""
     num_sequences: Count | None = None
     """Upper limit of the training rows; unset: all."""
     heldout_frac: Part = 0.05
@@ -174,9 +182,27 @@ class DataSettings(SettingsGroup):
     subset_frac: PartOrAll = 1.0
     """Fraction of the training rows that each trainer draws."""
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether rows hold chats."""
+        return self.text_column in CHATS
+
+    @property
+    def row_parts(self) -> int:
+        """Integers of a row for each token: 1, or 2 or 3 of `data.prepared.DocumentRows`."""
+        return 3 if self.is_chat else 2 if self.attention == "document" else 1
+
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the source."""
         source = tables["DATA_SOURCES"][self.source]
+        if self.is_chat and "text_column" not in source.needs and not source.is_folder:
+            yield (
+                "source text_column",
+                "only jsonl, parquet and hf hold chats; set the first",
+            )
+        if not self.is_chat and (self.template or self.loss == "all"):
+            need = f"only chats have the last two; set the first to {' or '.join(CHATS)}"
+            yield "text_column template loss", need
         if "path" in source.needs and not self.path:
             yield "source path", "needs a file, folder or glob (hf: or a hub name); set data.path"
         if "path" not in source.needs and (self.path or self.heldout_path):
@@ -519,8 +545,9 @@ class Settings(SettingsGroup):
         if is_labelled and "text_column" not in source.needs:
             yield "model.arch data.source", "rows need labels; set the second to jsonl, parquet, hf"
         loss = inspect.signature(tables["ARCHITECTURES"][self.model.arch].loss)
-        if self.data.attention == "document" and "documents" not in loss.parameters:
-            yield "model.arch data.attention", "it cannot separate documents; set the second to row"
+        if self.data.row_parts > 1 and "row_parts" not in loss.parameters:
+            key = "text_column" if self.data.is_chat else "attention"
+            yield f"model.arch data.{key}", "it separates no documents or chats; unset the second"
         if is_labelled and self.data.sequence_length < 3:
             yield "model.arch data.sequence_length", "two tokens frame a text; set at least 3"
         if workers.initial_workers and not joins:

@@ -208,6 +208,8 @@ CONTRADICTIONS = {
     "a classifier's documents": dict(
         model__arch="bert", data__source="jsonl", data__path="x", data__attention="document"
     ),
+    "chats in text": dict(data__source="text", data__path="x", data__text_column="messages"),
+    "answers of text": dict(data__loss="all"),
     "inner decay": dict(inner__tx="sgd"),
     "fragments of unequal rounds": dict(outer__fragments=3),
     "a fragment late for the next": dict(outer__fragments=4, outer__delay_updates=50),

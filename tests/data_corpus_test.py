@@ -207,7 +207,7 @@ def test_the_check_opens_the_text_and_finds_missing_paths_and_tokenizers(tmp_pat
         f"data.path={path}: its content after the first text"
     ]
     blank, binary = write_documents(tmp_path, [""], "blank.jsonl"), tmp_path / "binary.txt"
-    binary.write_bytes(b"\xff\x00" * 9)
+    binary.write_bytes(b"\xff\x01" * 9)
     for changes, message in (
         (dict(path=blank), f"data.path={blank}: no text in it"),
         (dict(path=path, heldout_path=str(blank)), f"data.heldout_path={blank}: no text in it"),

@@ -79,14 +79,14 @@ def test_a_packed_row_is_the_token_weighted_sum_of_its_documents(name):
     def assert_close(actual, expected):
         assert np.max(np.abs(actual - expected)) < 1e-5 * np.max(np.abs(expected))
 
-    losses_fn, loss_fn = sequence_losses(model, documents=True), loss_of(model, documents=True)
+    losses_fn, loss_fn = sequence_losses(model, row_parts=2), loss_of(model, row_parts=2)
     forward = jax.jit(lambda p, d: jax.jvp(lambda p: losses_fn(p, rows), (p,), (d,)))
     losses, slopes = forward(params, direction)
     assert_close(losses, losses_B)
     assert_close(slopes, grads_B @ flat(direction))
     of_examples = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
     assert_close(flat(of_examples(params, rows[:, None]), axes=1), grads_B)
-    mean, norms_B = tapped_grad(model, documents=True)(params, rows, jnp.zeros(len(rows)))
+    mean, norms_B = tapped_grad(model, row_parts=2)(params, rows, jnp.zeros(len(rows)))
     assert_close(flat(mean), grads_B.mean(axis=0))
     assert_close(len(rows) ** 2 * norms_B, np.square(grads_B).sum(axis=1))
 
@@ -96,7 +96,7 @@ def test_attention_over_rows_runs_the_program_that_knows_no_documents():
     model = MODELS["window"]
     params, rows = make_params(model), packed_rows(model)
     whole = rows.at[:, WIDTH:].set(0)
-    plain, parted = loss_of(model), loss_of(model, documents=True)
+    plain, parted = loss_of(model), loss_of(model, row_parts=2)
     found = [
         set(re.findall(r"= (ge|le|and)\b", str(jax.make_jaxpr(loss_fn)(params, given))))
         for loss_fn, given in ((plain, whole[:, :WIDTH]), (parted, whole))
@@ -173,7 +173,7 @@ def test_a_run_limits_attention_to_documents(tmp_path, capsys):
 def test_what_has_no_documents_is_refused_in_a_line(tmp_path):
     settings = toy.settings_of(data=DOCUMENT | {"sequence_length": toy.LENGTH})
     functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
-    with pytest.raises(ConfigError, match="^data.attention = 'document': loss_fn"):
+    with pytest.raises(ConfigError, match="^data.attention, text_column: loss_fn"):
         fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)
     (tmp_path / "one.txt").write_text("to be or not to be\n" * 200)
     one = {"source": "text", "path": str(tmp_path / "one.txt"), "sequence_length": 16}

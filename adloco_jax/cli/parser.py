@@ -191,7 +191,8 @@ processes, start each with this command and --distributed (under Slurm, Open MPI
 --num-processes N: number of processes
 --process-id N: index of this process
 --meeting-s N=300: seconds to wait for the other processes"""
-_OF_DATA = "heldout_path name split revision heldout_split text_column tokenizer sequence_length"
+_OF_DATA = "heldout_path name split revision heldout_split text_column template loss"
+_OF_DATA += " tokenizer sequence_length"
 
 
 def _of_data(name: str) -> str:

@@ -68,7 +68,8 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     config = default_config()
     config.data.update(data | {"source": source, "path": "" if source == "stdlib" else path})
     config.model.max_length = max(1, data["sequence_length"])
-    settings, encoder = validate(config), load_tokenizer(data["tokenizer"])
+    settings = validate(config)
+    encoder = load_tokenizer(data["tokenizer"], template=data["template"])
     limit = rows.MAX_GUARD_ROWS + settings.eval.num_sequences
     job = make_job(settings.data, encoder, num_heldout_rows=limit)
     output = Path(output).expanduser().absolute()
@@ -77,7 +78,7 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     manifest = rows.prepare(job, output)
     arrays, length = prepared.open_rows(output, manifest), settings.data.sequence_length
     order = order_of(settings, len(arrays[0]), where=str(output))
-    train, heldout, *_ = arrays
+    train, heldout = map(prepared.DocumentRows, arrays[:2], arrays[2:4], arrays[4:] or (None, None))
     print(Corpus(train, heldout, encoder, manifest, order, manifest.tokens_per_byte).describe())
     keys = {  # config keys that these rows determine
         "data.source": "tokens",
@@ -87,5 +88,9 @@ def prepare(options: argparse.Namespace, command: str) -> None:
         "model.vocab_size": encoder.vocab_size,
         "model.max_length": length,
     }
+    if settings.data.is_chat:
+        keys |= {
+            f"data.{key}": data[key] for key in ("text_column", "loss", "template") if data[key]
+        }
     words = [f"--config.{key}={value}" for key, value in keys.items()]
     print(f"train with: {shlex.join(['adloco', 'train', 'quickstart', *words])}")

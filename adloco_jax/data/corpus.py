@@ -39,7 +39,7 @@ class Corpus:
     Attributes:
       rows: Rows to train on, [num_sequences, L+1], integers of any width. The row of a labelled
         text has 2 + L integers: the class, the number n of tokens, and L tokens, zero after n. With
-        `data.attention=document`, `DocumentRows`.
+        `data.attention=document`, and for chats, `DocumentRows`.
       heldout_rows: Rows of held-out documents, which have no row in `rows`.
       tokenizer: The tokenizer that made the ids.
       manifest: The description of the rows, and of the files from which they were made.
@@ -90,11 +90,22 @@ class Corpus:
                 sides[i] += f" ({', '.join(map(str, counts))} by class)"
             of_class, num_tokens = f" of class {row[0]}", len(row) - NUM_FIELDS
             row = row[NUM_FIELDS : NUM_FIELDS + row[1]]
-        cut = f", {manifest.truncated} of the texts cut" if manifest.truncated else ""
+        kind, what = ("chat", "chats") if manifest.loss else ("document", "texts")
+        cut = f", {manifest.truncated} of the {what} cut" if manifest.truncated else ""
+        parted = [side for side in (self.rows, self.heldout_rows) if isinstance(side, DocumentRows)]
+        if manifest.loss:
+            count, heldout_count = (side.num_answer_tokens for side in parted)
+            of_answers = " of answers" * (manifest.loss == "answers")
+            cut += f"; {count:,} and {heldout_count:,} tokens{of_answers} count"
+            if manifest.dropped:
+                cut += f"; {counted(manifest.dropped, 'chat')} without an answer left out"
+            if manifest.only_last:
+                cut += f"; of {counted(manifest.only_last, 'chat')} only the last answer counts,"
+                cut += " because the template changes earlier ones"
         copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
         around = {*self.tokenizer.prefix, *self.tokenizer.suffix} - {self.tokenizer.eot_id}
         unseen = ""
-        if around and self.tokens_per_byte is not None:
+        if around and self.tokens_per_byte is not None and kind != "chat":
             unseen = (
                 f"; rows have no {self.tokenizer.decode(sorted(around))}, which transformers adds"
                 " to a text unless add_special_tokens=False"
@@ -102,7 +113,7 @@ class Corpus:
         files = counted(sum(record.bytes is not None for record in manifest.files), "file")
         return (
             f"data: {files if files[0] != '0' else manifest.files[-1].name};"
-            f" {counted(manifest.documents[0], 'document')} to train on, {manifest.documents[1]}"
+            f" {counted(manifest.documents[0], kind)} to train on, {manifest.documents[1]}"
             f" held out{copies}\n"
             f"tokenizer: {self.tokenizer.name}, {self.tokenizer.vocab_size} ids{unseen}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
@@ -161,17 +172,17 @@ def load_corpus(
     else:
         manifest, arrays = prepared.open_named(data, tokenizer)
         # The content is checked, because others may have made the folder.
-        for array, starts in zip(arrays[:2], arrays[2:], strict=True):
+        for array, starts in zip(arrays[:2], arrays[2:4], strict=True):
             if array.max() >= tokenizer.vocab_size:
                 raise DataError(f"{where}: token id {array.max()}; prepare the data again")
             if (np.diff(starts, prepend=0, append=array.size) < 0).any():
                 raise DataError(f"{where}: the documents' starts do not ascend; prepare it again")
         arrays[0] = arrays[0][: data.num_sequences]
     rows_of: list[np.ndarray | DocumentRows] = [*arrays[:2]]
-    if data.attention == "document":
-        if manifest.documents[0] < 2:
+    if data.row_parts > 1:
+        if not data.is_chat and manifest.documents[0] < 2:
             raise DataError(f"{where}: a single document to train on; set data.attention=row")
-        rows_of = [*map(DocumentRows, arrays[:2], arrays[2:])]
+        rows_of = [*map(DocumentRows, arrays[:2], arrays[2:4], arrays[4:] or (None, None))]
     train, heldout = rows_of
     order = order_of(settings, len(train), where=where)
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
@@ -242,9 +253,7 @@ def check_corpus(settings: Settings, run: Path | None = None) -> list[str]:
                 document
                 for part in parts
                 if isinstance(part.file, Path)
-                for document in sources.documents_of(
-                    part.read(part.file), job.data, where=where, num_classes=None
-                )
+                for document in job.documents(part, part.file, where)
             )
             if parts and next(documents, None) is None:
                 raise DataError(rows.no_text(where))
@@ -342,6 +351,8 @@ def make_job(
         "files": found,
         "heldout_files": heldout_found,
         "num_classes": num_classes or 0,
+        "loss": data.loss if data.is_chat else "",
+        "template": hashlib.sha256(tokenizer.template.encode()).hexdigest() if data.is_chat else "",
         "num_heldout_rows": limit or 0,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
         "python": "" if files or on_hub else _python_identity(),

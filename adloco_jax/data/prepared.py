@@ -4,6 +4,7 @@ A run checks shapes, types, tokenizer and, for `data.source=tokens`, the ids; no
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from adloco_jax.settings import DataSettings
 MANIFEST = "prepared.json"
 FORMAT = 4
 ARRAYS = ("train.npy", "heldout.npy", "train.starts.npy", "heldout.starts.npy")
-"""Rows to train on and held-out rows, and for packed rows the `DocumentRows.starts` of both."""
+ARRAYS += ("train.answers.npy", "heldout.answers.npy")
+"""Rows to train on and held-out rows; for packed rows `DocumentRows.starts`, and for chats
+`DocumentRows.answers`, of both."""
 
 
 class FileRecord(Format):
@@ -48,7 +51,10 @@ class Manifest(Format):
       tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes.
       files: A record for each file of text.
       copies: Number of documents that are not trained on because a copy of them is held out.
-      truncated: Number of labelled texts that were cut because they were longer than a row.
+      truncated: Number of labelled texts, or chats, that were cut because they were longer than a
+        row.
+      dropped: Number of chats that are in no row because no token of them counts.
+      only_last: Number of chats of whose answers only the last counts, see `chats.Answers`.
     """
 
     format: Count
@@ -64,6 +70,13 @@ class Manifest(Format):
     files: list[FileRecord]
     copies: Count
     truncated: Count
+    dropped: Count
+    only_last: Count
+
+    @property
+    def loss(self) -> str:
+        """The `data.loss` of chats; empty for other text."""
+        return self.request.get("loss", "")
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
@@ -84,23 +97,33 @@ Opened = tuple[Manifest, list[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """Packed rows that say where the document of each token begins.
+    """Packed rows that say where the document of each token begins, and for chats what counts.
 
     `rows[index]` is int32 [n, 2 (L + 1)]: the tokens, then for each of them the first position of
-    the row to which it attends.
+    the row to which it attends. With `answers` it is [n, 3 (L + 1)]: then come the weights of the
+    tokens' losses, as the bits of float32: zero for tokens that do not count, the same for all that
+    do, and with a sum of one in the average row.
 
     Attributes:
       tokens: The packed tokens, [N, L + 1].
       starts: Positions in all N (L + 1) tokens, int64, ascending: each begins a document.
+      answers: Which tokens count, bool [N, L + 1]; None if all do.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
+    answers: np.ndarray | None = None
+
+    @functools.cached_property
+    def num_answer_tokens(self) -> int:
+        """Number of tokens that count in all rows of chats."""
+        return 0 if self.answers is None else int(np.count_nonzero(self.answers))
 
     @property
     def shape(self) -> tuple[int, int]:
         """Number of rows, and of integers in each."""
-        return len(self.tokens), 2 * self.tokens.shape[1]
+        parts = 2 if self.answers is None else 3
+        return len(self.tokens), parts * self.tokens.shape[1]
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -116,7 +139,20 @@ class DocumentRows:
             positions = self.starts[low:high] - first
             starts_L[positions] = positions
         starts_nL = np.maximum.accumulate(starts_nL, axis=1)
-        return np.hstack([self.tokens[index].astype(np.int32), starts_nL])
+        parts = [self.tokens[index].astype(np.int32), starts_nL]
+        if self.answers is not None:
+            weight = np.float32(len(self.answers) / self.num_answer_tokens)
+            parts.append((self.answers[index] * weight).view(np.int32))
+        return np.hstack(parts)
+
+
+def row_weights(rows_EL: np.ndarray, sequence_length: int) -> np.ndarray:
+    """Return the sum of the weights of each row's tokens, float [E]; one if they have none."""
+    width = sequence_length + 1
+    if rows_EL.shape[1] != 3 * width:
+        return np.ones(len(rows_EL))
+    weights_EL = np.ascontiguousarray(rows_EL[:, 2 * width :]).view(np.float32)
+    return weights_EL.sum(axis=1, dtype=np.float64)
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
@@ -139,7 +175,8 @@ def read_prepared(folder: Path) -> Manifest:
     if (version := content.get("format")) != FORMAT:
         raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; prepare the data again")
     manifest = checked(content, Manifest, f"{path}: damaged, prepared", DataError)
-    num_arrays = 2 if manifest.request.get("num_classes") else len(ARRAYS)
+    num_arrays = 6 if manifest.loss else 4
+    num_arrays = 2 if manifest.request.get("num_classes") else num_arrays
     counts = [len(part) for part in (manifest.shapes, manifest.hashes, manifest.documents)]
     if counts != [num_arrays, num_arrays, 2]:
         raise DataError(f"{path}: damaged, does not describe training and held-out rows")
@@ -155,7 +192,8 @@ def open_rows(folder: Path, manifest: Manifest) -> list[np.ndarray]:
     of_rows = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []
     for name, shape in zip(ARRAYS, manifest.shapes, strict=False):
-        file, dtype = folder / name, np.dtype(np.int64) if len(arrays) > 1 else of_rows
+        dtypes = (of_rows, np.dtype(np.int64), np.dtype(bool))
+        file, dtype = folder / name, dtypes[len(arrays) // 2]
         if not file.is_file() or file.resolve().parent != folder.resolve():
             raise DataError(f"{file}: missing, or a link to another folder; prepare the data again")
         try:
@@ -188,8 +226,12 @@ def open_named(data: DataSettings, tokenizer: Tokenizer) -> Opened:
     folder = Path(data.path).expanduser()
     manifest = read_prepared(folder)
     arrays, have = open_rows(folder, manifest), manifest.fingerprint
-    if len(arrays) < len(ARRAYS):
+    if len(arrays) < 4:
         raise DataError(f"{where}: rows of labelled texts; prepare the data again")
+    if manifest.loss != (data.loss if data.is_chat else ""):
+        made = f"data.text_column={manifest.request['text_column']}"
+        made += f", data.loss={manifest.loss}" * bool(manifest.loss)
+        raise ConfigError(f"{where}: made with {made}; set it here too, or prepare the data again")
     if arrays[0].shape[1] != data.sequence_length + 1:
         length = arrays[0].shape[1] - 1
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Make rows from text: tokenise documents, hold some of them out, pack them into rows, save these.
 
 Documents, each closed by an end-of-text token, are joined and cut every L+1 tokens, without padding
-or overlap; where each begins is kept beside the rows. Labelled texts become one row `[label, number
-of tokens, tokens...]` each.
+or overlap; where each begins is kept beside the rows. Chats are whole in a row, and padding fills
+it. Labelled texts become one row `[label, number of tokens, tokens...]` each.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import filelock
 import numpy as np
 from tqdm import tqdm
 
-from adloco_jax.data import prepared, sources
+from adloco_jax.data import chats, prepared, sources
 from adloco_jax.data.files import local_copy
 from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
 from adloco_jax.data.sampling import permute
@@ -76,6 +76,11 @@ class Job:
         """Whether the text is a data set on the hub."""
         return bool(self.request["path"])
 
+    def documents(self, part: Part, path: Path | None, where: str) -> Iterator[Document]:
+        """Yield the documents of a part, whose file is at `path`; see `sources.documents_of`."""
+        given = {"where": where, "num_classes": self.num_classes, "tokenizer": self.encoder}
+        return sources.documents_of(part.read(path), self.data, **given)
+
     @property
     def row_length(self) -> int:
         """Number of tokens in a packed row."""
@@ -99,7 +104,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     The rows depend on `job.request` and the text alone, not on interruptions: tokens are saved in
     `<folder>.partial`, in pieces of a million characters, and the finished folder is renamed. If
     several processes prepare the same folder, one makes it and the others wait. Memory: one piece,
-    or one longer document, and 40 bytes per document. Documents are copies if all token ids agree.
+    or one longer document, and 50 bytes per document. Documents are copies if all token ids agree.
 
     Raises:
       ConfigError: If the folder was made for other settings, or contains other files.
@@ -157,10 +162,13 @@ def _require_same(folder: Path, there: dict, wanted: dict) -> None:
 
 _DOCUMENT = np.dtype(
     [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
+    + [("counted", "<i8"), ("only_last", "?"), ("cut", "?")]
 )
-"""The description of a document. `length` is the number of tokens, with the end of text.
-`num_bytes` is the number of UTF-8 bytes. `digest` is a hash of the token ids, without the end of
-text. `label` is the class. `side` is 1 if the document is from separate held-out text, else 0."""
+"""The description of a document. `length` is the number of tokens, with the end of text; of a chat
+the number that is saved, zero if none counts. `counted` is the number of tokens that count.
+`num_bytes` is the number of UTF-8 bytes that these stand for. `digest` is a hash of the token ids,
+without the end of text. `label` is the class. `side` is 1 if the document is from separate held-out
+text, else 0. `only_last` is that of `chats.Answers`. `cut` says whether a chat was longer."""
 
 
 class _Kept:
@@ -200,24 +208,30 @@ class _Kept:
         return self._about[0]
 
     def add(
-        self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
+        self,
+        tokens: np.ndarray,
+        answers: np.ndarray,
+        about: np.ndarray,
+        files: list[dict],
+        **position: int,
     ) -> None:
         """Save another piece; `about` describes its documents (`_DOCUMENT`).
 
-        `files` are those now read to their end, and `position` the new `part` and `documents`.
+        `answers` says which tokens of chats count; it is empty for other text. `files` are those
+        now read to their end, and `position` the new `part` and `documents`.
         """
         progress = np.array(json.dumps({"files": files} | position))
-        arrays = {"tokens": tokens, "about": about, "progress": progress}
+        arrays = {"tokens": tokens, "answers": answers, "about": about, "progress": progress}
         with replaced_file(self._path(len(self._counts))) as file:
             np.savez(file, **arrays)
         self._note(about, files, **position)
 
-    def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield the tokens of each saved piece, and the slice of `about` with its documents."""
+    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, slice]]:
+        """Yield tokens and answers of each saved piece, and the slice of `about` it describes."""
         first = 0
         for number, count in enumerate(self._counts):
             with self._opened(self._path(number)) as content:
-                yield content["tokens"], slice(first, first + count)
+                yield content["tokens"], content["answers"], slice(first, first + count)
             first += count
 
     def _note(self, about: np.ndarray, files: list[dict], part: int, documents: int) -> None:
@@ -271,7 +285,7 @@ def _tokenise_side(
     def keep(part: int, documents: int) -> None:
         if not kept.num_tokens:
             check_round_trip([document.text for document in pending], job.encoder)
-        kept.add(*_encode(pending, job.encoder, side), files, part=part, documents=documents)
+        kept.add(*_encode(pending, job, side), files, part=part, documents=documents)
         bar.update(kept.num_tokens - bar.n)
         pending.clear()
         files.clear()
@@ -281,10 +295,7 @@ def _tokenise_side(
     for index, part in enumerate(parts[first:], first):
         bar.set_description(f"file {index + 1} of {len(parts)}", refresh=False)
         with local_copy(part.file, partial / "copy") as path:
-            documents = sources.documents_of(
-                part.read(path), job.data, where=job.where[side], num_classes=job.num_classes
-            )
-            rest = itertools.islice(documents, number, None)
+            rest = itertools.islice(job.documents(part, path, job.where[side]), number, None)
             for document in () if enough else rest:
                 number += 1
                 pending.append(document)
@@ -354,27 +365,49 @@ def _is_enough(job: Job, kept: _Kept, side: int) -> bool:
 
 
 def _encode(
-    documents: Sequence[Document], encoder: Tokenizer, side: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise documents; return all tokens in one array, and a `_DOCUMENT` entry for each."""
-    texts = [document.text for document in documents]
+    documents: Sequence[Document], job: Job, side: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokenise documents; return all tokens, which count (of chats), and a `_DOCUMENT` for each."""
+    texts, encoder = [document.text for document in documents], job.encoder
     ids = encoder.encode_batch(texts)
-    end_of_text = np.array([encoder.eot_id], np.int32)
-    pieces = (piece for document in ids for piece in (document, end_of_text))
+    about = np.zeros(len(ids), _DOCUMENT)
+    hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
+    about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
+    about["label"] = [document.label for document in documents]
+    about["side"] = side
+    if job.data.is_chat:
+        pieces, marks = _cut(ids, [document.answers for document in documents], job, about)
+    else:
+        pieces, marks = [np.append(i, np.int32(encoder.eot_id)) for i in ids], []
+        about["counted"] = [len(piece) for piece in pieces]
+        about["num_bytes"] = [len(text.encode()) for text in texts]
+    about["length"] = [len(piece) for piece in pieces]
     tokens = np.concatenate([np.empty(0, np.int32), *pieces])
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < encoder.vocab_size:
         raise DataError(
             f"data.tokenizer={encoder.name}: gives ids from {tokens.min()} to {tokens.max()}, "
             f"need 0 to {encoder.vocab_size - 1}"
         )
-    about = np.empty(len(ids), _DOCUMENT)
-    about["length"] = [len(document) + 1 for document in ids]
-    about["num_bytes"] = [len(text.encode()) for text in texts]
-    hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
-    about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
-    about["label"] = [document.label for document in documents]
-    about["side"] = side
-    return tokens.astype(prepared.row_dtype(encoder.vocab_size, labelled=False)), about
+    tokens = tokens.astype(prepared.row_dtype(encoder.vocab_size, labelled=False))
+    return tokens, np.concatenate([np.empty(0, bool), *marks]), about
+
+
+def _cut(
+    ids: list[np.ndarray], answers: Sequence[chats.Answers], job: Job, about: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Cut chats to the length of a row, to nothing if no token counts; mark those that count."""
+    texts = [text for each in answers for span in each.spans for text in span]
+    ends = iter(job.encoder.encode_batch(texts))
+    whole = [
+        chats.counted(chat, [(next(ends), next(ends)) for _ in each.spans])
+        for chat, each in zip(ids, answers, strict=True)
+    ]
+    marks = [m[: job.row_length] if m[: job.row_length].any() else m[:0] for m in whole]
+    about["counted"] = [m.sum() for m in whole]
+    about["num_bytes"] = [each.num_bytes for each in answers]
+    about["only_last"] = [each.only_last for each in answers]
+    about["cut"] = [0 < len(m) < len(chat) for m, chat in zip(marks, ids, strict=True)]
+    return [chat[: len(m)] for chat, m in zip(ids, marks, strict=True)], marks
 
 
 def _file_record(name: str, path: Path | None, num_documents: int) -> dict:
@@ -400,7 +433,7 @@ def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
 def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mask, bool [N] each, the documents to train on and those to hold out.
 
-    Copies of held-out documents are in neither mask.
+    Copies of held-out documents, and chats without a token that counts, are in neither mask.
     """
     heldout, frac = about["side"] == 1, job.data.heldout_frac
     if not heldout.any() and job.cuts:
@@ -411,7 +444,8 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         for label in np.unique(about["label"]):
             index = np.flatnonzero(about["label"] == label)
             heldout[index] = is_heldout(0, len(index), frac)
-    return ~heldout & ~np.isin(about["digest"], about["digest"][heldout]), heldout
+    is_new, has_tokens = ~np.isin(about["digest"], about["digest"][heldout]), about["length"] > 0
+    return ~heldout & is_new & has_tokens, heldout & has_tokens
 
 
 # -- Rows ------------------------------------------------------------------------------------
@@ -422,25 +456,30 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     masks = _split(job, about)
-    copies = len(about) - int(sum(mask.sum() for mask in masks))
+    dropped = int((about["length"] == 0).sum())
+    copies = len(about) - dropped - int(sum(mask.sum() for mask in masks))
     write, names = _write_labelled, prepared.ARRAYS[:2]
     if is_packed:
-        write, names = _write_packed, prepared.ARRAYS
+        write, names = _write_packed, prepared.ARRAYS[:4]
+    if job.data.is_chat:
+        write, names = _write_chats, prepared.ARRAYS
     paths = [whole / name for name in names]
     with contextlib.ExitStack() as stack:
         shapes = write(job, kept, [stack.enter_context(open(p, "wb")) for p in paths], masks)
+    unread = f" and {dropped} chats without an answer" * (dropped > 0)
     for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
         if have[0] < least:
             raise DataError(
                 f"{job.where[side]}: too little text: have {have[0]} rows of {have[1]} tokens to"
                 f" {('train on', 'hold out')[side]}, in {masks[side].sum()} of {len(about)}"
-                f" documents ({copies} copies of held-out ones are left out), need {least}; give"
-                " more text or documents, another data.heldout_frac, separate held-out text"
+                f" documents ({copies} copies of held-out ones{unread} are left out), need {least};"
+                " give more text or documents, another data.heldout_frac, separate held-out text"
                 " (data.heldout_path), or a smaller data.sequence_length"
             )
     for path in paths:
         sync(path)
-    heldout_tokens, heldout_bytes = (about[key][masks[1]].sum() for key in ("length", "num_bytes"))
+    heldout_tokens, heldout_bytes = (about[key][masks[1]].sum() for key in ("counted", "num_bytes"))
+    cut = about["cut"] if is_packed else job.lengths(about) > job.data.sequence_length
     manifest = Manifest(
         format=FORMAT,
         request=job.request,
@@ -454,7 +493,9 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
         tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
         files=[FileRecord(**record) for record in kept.files],
         copies=copies,
-        truncated=0 if is_packed else int((job.lengths(about) > job.data.sequence_length).sum()),
+        truncated=int(cut.sum()),
+        dropped=dropped,
+        only_last=int(about["only_last"].sum()),
     )
     (whole / MANIFEST).write_text(json.dumps(manifest.model_dump(exclude_none=True)) + "\n")
     for path in (whole / MANIFEST, whole):
@@ -480,7 +521,7 @@ def _write_packed(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks
         # A document begins with the end of text before it, from which its first token is predicted.
         starts.append(np.maximum(np.cumsum(lengths[mask]) - lengths[mask] - 1, 0))
         starts[-1] = starts[-1][starts[-1] < math.prod(shapes[-1])]
-    for tokens, which in kept.pieces():
+    for tokens, _, which in kept.pieces():
         offsets = np.cumsum(np.concatenate([[0], lengths[which]]))
         for file, mask in zip(files, masks, strict=True):
             runs = np.flatnonzero(np.diff(mask[which], prepend=False, append=False)).reshape(-1, 2)
@@ -493,6 +534,61 @@ def _write_packed(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks
     return shapes + [list(positions.shape) for positions in starts]
 
 
+def _write_chats(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
+    lengths, width = kept.about["length"], job.row_length
+    kinds = (prepared.row_dtype(job.encoder.vocab_size, labelled=False), np.dtype(bool))
+    first_N = np.full(len(lengths), -1)  # position of each chat in all rows of its side
+    sides, shapes = [], []
+    limits = (job.data.num_sequences, job.heldout_limit)
+    for side, (mask, limit) in enumerate(zip(masks, limits, strict=True)):
+        row_D, offset_D = pack(lengths[mask], width)
+        num_rows = min(int(row_D.max(initial=-1)) + 1, limit or len(row_D))
+        first_N[mask] = np.where(row_D < num_rows, row_D * width + offset_D, -1)
+        arrays = [
+            np.lib.format.open_memmap(file.name, "w+", kind, (num_rows, width))
+            for file, kind in zip(files[side::4], kinds, strict=True)
+        ]
+        arrays[0][:] = job.encoder.eot_id  # padding, a document of its own in which nothing counts
+        chosen = mask & (first_N >= 0)
+        ends = (first_N + lengths)[chosen]
+        starts = np.union1d(first_N[chosen], ends[ends < num_rows * width])
+        np.save(files[side + 2], starts)
+        sides.append((chosen, arrays))
+        shapes.append([[num_rows, width], [len(starts)]])
+    for *saved, which in kept.pieces():
+        offsets = np.cumsum(lengths[which]) - lengths[which]
+        for chosen, arrays in sides:
+            for i in np.flatnonzero(chosen[which]):
+                start, length, first = offsets[i], lengths[which][i], first_N[which][i]
+                for array, source in zip(arrays, saved, strict=True):
+                    array.reshape(-1)[first : first + length] = source[start : start + length]
+    rows, starts = map(list, zip(*shapes, strict=True))
+    return [*rows, *starts, *rows]
+
+
+def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Assign documents of up to `width` tokens to rows: each one's row, and its position there.
+
+    A document goes to the row with the least space that holds it (best fit), in order.
+    """
+    rows, offsets = np.zeros((2, len(lengths)), np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # by the space that is left
+    spaces, num_rows = 0, 0  # the set bits of `spaces` are the spaces of open rows
+    for index, length in enumerate(lengths.tolist()):
+        fits = spaces >> length << length
+        space = (fits & -fits).bit_length() - 1
+        if fits:
+            row = open_rows[space].pop()
+            spaces ^= (not open_rows[space]) << space
+        else:
+            row, space, num_rows = num_rows, width, num_rows + 1
+        rows[index], offsets[index] = row, width - space
+        if space > length:
+            open_rows[space - length].append(row)
+            spaces |= 1 << (space - length)
+    return rows, offsets
+
+
 def _write_labelled(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
     """Write one row [class, n, tokens...] for each labelled text; return both shapes."""
     about, longest = kept.about, job.data.sequence_length
@@ -502,7 +598,7 @@ def _write_labelled(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Mas
     bucket = power * 3 // 4 if lengths.max() <= power * 3 // 4 else power
     rows = np.zeros((len(about), NUM_FIELDS + min(bucket, longest)), np.int32)
     rows[:, 0], rows[:, 1] = about["label"], lengths
-    for tokens, which in kept.pieces():
+    for tokens, _, which in kept.pieces():
         starts = np.cumsum(about["length"][which]) - about["length"][which]
         for row, start, length in zip(rows[which], starts, lengths[which], strict=True):
             text = tokens[start : start + length - len(prefix) - len(suffix)]

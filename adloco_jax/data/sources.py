@@ -1,8 +1,8 @@
 """Sources of text: Python's standard library, text files, JSON lines, tables, and the hub.
 
 A source yields the texts of one file, or a `Record` for each row of a table; `documents_of` takes
-the text, and a classifier's class, from a record. Damaged files and missing columns raise DataError
-while reading, with the file or the line.
+the text, and a classifier's class or a chat's answers, from a record. Damaged files and missing
+columns raise DataError while reading, with the file or the line.
 """
 
 import codecs
@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adloco_jax import hub
+from adloco_jax.data import chats
 from adloco_jax.data.files import File
+from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, ResourceError, reason, remedy
-from adloco_jax.settings import DataSettings
+from adloco_jax.settings import CHATS, DataSettings
 
 # The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
 MAX_LINE_BYTES = 2**24
@@ -43,10 +45,11 @@ class Record(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text, and its class; the class is 0 if texts are not labelled."""
+    """A text, its class (0 if texts are not labelled), and the answers of a chat."""
 
     text: str
     label: int = 0
+    answers: chats.Answers = chats.Answers()
 
 
 class Part(NamedTuple):
@@ -92,33 +95,48 @@ class DataSource:
 
 
 def documents_of(
-    found: Iterable[str | Record], data: DataSettings, *, where: str, num_classes: int | None
+    found: Iterable[str | Record],
+    data: DataSettings,
+    *,
+    where: str,
+    num_classes: int | None,
+    tokenizer: Tokenizer,
 ) -> Iterator[Document]:
     """Convert the texts and records of a source to documents; skip records with empty text.
 
-    `where` is the "key=value" that names the source. Classes are in [0, num_classes).
+    `where` is the "key=value" that names the source. Classes are in [0, num_classes). Chats are
+    rendered by the template of `tokenizer`.
 
     Raises:
-      DataError: While reading, if a row's text is not a string, its class is out of range, or it is
-        labelled but empty.
+      DataError: While reading, if a row's text is not a string, its class is out of range, it is
+        labelled but empty, or a chat is malformed.
+      ConfigError: If chats need a template, and there is none.
     """
-    number = 0
+    end = tokenizer.decode([tokenizer.eot_id])
+    number, answers = 0, chats.Answers()
     try:
         for number, row in enumerate(found, 1):
             is_record = isinstance(row, Record)
             if not is_record:
                 row = Record(f"{where}: document {number}", {data.text_column: row})
+            if data.is_chat:
+                require_columns(row.columns, _used(data), row.where)
+                names = data.text_column.split("+")
+                text, answers = chats.read(row.columns, row.where, names, tokenizer.render, end)
+                if data.loss == "all":
+                    answers = chats.Answers([("", text)], chats.num_bytes(text))
+                row = Record(row.where, {data.text_column: text})
             text = _text(row, data.text_column)
             if num_classes is not None:
                 yield Document(text, _label(row, text, data, num_classes))
             elif text or not is_record:
-                yield Document(text)
+                yield Document(text, answers=answers)
     except (OSError, ValueError) as error:
         raise DataError(f"{where}: after document {number}: {error}") from error
 
 
 def _text(row: Record, column: str) -> str:
-    require_columns(row.columns, {"text_column": column}, row.where)
+    require_columns(row.columns, {column: "text_column"}, row.where)
     text = row.columns[column]
     if not isinstance(text, str):
         raise DataError(f"{row.where}: {column!r} must be a string, have {text!r:.40}")
@@ -139,7 +157,7 @@ def _refuse_nul(offset: int, where: str, column: str = "text") -> None:
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
     if not text:
         raise DataError(f"{row.where}: {data.text_column!r} is empty")
-    require_columns(row.columns, {"label_column": data.label_column}, row.where)
+    require_columns(row.columns, {data.label_column: "label_column"}, row.where)
     label = row.columns[data.label_column]
     if type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
@@ -150,14 +168,14 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
 
 
 def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: str) -> None:
-    """Raise DataError if a table lacks a column that a key of the config names, or has it twice."""
+    """Raise DataError if a table lacks a column, or has it twice; `wanted` maps them to keys."""
     columns = list(columns)
-    for key, column in wanted.items():
+    for column, key in wanted.items():
         if columns.count(column) > 1:
             raise DataError(f"{where}: {columns.count(column)} fields are named {column!r}, need 1")
         if column not in columns:
-            likely = _TEXTS if key == "text_column" else ()
-            other = next((name for name in likely if name in columns), "NAME")
+            likely = (*CHATS, *_TEXTS) if key == "text_column" else ()
+            other = next((name for name in likely if {*name.split("+")} <= {*columns}), "NAME")
             raise DataError(
                 f"{where}: no field {column!r}, have {', '.join(columns)}; set"
                 f" --config.data.{key}={other}"
@@ -263,9 +281,7 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
     with _arrow_faults(file), pyarrow.parquet.ParquetFile(file) as rows:
         require_columns(rows.schema_arrow.names, _used(data), str(file))
-        yield from _arrow_records(
-            rows.iter_batches(batch_size=1024, columns=[*_used(data).values()]), file
-        )
+        yield from _arrow_records(rows.iter_batches(batch_size=1024, columns=[*_used(data)]), file)
 
 
 def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
@@ -274,7 +290,7 @@ def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
     with _arrow_faults(file), pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as rows:
         require_columns(rows.schema.names, _used(data), str(file))
-        yield from _arrow_records((batch.select([*_used(data).values()]) for batch in rows), file)
+        yield from _arrow_records((batch.select([*_used(data)]) for batch in rows), file)
 
 
 def _arrow_records(batches: Iterable[Any], file: Path) -> Iterator[Record]:
@@ -303,8 +319,10 @@ def _faults(file: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def _used(data: DataSettings) -> dict[str, str]:
-    names = {"text_column": data.text_column, "label_column": data.label_column}
-    return {key: column for key, column in names.items() if column}
+    """Return the columns to read, each with the key of the config that names it."""
+    texts = data.text_column.split("+") if data.is_chat else [data.text_column]
+    names = dict.fromkeys(texts, "text_column") | {data.label_column: "label_column"}
+    return {column: key for column, key in names.items() if column}
 
 
 def read_text(file: Path) -> str:
@@ -355,16 +373,21 @@ def _json_object(line: bytes, where: str, data: DataSettings) -> dict:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
-        # An object becomes a tuple of pairs, so that a repeated key is seen.
-        record = json.loads(_shallow(line.decode()), object_pairs_hook=tuple, parse_int=_number)
+        record = json.loads(_shallow(line.decode()), object_pairs_hook=_object, parse_int=_number)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
     except ValueError as error:
         raise DataError(f"{where}: not one JSON object per line ({error})") from error
-    if not isinstance(record, tuple):
+    if not isinstance(record, dict | tuple):
         raise DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
-    require_columns((key for key, _ in record), _used(data), where)
+    names = record if isinstance(record, dict) else (key for key, _ in record)
+    require_columns(names, _used(data), where)
     return dict(record)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | tuple[tuple[str, Any], ...]:
+    """Return a JSON object; if it repeats a key, its pairs."""
+    return found if len(found := dict(pairs)) == len(pairs) else tuple(pairs)
 
 
 def _shallow(line: str) -> str:
@@ -409,7 +432,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
         dataset: Any = builder.as_streaming_dataset(split=split)
         if dataset.features is not None:
             require_columns(dataset.features, _used(data), where)
-            dataset = dataset.select_columns([*_used(data).values()])
+            dataset = dataset.select_columns([*_used(data)])
     count = dataset.num_shards
 
     def records(index: int, path: None) -> Iterator[Record]:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from adloco_jax import hub
+from adloco_jax.data.chats import Render
 from adloco_jax.data.files import fetched
-from adloco_jax.errors import ConfigError, DataError, UserError
+from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.files import read_json
 from adloco_jax.settings import Settings
 
@@ -52,6 +53,8 @@ class Tokenizer:
       prefix: Ids that `transformers` puts before a text by default.
       suffix: Ids that it puts after a text.
       token_ids: Entries of config.json that name tokens, for an export.
+      template: The chat template; empty if there is none.
+      render: Renders turns by it; None if there is none.
       name: The name in the config, for messages.
     """
 
@@ -64,11 +67,13 @@ class Tokenizer:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     token_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template: str = ""
+    render: Render | None = None
     name: str = ""
 
 
 def load_tokenizer(
-    name: str, *, text_length: int | None = None, key: str = "data.tokenizer"
+    name: str, *, text_length: int | None = None, template: str = "", key: str = "data.tokenizer"
 ) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names.
 
@@ -78,6 +83,7 @@ def load_tokenizer(
         (`data.files`), or a repository on the hub. An existing path takes precedence.
       text_length: Upper limit of tokens of a text to be classified; the tokenizer then has a
         prefix and a suffix, if need be its classification token and end-of-text token. Else None.
+      template: File with a chat template that replaces the tokenizer's. Empty: its own.
       key: The key of the config that gave the name, for messages.
 
     Returns:
@@ -88,14 +94,18 @@ def load_tokenizer(
         (written in Python only).
       DataError: If a path does not exist or its content is damaged.
     """
-    return dataclasses.replace(_load(name, text_length, key), name=name)
+    try:
+        text = Path(template).expanduser().read_text("utf-8") if template else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.template={template}: unreadable ({reason(error)})") from error
+    return dataclasses.replace(_load(name, text_length, text, key), name=name)
 
 
-def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
+def _load(name: str, text_length: int | None, template: str, key: str) -> Tokenizer:
     if not name:
         raise ConfigError(f'{key} is empty: give "bytes", a path or a hub name')
     if name == "bytes":
-        return _bytes_tokenizer(text_length)
+        return _bytes_tokenizer(text_length, template)
     with fetched(name, _HUB_FILES, one_of=_VOCABULARIES, key=key, endings=_FILES) as path:
         if path.is_file() and path.suffix not in _FILES:
             raise ConfigError(
@@ -103,7 +113,7 @@ def _load(name: str, text_length: int | None, key: str) -> Tokenizer:
             )
         if not path.exists():
             raise DataError(f"{key}={name}: no such file or folder")
-        return _hugging_face_tokenizer(path, text_length, key)
+        return _hugging_face_tokenizer(path, text_length, template, key)
 
 
 def tokenizer_of(
@@ -120,7 +130,8 @@ def tokenizer_of(
       DataError: If a path does not exist or its content is damaged.
     """
     name, source = settings.data.tokenizer, settings.model.init_from
-    options: Any = {"text_length": None if num_classes is None else settings.data.sequence_length}
+    own_options = {"text_length": None if num_classes is None else settings.data.sequence_length}
+    options: Any = own_options | {"template": settings.data.template}
     own = None
     # A run with a configured tokenizer resumes without the checkpoint.
     with contextlib.suppress(*(UserError,) if name else ()):
@@ -134,7 +145,7 @@ def tokenizer_of(
         except UserError:
             if run is None or not (run / "export" / "tokenizer_config.json").exists():
                 raise
-            tokenizer = load_tokenizer(str(run / "export"), **options)
+            tokenizer = load_tokenizer(str(run / "export"), **own_options)
         if own and _facts(tokenizer) != _facts(own):
             raise ConfigError(
                 f"data.tokenizer={name}: {tokenizer.vocab_size} ids, and other ids for a text than"
@@ -179,7 +190,7 @@ def _facts(tokenizer: Tokenizer) -> tuple:
     return tokenizer.vocab_size, tokenizer.eot_id, ids.tolist()
 
 
-def _bytes_tokenizer(text_length: int | None) -> Tokenizer:
+def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
     name = _END_OF_TEXT_NAMES[0]
 
     def encode(text: str) -> np.ndarray:
@@ -191,7 +202,7 @@ def _bytes_tokenizer(text_length: int | None) -> Tokenizer:
         pieces = (bytes([i]) if i < 256 else name.encode() for i in ids if i <= 256)
         return b"".join(pieces).decode(errors="replace")
 
-    def save(folder: Path, max_length: int | None) -> None:
+    def fast() -> Any:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -202,15 +213,19 @@ def _bytes_tokenizer(text_length: int | None) -> Tokenizer:
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        fast = _transformers().PreTrainedTokenizerFast(
+        return _transformers().PreTrainedTokenizerFast(
             tokenizer_object=backend,
             eos_token=name,
             pad_token=name,
+            chat_template=template or None,
             clean_up_tokenization_spaces=False,
         )
+
+    def save(folder: Path, max_length: int | None) -> None:
+        tokenizer = fast()
         if text_length is not None:
-            _mark_ends(fast, name, text_length)
-        _save(fast, folder, max_length)
+            _mark_ends(tokenizer, name, text_length)
+        _save(tokenizer, folder, max_length)
 
     ends = () if text_length is None else (256,)
     ids = dict(zip(_TOKEN_IDS, (None, 256, None), strict=True))
@@ -219,7 +234,23 @@ def _bytes_tokenizer(text_length: int | None) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
         return [encode(text) for text in texts]
 
-    return Tokenizer(257, 256, fingerprint, encode_batch, decode, save, ends, ends, ids)
+    chats = _chats(fast(), template) if template else {}
+    return Tokenizer(257, 256, fingerprint, encode_batch, decode, save, ends, ends, ids, **chats)
+
+
+def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
+    """Return a tokenizer's `template` and `render`; `template` replaces its own."""
+    if template:
+        tokenizer.chat_template = template
+    with contextlib.suppress(ValueError):  # it has none
+
+        def render(turns: list[dict[str, Any]], prompts: bool) -> str:
+            return tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=prompts
+            )
+
+        return {"template": tokenizer.get_chat_template(), "render": render}
+    return {}
 
 
 def _transformers() -> Any:
@@ -230,7 +261,9 @@ def _transformers() -> Any:
     return transformers
 
 
-def _hugging_face_tokenizer(path: Path, text_length: int | None, key: str) -> Tokenizer:
+def _hugging_face_tokenizer(
+    path: Path, text_length: int | None, template: str, key: str
+) -> Tokenizer:
     tokenizer: Any
     files = [*path.iterdir()] if path.is_dir() else [path]
     needs_sentencepiece = any(file.suffix == ".model" for file in files)
@@ -307,6 +340,7 @@ def _hugging_face_tokenizer(path: Path, text_length: int | None, key: str) -> To
         prefix,
         suffix,
         token_ids,
+        **_chats(tokenizer, template),
     )
 
 

@@ -1,6 +1,7 @@
 """Held-out losses: of each trainer, of the consensus model, and of a planned merge.
 
-Losses are means over rows, in nats per token of text, or nats per labelled row.
+Losses are means over rows, in nats per token of text, or nats per labelled row; those of chats are
+means over the tokens that count.
 """
 
 import functools
@@ -14,7 +15,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.merge import merge
 from adloco_jax.core.types import Ensemble
-from adloco_jax.data.prepared import DocumentRows
+from adloco_jax.data.prepared import DocumentRows, row_weights
 from adloco_jax.data.rows import MAX_GUARD_ROWS
 from adloco_jax.data.sampling import interleave, permute
 from adloco_jax.engine.programs import Programs
@@ -75,11 +76,12 @@ def split_heldout(
 
 
 def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
-    """Compute the mean loss of one model over some rows; every row has the same weight.
+    """Compute the mean loss of one model over some rows; each counts by the weights in it, if any.
 
     The loss is in nats per token for rows of text, and in nats per row for labelled rows.
     """
-    return float(np.mean(_losses(programs, params, rows_EL, batch_size)))
+    weights_E = row_weights(rows_EL, programs.spec.sequence_length)
+    return float(np.mean(_losses(programs, params, rows_EL, batch_size)) / np.mean(weights_E))
 
 
 def class_report(

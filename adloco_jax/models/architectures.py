@@ -27,9 +27,9 @@ class Architecture:
         `layer_form` (see `models.kernels.run_layers`).
       loss: `loss(module, *, loss_chunk)` returns `loss_fn(params, rows)`, the mean loss over int32
         rows. With the keyword `tap_B` (`models.layers`), batch-size tests measure by taps. With
-        `documents` (bool), `data.attention` may limit attention to documents: rows are then those
-        of `data.prepared.DocumentRows`. With an adapter, `loss_fn` is given the frozen weights as
-        the keyword `base`.
+        `row_parts` (int), `data.attention` may limit attention to documents, and text may be chats:
+        it is then 2 or 3, and rows are those of `data.prepared.DocumentRows`. With an
+        adapter, `loss_fn` is given the frozen weights as the keyword `base`.
       data: "text": rows of L + 1 tokens, loss in nats per token. "labelled": rows
         [label, number of tokens n, L tokens], loss in nats per example.
       rules: Conditions on the group `model`, checked with the config.
@@ -69,8 +69,8 @@ def _build_bert(*, checkpoint: str, **given: Any) -> bert.Bert:
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         build=_build_llama,
-        loss=lambda module, *, loss_chunk, documents=False: llama.next_token_loss(
-            module, sequences_per_chunk=loss_chunk, documents=documents
+        loss=lambda module, *, loss_chunk, row_parts=1: llama.next_token_loss(
+            module, sequences_per_chunk=loss_chunk, row_parts=row_parts
         ),
         rules=llama.RULES,
         weight_map=LLAMA,

@@ -315,25 +315,26 @@ def _variables(params: PyTree, base: PyTree | None) -> dict[str, PyTree]:
 
 
 def sequence_losses(
-    model: Llama, *, sequences_per_chunk: int = 0, documents: bool = False
+    model: Llama, *, sequences_per_chunk: int = 0, row_parts: int = 1
 ) -> Callable[..., Array]:
     """Make a function that returns the mean next-token loss of each sequence.
 
-    Every token counts. With `documents`, an end of text closes one document as a target and begins
-    the next as an input, so a row's loss is that of its documents alone.
+    Every token counts, unless rows have weights. In rows of documents, an end of text closes one
+    document as a target and begins the next as an input, so their loss is that of the documents.
 
     Args:
       model: The model that computes the logits.
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
         0 for all. Results depend on it only by rounding.
-      documents: Whether rows are those of `data.prepared.DocumentRows`, to whose documents
-        attention is limited.
+      row_parts: 1 for rows of tokens; 2 for those of `data.prepared.DocumentRows`, to whose
+        documents attention is limited; 3 if these have weights.
 
     Returns:
       `losses_fn(params, rows, tap_B=None, base=None)`, float32 [B] in nats per token; `base` has
       the frozen weights of a model with an adapter. Of the int32 tokens [B, L+1] the model reads
-      all but the last, and predicts all but the first. With `documents`, rows are [B, 2 (L+1)]: the
-      tokens, then the first position to which each attends.
+      all but the last, and predicts all but the first. With 2 parts, rows are [B, 2 (L+1)]: the
+      tokens, then the first position to which each attends. With 3, the tokens' weights follow, as
+      the bits of float32, and a row's loss is their weighted sum.
 
     Raises:
       ValueError: While tracing the returned function, if `rows` has another shape, or no target.
@@ -343,25 +344,31 @@ def sequence_losses(
     logits: Any = functools.partial(model.apply, method=Llama.logits)
 
     def head_losses(
-        variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
+        variables: PyTree,
+        hidden_BLD: Array,
+        targets_BL: Array,
+        weights_BL: Array | None,
+        tap: Tap | TiedTap,
     ) -> Array:
         logits_BLV = logits(variables, hidden_BLD, tap)
         losses_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
-        return jnp.mean(losses_BL, axis=1)
+        if weights_BL is None:
+            return jnp.mean(losses_BL, axis=1)
+        return jnp.sum(losses_BL * lax.bitcast_convert_type(weights_BL, jnp.float32), axis=1)
 
     def losses_fn(
         params: PyTree, rows: Array, tap_B: Tap = None, base: PyTree | None = None
     ) -> Array:
         variables = _variables(params, base)
-        parts = 2 if documents else 1
-        if rows.ndim != 2 or rows.shape[1] < 2 * parts or rows.shape[1] % parts:
-            width = "2 (L+1)" if documents else "L+1"
+        if rows.ndim != 2 or rows.shape[1] < 2 * row_parts or rows.shape[1] % row_parts:
+            width = "L+1" if row_parts == 1 else f"{row_parts} (L+1)"
             raise ValueError(f"rows has shape {rows.shape}, expected [B, {width}] with L >= 1.")
-        tokens, *more = jnp.split(rows, parts, axis=1)
-        starts_BL = more[0][:, :-1] if documents else None
+        tokens, *more = jnp.split(rows, row_parts, axis=1)
+        starts_BL = more[0][:, :-1] if row_parts > 1 else None
+        weights_BL = more[1][:, 1:] if row_parts > 2 else None
         hidden_BLD, tap = hidden(variables, tokens[:, :-1], tap_B, starts_BL)
         # The only shift: the loss at position t is of token t + 1.
-        head_inputs_B = (hidden_BLD, tokens[:, 1:], tap)
+        head_inputs_B = (hidden_BLD, tokens[:, 1:], weights_BL, tap)
         batch, chunk = rows.shape[0], sequences_per_chunk
         if not 0 < chunk < batch:
             return head_losses(variables, *head_inputs_B)

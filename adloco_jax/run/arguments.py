@@ -74,8 +74,8 @@ def check_arguments(
     faults = []
     if not isinstance(settings, Settings):
         faults.append(f"settings: {_kind(settings)}; give a config, or validate(config)")
-    elif settings.data.attention == "document":
-        faults.append("data.attention = 'document': loss_fn says what a token attends to; set row")
+    elif settings.data.row_parts > 1:
+        faults.append("data.attention, text_column: loss_fn says what tokens attend to; unset both")
     if not isinstance(workdir, str | os.PathLike):
         faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
     rows: Any = getattr(corpus, "heldout_rows", None)

@@ -89,15 +89,11 @@ def class_count(settings: Settings) -> int | None:
 def row_length(settings: Settings) -> int:
     """Integers in the longest row that the model reads, with L = `data.sequence_length`.
 
-    A text has L + 1 tokens, perhaps with as many starts (`data.prepared.DocumentRows`); a labelled
-    row at most L, after its class and its length.
+    A text has L + 1 tokens, perhaps with starts and weights (`data.prepared.DocumentRows`); a
+    labelled row at most L, after its class and its length.
     """
     fields = 1 if class_count(settings) is None else NUM_FIELDS
-    return (settings.data.sequence_length + fields) * _row_parts(settings)
-
-
-def _row_parts(settings: Settings) -> int:
-    return 2 if settings.data.attention == "document" else 1
+    return (settings.data.sequence_length + fields) * settings.data.row_parts
 
 
 def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Kernel:
@@ -119,7 +115,7 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
         "cudnn"
         if (
             takes(ARCHITECTURES[model.arch].build, "attention")
-            and settings.data.attention == "row"
+            and settings.data.row_parts == 1
             and model.dtype == "bfloat16"
             and head_size <= 128
             and head_size % 8 == 0
@@ -183,8 +179,8 @@ def build_model(
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     loss: Callable[..., LossFn] = ARCHITECTURES[settings.model.arch].loss
-    if settings.data.attention == "document":
-        loss = functools.partial(loss, documents=True)
+    if settings.data.row_parts > 1:
+        loss = functools.partial(loss, row_parts=settings.data.row_parts)
     return init_fn, loss(network, loss_chunk=settings.model.loss_chunk)
 
 
@@ -325,7 +321,7 @@ def program_spec(
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=model.row_length,
-        sequence_length=model.row_length // _row_parts(settings)
+        sequence_length=model.row_length // settings.data.row_parts
         - (1 if model.num_classes is None else NUM_FIELDS),
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         estimator=resolve_estimator("auto", loss_fn),
@@ -436,9 +432,11 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
         )
     assert isinstance(corpus, Corpus)
     tokenizer = corpus.tokenizer
-    size = max(1, min(length // 2, settings.model.max_length - count))
-    row = run.heldout.report_EL[0]
-    first = row[length + size] if settings.data.attention == "document" else 0
+    row, size = run.heldout.report_EL[0], length // 2
+    if settings.data.is_chat:  # all before the first answer
+        size = int(np.flatnonzero(row[2 * (length + 1) :])[0])
+    size = max(1, min(size, settings.model.max_length - count))
+    first = row[length + size] if settings.data.row_parts > 1 else 0
     prompt_1L = np.asarray(row[None, first:size], np.int32)
 
     def sample(params):

@@ -32,7 +32,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
         f" {model.dtype}, attention by {spec.attention}"
-        f"{' within documents' * (settings.data.attention == 'document')};"
+        f"{' within documents' * (settings.data.row_parts > 1)};"
         f" {spec.machine.describe()}, {at.describe()}",
         f"trainers: {ensemble.num_trainers} with {counted(workers, 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")

@@ -1,0 +1,361 @@
+"""Chats: ids as the template gives them, what counts, how they are packed, and their loss."""
+
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import toy
+from nets import FAMILY, flat, loss_of, make_params, tapped_grad
+from texts import write_documents
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from toy import data_settings
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from adloco_jax import main as cli
+from adloco_jax.config import validate
+from adloco_jax.data import load_corpus, rows
+from adloco_jax.data.prepared import DocumentRows
+from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.models import sequence_losses
+from adloco_jax.run.assemble import build_model, load_data
+from adloco_jax.training import fit, train
+
+IM = ("<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like Qwen3's: a thought stays in the last turn alone.
+THINKING = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """The folder of a tokenizer of bytes with a template, whose turns end with the end of text."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = {"eos_token": IM[1], "additional_special_tokens": [IM[0]]}
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **names)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def turns(*contents, system=""):
+    """A chat: a question, its answer, the next question, ..."""
+    roles = ("user", "assistant") * len(contents)
+    chat = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    return [{"role": "system", "content": system}] * bool(system) + chat
+
+
+def chats_of(count, seed=0):
+    rng = random.Random(seed)
+    return [
+        turns(
+            *(f"{n}.{k} " + "é" * rng.randint(1, 25) for k in range(2 * rng.randint(1, 3))),
+            system="Be brief." * (n % 3 == 0),
+        )
+        for n in range(count)
+    ]
+
+
+def settings_of(path, tokenizer, **changes):
+    given = dict(source="jsonl", path=str(path), text_column="messages", heldout_frac=0.2)
+    given |= dict(tokenizer=str(tokenizer), sequence_length=400)
+    return data_settings(vocab_size=258, **given | changes)
+
+
+def load(path, tokenizer, **changes):
+    return load_corpus(settings_of(path, tokenizer, **changes), note=lambda line: None)
+
+
+def chats_in(corpus):
+    """Of each chat in the rows of a corpus: its ids, and its ids that count."""
+    found = []
+    for side in (corpus.rows, corpus.heldout_rows):
+        tokens, starts, weights = np.split(side[np.arange(len(side))], 3, axis=1)
+        for row, begin, weight in zip(tokens, starts, weights, strict=True):
+            for start in np.unique(begin):
+                chat = begin == start
+                if weight[chat].any():  # else it is padding
+                    found.append((row[chat].tolist(), row[chat & (weight != 0)].tolist()))
+                else:
+                    assert set(row[chat]) == {corpus.tokenizer.eot_id}
+    return sorted(found)
+
+
+def expected(tokenizer, chats, first=0):
+    """What `apply_chat_template` gives, and the answers with their end, written by hand."""
+    fast = AutoTokenizer.from_pretrained(tokenizer)
+    found = []
+    for chat in chats:
+        ids = fast.apply_chat_template(chat, return_dict=False)
+        answers = [t["content"] for t in chat[first:] if t["role"] == "assistant"]
+        text = "".join(f"{answer}{IM[1]}\n" for answer in answers)
+        found.append((ids, fast.encode(text, add_special_tokens=False)))
+    return sorted(found)
+
+
+def write_table(folder, records):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / "chats.parquet")
+    return folder / "chats.parquet"
+
+
+WRITERS = {"jsonl": write_documents, "parquet": write_table, "hf": write_table}
+
+
+@pytest.mark.parametrize("source", WRITERS)
+def test_ids_are_those_of_the_template_and_answers_with_their_end_count(
+    tmp_path, tokenizer, source
+):
+    chats = chats_of(40)
+    path = WRITERS[source](tmp_path, [{"messages": chat} for chat in chats])
+    corpus = load(path, tokenizer, source=source)
+    assert chats_in(corpus) == expected(tokenizer, chats)
+    counts = [sum(len(a) for _, a in chats_in(corpus)), corpus.rows.num_answer_tokens]
+    counts.append(corpus.heldout_rows.num_answer_tokens)
+    assert counts[0] == sum(counts[1:])
+    assert f"; {counts[1]:,} and {counts[2]:,} tokens of answers count;" in corpus.describe()
+    assert "data: 1 file; 32 chats to train on, 8 held out" in corpus.describe()
+
+
+def test_a_prompt_and_its_completion_are_turns_or_text(tmp_path, tokenizer):
+    both = {"text_column": "prompt+completion"}
+    chats = [chat for chat in chats_of(40) if len(chat) > 3]
+    records = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats]
+    corpus = load(write_documents(tmp_path, records), tokenizer, **both)
+    assert chats_in(corpus) == expected(tokenizer, chats, first=-1)
+    texts = [{"prompt": f"{n}? ", "completion": f"Twice is {2 * n}."} for n in range(40)]
+    (tmp_path / "texts.csv").write_text(
+        "prompt,completion\n" + "".join(f"{t['prompt']},{t['completion']}\n" for t in texts)
+    )
+    for name in ("texts.csv", write_documents(tmp_path, texts, "texts.jsonl").name):
+        source = "hf" if name.endswith("csv") else "jsonl"
+        corpus = load(tmp_path / name, "bytes", source=source, sequence_length=60, **both)
+        found = [(bytes(ids[:-1]).decode(), bytes(a[:-1]).decode()) for ids, a in chats_in(corpus)]
+        assert found == sorted((t["prompt"] + t["completion"], t["completion"]) for t in texts)
+        assert all(ids[-1] == answer[-1] == 256 for ids, answer in chats_in(corpus))
+
+
+def test_all_tokens_count_but_the_first_if_asked(tmp_path, tokenizer):
+    chats = chats_of(30)
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats])
+    corpus = load(path, tokenizer, loss="all")
+    assert chats_in(corpus) == [(ids, ids[1:]) for ids, _ in expected(tokenizer, chats)]
+    assert " tokens count;" in corpus.describe()
+
+
+def test_if_a_later_turn_changes_earlier_ones_only_the_last_answer_counts(tmp_path, tokenizer):
+    thought = [
+        turns(f"{n}?", "<think>Hm</think>one", "and?", f"<think>{n}</think>two") for n in range(9)
+    ]
+    chats = [*thought, *chats_of(9)]
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats])
+    (tmp_path / "thinking.jinja").write_text(THINKING)
+    corpus = load(path, tokenizer, template=str(tmp_path / "thinking.jinja"))
+    decode = corpus.tokenizer.decode
+    found = {decode(ids): decode(answers) for ids, answers in chats_in(corpus)}
+    for n in range(9):
+        (ids,) = (text for text in found if f"<think>{n}</think>" in text)
+        assert ids.count("one") == 1 and "Hm" not in ids
+        assert found[ids] == f"<think>{n}</think>two{IM[1]}\n"
+    assert "; of 9 chats only the last answer counts, because the template" in corpus.describe()
+    assert len(found) == 18
+    other = THINKING.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    (tmp_path / "other.jinja").write_text(other)
+    with pytest.raises(DataError, match=r"docs.jsonl:\d+: the chat template starts an answer"):
+        load(path, tokenizer, template=str(tmp_path / "other.jinja"))
+
+
+USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+FAULTS = {
+    "no turns": ([], "'messages': have [], need a list of turns"),
+    "text": ("?!", "'messages': have '?!', need a list of turns"),
+    "no content": ([USER, {"role": "user"}], "turn 2: have {'role': 'user'}, need 'role' and"),
+    "no text": ([USER, ANSWER | {"content": [1]}], "turn 2: have "),
+    "a role": ([{"role": "robot", "content": "?"}], "turn 1: role 'robot', need one of system"),
+    "a list as role": ([{"role": [1], "content": "?"}], "turn 1: role [1], need one of system"),
+    "an empty answer": ([USER, ANSWER | {"content": " \n"}], "turn 2: an empty answer"),
+    "half a character": ([USER, ANSWER | {"content": "\ud83d"}], "'messages' is not Unicode text"),
+    "refused by the template": ([USER, ANSWER, ANSWER], "template refuses it (must alternate)"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_one_line_with_the_row(tmp_path, tokenizer, name):
+    messages, message = FAULTS[name]
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% if messages | length > 2 %}{{ raise_exception('must alternate') }}{% endif %}" + CHATML
+    )
+    path = write_documents(tmp_path, [{"messages": [USER, ANSWER]}, {"messages": messages}])
+    with pytest.raises(DataError) as error:
+        load(path, tokenizer, template=str(template))
+    text = str(error.value)
+    assert text.startswith(f"{path}:2: ") and message in text and "\n" not in text
+
+
+def test_what_is_missing_is_one_line(tmp_path, tokenizer):
+    path = write_documents(tmp_path, [{"messages": [USER, ANSWER]}] * 9)
+    with pytest.raises(ConfigError, match=r"docs.jsonl:1: the tokenizer has no chat template; set"):
+        load(path, "bytes")
+    with pytest.raises(DataError, match="set --config.data.text_column=messages$"):
+        load(path, tokenizer, text_column="text")
+    with pytest.raises(DataError, match="^data.template=nowhere: unreadable"):
+        load(path, tokenizer, template="nowhere")
+    given = {"source": "jsonl", "path": str(path), "sequence_length": toy.LENGTH}
+    settings = toy.settings_of(data=given | {"text_column": "messages"})
+    functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
+    with pytest.raises(ConfigError, match="^data.attention, text_column: loss_fn"):
+        fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)
+
+
+def test_long_chats_are_cut_at_their_end_and_those_without_an_answer_are_left_out(
+    tmp_path, tokenizer
+):
+    fits, long = turns("?", "yes"), turns("?", "word " * 200)
+    asked, no_answer = turns("? " * 300, "lost"), turns("?")
+    chats = [*chats_of(20), fits, long, asked, no_answer]
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats])
+    corpus = load(path, tokenizer)
+    whole = expected(tokenizer, chats[:21])
+    cut = [found for found in chats_in(corpus) if found not in whole]
+    assert len(chats_in(corpus)) == 22 and len(cut) == 1
+    ((ids, answer),) = cut
+    assert ids == expected(tokenizer, [long])[0][0][:401]
+    assert corpus.tokenizer.decode(answer) == ("word " * 200)[: len(answer)]
+    assert ", 1 of the chats cut; " in corpus.describe()
+    assert "; 2 chats without an answer left out; " in corpus.describe()
+
+
+def test_best_fit_leaves_no_document_apart_and_little_space():
+    lengths = np.random.default_rng(0).integers(1, 60, 2000)
+    lengths[:3] = 64, 63, 1
+    row_D, offset_D = rows.pack(lengths, 64)
+    assert row_D[:3].tolist() == [0, 1, 1]
+    space = np.zeros((row_D.max() + 1, 64), int)
+    for row, offset, length in zip(row_D, offset_D, lengths, strict=True):
+        space[row, offset : offset + length] += 1
+    assert space.max() == 1 and space.mean() > 0.95
+    assert (np.diff(np.unique(row_D)) == 1).all()
+
+
+# -- The loss --------------------------------------------------------------------------------
+
+LENGTH = 36
+
+
+def packed(num_rows=5, seed=0):
+    """Rows of chats of random ids, with padding, of which random tokens count; at least one."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 15, 40)
+    row_D, offset_D = rows.pack(lengths, LENGTH + 1)
+    tokens = rng.integers(0, FAMILY.vocab_size, (num_rows, LENGTH + 1), np.int32)
+    answers, starts = np.zeros(tokens.shape, bool), []
+    for row, offset, length in zip(row_D, offset_D, lengths, strict=True):
+        if row < num_rows:
+            starts += [row * (LENGTH + 1) + offset, row * (LENGTH + 1) + offset + length]
+            answers[row, offset + 1 : offset + length] = rng.random(length - 1) < rng.random()
+            answers[row, offset + 1] = True
+    starts = np.unique([start for start in starts if start < tokens.size])
+    return DocumentRows(tokens, starts, answers)
+
+
+def chats_alone(given):
+    """For each chat: its row, its tokens (padded), and which of them count."""
+    found, width = [], LENGTH + 1
+    bounds = [*given.starts, given.tokens.size]
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        both = np.zeros((2, width), np.int32)
+        for array, of_rows in zip(both, (given.tokens, given.answers), strict=True):
+            array[: end - start] = of_rows.reshape(-1)[start:end]
+        found.append((start // width, *both))
+    return map(jnp.array, zip(*found, strict=True))
+
+
+def loss_sum(params, tokens, counts):
+    """The sum of the losses of the tokens of one chat that count."""
+    model = FAMILY.clone(max_length=LENGTH)
+    logits_LV = model.apply({"params": params}, tokens[None, :-1])[0]
+    picked_L = jnp.take_along_axis(jax.nn.log_softmax(logits_LV), tokens[1:, None], axis=1)[:, 0]
+    return -jnp.sum(picked_L, where=counts[1:] > 0)
+
+
+def test_the_loss_of_rows_is_the_mean_over_the_tokens_that_count():
+    model, given = FAMILY.clone(max_length=LENGTH), packed()
+    params, batch = make_params(model), jnp.asarray(given[np.arange(5)])
+    row_C, *chats = chats_alone(given)
+    alone = jax.jit(jax.vmap(jax.value_and_grad(loss_sum), in_axes=(None, 0, 0)))
+    sums_C, grads_C = alone(params, *chats)
+    of_rows_BC = np.asarray(row_C)[None] == np.arange(5)[:, None]
+    sums_B, mean_count = of_rows_BC @ np.float64(sums_C), given.answers.sum() / 5
+    expected_B, gradients_B = sums_B / mean_count, of_rows_BC @ flat(grads_C, axes=1) / mean_count
+
+    def assert_close(actual, wanted):
+        assert np.max(np.abs(actual - wanted)) < 1e-5 * np.max(np.abs(wanted))
+
+    for chunk in (0, 2):
+        losses = sequence_losses(model, row_parts=3, sequences_per_chunk=chunk)
+        assert_close(jax.jit(losses)(params, batch), expected_B)
+    total = sums_B.sum() / given.answers.sum()
+    assert_close(loss_of(model, row_parts=3)(params, batch), total)
+    of_examples = jax.jit(jax.vmap(jax.grad(loss_of(model, row_parts=3)), in_axes=(None, 0)))
+    assert_close(flat(of_examples(params, batch[:, None]), axes=1), gradients_B)
+    mean, norms_B = tapped_grad(model, row_parts=3)(params, batch, jnp.zeros(5))
+    assert_close(flat(mean), gradients_B.mean(axis=0))
+    assert_close(25 * norms_B, np.square(gradients_B).sum(axis=1))
+    # The last token of a row is only a target.
+    ends = ~given.answers & (np.arange(LENGTH + 1) == LENGTH)
+    changed = np.where(ends, (given.tokens + 1) % FAMILY.vocab_size, given.tokens)
+    same = jnp.asarray(DocumentRows(changed, given.starts, given.answers)[np.arange(5)])
+    losses = sequence_losses(model, row_parts=3)
+    assert ends.any() and (losses(params, same) == losses(params, batch)).all()
+
+
+def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(tmp_path, tokenizer, capsys):
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(120)])
+    given = dict(source="jsonl", path=str(path), text_column="messages", tokenizer=str(tokenizer))
+    config = toy.tiny_config(data=given | {"sequence_length": 96, "heldout_frac": 0.2})
+    config.model.vocab_size, config.model.max_length, config.eval.sample_tokens = 258, 128, 4
+    result = train(config, tmp_path / "run")
+    assert "attention by xla within documents" in capsys.readouterr().out
+    settings = validate(config)
+    corpus = load_data(settings)
+    losses = jax.jit(jax.vmap(lambda row: build_model(settings)[1](result.params, row[None])))
+    lines = [json.loads(line) for line in (tmp_path / "run/ledger.jsonl").read_text().splitlines()]
+    assert lines[0]["loss_unit"] == "nats/token"
+    sample = next(line["sample"] for line in reversed(lines) if "sample" in line)
+    assert sample[0].endswith(f"{IM[0]}assistant\\n") and sample[0].count("assistant") == 1
+    report = split_heldout(
+        corpus.heldout_rows, num_sequences=settings.eval.num_sequences, batch_size=1
+    ).report_EL
+    counts = (report[:, 2 * 97 :] != 0).sum(axis=1)
+    assert len(set(counts)) > 1
+    unit = len(corpus.heldout_rows) / corpus.heldout_rows.num_answer_tokens
+    expected_loss = float(np.sum(losses(jnp.asarray(report))) / unit / counts.sum())
+    assert abs(result.loss - expected_loss) < 1e-5 * expected_loss
+    words = ["--tokenizer", str(tokenizer), "--sequence-length", "96", "--heldout-frac", "0.2"]
+    words += ["--text-column", "messages", "--out", str(tmp_path / "rows")]
+    assert cli.main(["prepare", str(path), *words]) == 0
+    *_, to_train = capsys.readouterr().out.splitlines()
+    assert "--config.data.text_column=messages --config.data.loss=answers" in to_train
+    config.data.source, config.data.path = "tokens", str(tmp_path / "rows")
+    assert load_data(validate(config)).fingerprint == corpus.fingerprint
+    for changes, message in (
+        ({"text_column": "text"}, "made with data.text_column=messages, data.loss=answers; set"),
+        ({"loss": "all"}, "made with data.text_column=messages, data.loss=answers; set"),
+    ):
+        data = validate(config).data.model_copy(update=changes)
+        with pytest.raises(ConfigError, match=message):
+            load_data(validate(config).model_copy(update={"data": data}))
