@@ -17,6 +17,7 @@ _SECRETS = {
     r"((?:https?|\w+(?=://[^\s?'\"]*\?[\w-]+=))://[^\s?'\"]*)\?[^\s'\")]*": r"\1",
     r"\bhf_\w{4,}": "hf_...",
     r"(?i)\b(bearer|basic) [\w.~+/=-]{4,}": r"\1 ...",
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]": "?",  # with these, text of others could rewrite a terminal
 }
 
 

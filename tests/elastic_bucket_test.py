@@ -17,13 +17,7 @@ from toy_runs import events, run
 
 from adloco_jax.config import validate
 from adloco_jax.elastic import bucket, bucket_learner, store
-from adloco_jax.elastic.formats import (
-    DriverBoard,
-    LearnerOrders,
-    OrderId,
-    RunDescription,
-    learner_board_name,
-)
+from adloco_jax.elastic.formats import DriverBoard, LearnerOrders, OrderId, Params, RunDescription
 from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
@@ -82,7 +76,41 @@ def test_an_altered_object_is_refused_by_name(at):
     assert "\n" not in str(error.value)
 
 
+def test_no_memory_is_made_for_arrays_larger_than_the_run_has(monkeypatch, tmp_path):
+    there = store.Store(f"file://{tmp_path}/bucket")
+    monkeypatch.setattr(store, "_READ_PAUSES_S", ())
+    there.put("orders/1", store.pack(Format(), {"a": np.zeros(1, np.float32)})[0])
+    form = {"a": jax.ShapeDtypeStruct((2**32,), np.dtype("f4"))}
+    with pytest.raises(store.Refused, match="^orders/1: for 17179869184 bytes, expected at most"):
+        there.read("orders/1", 2**20, Format, lambda _: form)
+
+
+@pytest.mark.parametrize("name", ["params/../run.json", "/etc/passwd", "params/1/1.safetensors\n"])
+def test_parameters_are_read_only_from_where_parameters_are(name):
+    with pytest.raises(ValueError, match="name"):
+        Params(name=name, sha256="")
+
+
+@pytest.mark.parametrize("link", ["file", "folder"])
+def test_a_link_inside_a_folder_is_not_followed(tmp_path, link):
+    outside, there = tmp_path / "outside", store.Store(f"file://{tmp_path}/bucket")
+    (outside / "own").mkdir(parents=True)
+    (outside / "own" / "1").write_bytes(b"secret")
+    if link == "folder":
+        (tmp_path / "bucket" / "own").symlink_to(outside / "own")
+    else:
+        (tmp_path / "bucket" / "own").mkdir()
+        (tmp_path / "bucket" / "own" / "1").symlink_to(outside / "own" / "1")
+    with pytest.raises(store.Refused, match="own/1: not followed"):
+        there.get("own/1")
+    for write in (there.put, there.create):
+        with pytest.raises(ConfigError, match="own/1: not followed"):
+            write("own/1", b"other")
+    assert (outside / "own" / "1").read_bytes() == b"secret"
+
+
 def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "_READ_PAUSES_S", (0.0, 0.0))
     there = store.Store(f"file://{tmp_path}/bucket")
     there.put("orders/1", store.pack(Format(), TREE)[0])
     get, damaged = there.get, [1, 2]
@@ -205,7 +233,7 @@ def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monk
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
     (one, *_) = there.sites.values()
-    steps, one.handle = iter(["done", "nothing", "over"]), (0, 0)
+    steps, one.handle = iter(["done", "nothing", "over"]), OrderId(epoch=1, learner=0, life=0)
     one.learner.leaving = True
 
     def step():  # the order took longer than the driver's signs are awaited; then there is one
@@ -222,11 +250,11 @@ def test_a_learner_that_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
     (one, *_), shared = there.sites.values(), store.Store(there.url)
-    one.handle, one._num_answers = (0, 0), 5
+    one._epoch, one.handle, one._num_answers = 1, OrderId(epoch=1, learner=0, life=0), 5
     again = LearnerOrders(number=0, life=1, num_orders=0, is_free=True)
     one._find_driver, one._driver = lambda: True, DriverBoard(id="", count=1, learners=[again])
-    last = OrderId(epoch=1, learner=0, life=0, order=5)
-    for name in (learner_board_name(1, 0, 0), last.answer_name()):
+    last = one.handle.of(5)
+    for name in (last.board_name(), last.answer_name()):
         shared.put(name, b"late")
     assert one.step() == "done" and one.handle is None
     assert shared.names() == ["driver/1.json", "run.json"]
@@ -275,7 +303,7 @@ def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, p
     spec = spec_of(settings, here())
 
     def filled(want):
-        return want(1) if isinstance(want, type) else np.ones(want.shape, want.dtype)
+        return np.ones(want.shape, want.dtype) if hasattr(want, "shape") else 1
 
     work = WorkerOrder(0, 0, 2, 4, np.ones(2, np.float32), None)
     order = Order(0, 1, 4, 1, False, (work,))

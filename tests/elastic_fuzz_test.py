@@ -95,7 +95,6 @@ class Fates:
         return [
             answer._replace(
                 seconds=seconds / len(answers),
-                norm=answer.norm * (1.0 if what == "hidden nan" else factor),
                 differences=answer.differences._replace(
                     packed_R=jax.tree.map(lambda leaf: leaf * factor, answer.differences.packed_R)
                 ),

@@ -166,7 +166,9 @@ class InBucket:
             try:
                 there.give_sign()
                 there.step()
-                if there.handle != handle:  # `open` lets another machine take the number
+                if (
+                    there.handle is None or _pair(there.handle) != handle
+                ):  # `open` lets another machine take the number
                     self.dead.add(handle)
             except _Waits:
                 pass
@@ -226,6 +228,10 @@ class InBucket:
 
     def learner(self, handle):
         return self.sites[handle].learner
+
+
+def _pair(handle):
+    return handle.learner, handle.life
 
 
 class _Waits(BaseException):

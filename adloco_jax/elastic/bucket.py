@@ -37,14 +37,15 @@ from adloco_jax.elastic.formats import (
     OrderId,
     OrderMessage,
     Params,
+    Refused,
     RunDescription,
-    StateKey,
     WorkerPart,
-    learner_board_name,
+    form_bytes,
+    said,
 )
 from adloco_jax.elastic.learner import Given, Order, Reply, WorkerOrder, answer_form
-from adloco_jax.elastic.store import Refused, Store
-from adloco_jax.engine.spec import Spec, num_bytes
+from adloco_jax.elastic.store import Store
+from adloco_jax.engine.spec import Spec
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.files import Format
 from adloco_jax.run.folder import flat_settings
@@ -81,8 +82,7 @@ def order_form(spec: Spec, parts: Sequence[WorkerPart]) -> Any:
 
 def limit(form: Any) -> int:
     """Return the largest accepted size of an object of this form, in bytes."""
-    arrays = [leaf for leaf in jax.tree.leaves(form) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    return num_bytes(arrays) + _SLACK
+    return form_bytes(form) + _SLACK
 
 
 def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) -> None:
@@ -291,31 +291,29 @@ class BucketTransport:
         except Exception as error:  # deliberately broad: the main thread raises it
             self._fault = error
 
-    def start(self, number: int, life: int) -> tuple[int, int]:
+    def start(self, number: int, life: int) -> OrderId:
         """Let a machine become a learner, and return a handle for calls to it."""
         self._exchanges[number] = _Exchange(life)
         self._begin(self._write_board)
-        return number, life
+        return OrderId(epoch=self._epoch, learner=number, life=life)
 
     def submit(
-        self, handle: tuple[int, int], method: str, *arguments: Any, aside: bool = False
+        self, handle: OrderId, method: str, *arguments: Any, aside: bool = False
     ) -> OrderCall:
         """Call a method of a learner without waiting for the result, which `poll` returns."""
-        number, life = handle
-        exchange = self._exchanges[number]
-        count = 0 if exchange.board is None else exchange.board.count
-        call = OrderCall(method, OrderId(epoch=self._epoch, learner=number, life=life, order=count))
+        exchange = self._exchanges[handle.learner]
         if method in ("hello", "ping"):
-            return call
+            return OrderCall(
+                method, handle.of(0 if exchange.board is None else exchange.board.count)
+            )
         exchange.num_asked += 1
-        call.id = call.id.model_copy(update={"order": exchange.num_asked})
+        call = OrderCall(method, handle.of(exchange.num_asked))
         tree, *more = arguments
         fields: dict[str, Any] = {"method": method}
         if method == "states":
-            keys = [StateKey(trainer=t, stream=s, start=start) for t, s, start in tree]
-            fields["wanted"], tree = keys, None
+            fields["wanted"], tree = arguments[0], None
             state = jax.eval_shape(self._spec.inner_tx.init, self._spec.params)
-            call.form = [state for _ in keys]
+            call.form = [state for _ in fields["wanted"]]
         else:
             fields["parts"] = [
                 WorkerPart(num_micro_batches=len(w.rate_T), has_state=w.inner_state is not None)
@@ -365,7 +363,8 @@ class BucketTransport:
         """Take the board of a learner if it has come, or request it if it is time."""
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
-                exchange.look = self._looks.submit(self._read_board, number, exchange.life)
+                handle = OrderId(epoch=self._epoch, learner=number, life=exchange.life)
+                exchange.look = self._looks.submit(self._read_board, handle.board_name())
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
@@ -380,8 +379,7 @@ class BucketTransport:
             exchange.board = board
         exchange.next_s = time.monotonic() + exchange.pause_s
 
-    def _read_board(self, number: int, life: int) -> LearnerBoard | None:
-        name = learner_board_name(self._epoch, number, life)
+    def _read_board(self, name: str) -> LearnerBoard | None:
         with contextlib.suppress(Refused):  # as if there were no board, so no sign of life
             if (data := self._store.get(name)) is not None:
                 return store.from_json(data, name, LearnerBoard)
@@ -392,9 +390,9 @@ class BucketTransport:
         if board is None:
             return None
         if call.what == "hello":
-            return Reply(board.hello, "")
+            return Reply(board.hello)
         if call.what == "ping":
-            return Reply(board.sign, "") if board.count != call.id.order else None
+            return Reply(board.sign) if board.count != call.id.order else None
         if call.answer is not None:
             return call.answer.result() if call.answer.done() else None
         if board.num_answers >= call.id.order:
@@ -408,30 +406,30 @@ class BucketTransport:
             if message.id != call.id:
                 raise Refused(f"{name}: answers another order")
             if message.error:
-                raise Refused(message.error[:300])
+                return None
             if call.what != "states":
                 return call.form
             pairs = zip(call.form, message.there, strict=True)
             return [each if there else None for each, there in pairs]
 
         try:
-            _, value, _ = self._store.read(name, limit(call.form), AnswerMessage, form_of)
-            return Reply(value, "")
+            message, value, _ = self._store.read(name, limit(call.form), AnswerMessage, form_of)
+            if message.refused:
+                return Reply(Refused(f"it refused the order: {said(message.error)}"))
+            return Reply(value, said(message.error) if message.error else "")
         except Refused as error:
-            return Reply(None, str(error))
+            return Reply(error)
         finally:
             self._store.delete(call.id.order_name(), name)
 
-    def kill(self, handle: tuple[int, int]) -> None:
+    def kill(self, handle: OrderId) -> None:
         """End the exchange with a learner, which leaves when it sees this."""
-        number, life = handle
-        last = self._exchanges.pop(number).num_asked
+        last = self._exchanges.pop(handle.learner).num_asked
         self._begin(self._write_board)
-        left = [learner_board_name(self._epoch, number, life)]
+        left = [handle.board_name()]
         most = len(self._params) + 2  # orders that can be without an answer
         for order in range(max(1, last - most + 1), last + 1):
-            each = OrderId(epoch=self._epoch, learner=number, life=life, order=order)
-            left += [each.order_name(), each.answer_name()]
+            left += [handle.of(order).order_name(), handle.of(order).answer_name()]
         self._begin(lambda: self._store.delete(*left))
 
     def close(self, *, is_over: bool) -> None:

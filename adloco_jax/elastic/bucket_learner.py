@@ -22,13 +22,14 @@ from adloco_jax.elastic.formats import (
     AnswerMessage,
     DriverBoard,
     LearnerBoard,
+    LearnerOrders,
     OrderId,
     OrderMessage,
+    Refused,
     RunDescription,
-    learner_board_name,
 )
 from adloco_jax.elastic.learner import Given, Learner
-from adloco_jax.elastic.store import Refused, Store
+from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.files import Format, with_tuples
@@ -102,7 +103,7 @@ class BucketLearner:
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
         self._num_workers = given.settings.ensemble.num_workers
         self._epoch = 0  # number of the driver; 0: none is known yet
-        self.handle: tuple[int, int] | None = None  # number and life; None: not in the run
+        self.handle: OrderId | None = None  # None: not in the run
         self._num_answers = self._count = 0  # answers in this life; own signs of life
         self._driver = DriverBoard(id="", count=0)  # the driver's newest board
         self._changed_s = time.monotonic()  # when its count last changed
@@ -123,7 +124,7 @@ class BucketLearner:
                     break
                 time.sleep(pause_s)
         if self.handle is not None:
-            self._store.delete(self._board_name())
+            self._store.delete(self.handle.board_name())
         bytes_up, bytes_down = self._store.bytes_up, self._store.bytes_down
         self._say(
             f"{'left' if self.learner.leaving else 'the run is over'}: {self._num_answers} answers,"
@@ -138,27 +139,26 @@ class BucketLearner:
             return "over"
         if self.handle is None:
             return "done" if not self.learner.leaving and self._enlist() else "nothing"
-        orders = {(each.number, each.life): each.num_orders for each in self._driver.learners}
+        orders = {self._id_of(each): each.num_orders for each in self._driver.learners}
         if self.handle not in orders:
             self._say(
-                f"lost: the driver goes on without learner {self.handle[0]}, as it was silent"
+                f"lost: the driver goes on without learner {self.handle.learner}, as it was silent"
             )
             self._resign()
             return "over" if self.learner.leaving else "done"
         if orders[self.handle] <= self._num_answers:
             return "nothing"
-        self._do(self._num_answers + 1)
+        self._do(self.handle.of(self._num_answers + 1))
         return "done"
 
     def give_sign(self) -> None:
         """Write this learner's board, if it takes part."""
         with self._writing:
             if self.handle is not None:
-                self._store.put(self._board_name(), self._board())
+                self._store.put(self.handle.board_name(), self._board())
 
-    def _board_name(self) -> str:
-        assert self.handle is not None
-        return learner_board_name(self._epoch, *self.handle)
+    def _id_of(self, orders: LearnerOrders) -> OrderId:
+        return OrderId(epoch=self._epoch, learner=orders.number, life=orders.life)
 
     def _board(self) -> bytes:
         self._count += 1
@@ -202,15 +202,9 @@ class BucketLearner:
     def _resign(self) -> None:
         """Take part no more; delete what was written after the driver had lost this learner."""
         if self.handle is not None:
-            last = self._order_id(self._num_answers).answer_name()
             with self._writing:
-                board, self.handle = self._board_name(), None
-            self._store.delete(board, last)
-
-    def _order_id(self, order: int) -> OrderId:
-        assert self.handle is not None
-        number, life = self.handle
-        return OrderId(epoch=self._epoch, learner=number, life=life, order=order)
+                before, self.handle = self.handle, None
+            self._store.delete(before.board_name(), before.of(self._num_answers).answer_name())
 
     def _read_driver(self, epoch: int) -> DriverBoard | None:
         name = f"driver/{epoch}.json"
@@ -223,34 +217,34 @@ class BucketLearner:
 
     def _enlist(self) -> bool:
         """Become a learner of the run, if it has room for one."""
-        free = [(each.number, each.life) for each in self._driver.learners if each.is_free]
+        free = [self._id_of(each) for each in self._driver.learners if each.is_free]
         random.shuffle(free)
         for handle in free:
             with self._writing:
                 self.handle, self._num_answers = handle, 0
-                if not self._store.create(self._board_name(), self._board()):
+                if not self._store.create(handle.board_name(), self._board()):
                     self.handle = None
             if self.handle is not None:
                 folder = Path(os.devnull)
                 if self._workdir is not None:
                     folder = self._workdir / str(self._epoch)
                     folder.mkdir(parents=True, exist_ok=True)
-                self.learner.enlist(*handle, folder)
-                self._say(f"joined as learner {handle[0]}")
+                self.learner.enlist(handle.learner, handle.life, folder)
+                self._say(f"joined as learner {handle.learner}")
                 return True
         self._say("the run has its learners; waiting to replace one")
         return False
 
-    def _do(self, number: int) -> None:
+    def _do(self, order: OrderId) -> None:
         """Run an order of the driver, and write the answer."""
-        order, tree, fault = self._order_id(number), None, None
+        tree, fault = None, None
         try:
             message, tree = self._execute(order)
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
-            message = AnswerMessage(id=order, error=f"{type(error).__name__}: {reason(error)}")
-            fault = error
+            why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
+            message, fault = AnswerMessage(id=order, error=why, refused=refused), error
         self._store.put(order.answer_name(), store.pack(message, tree)[0])
-        self._num_answers = number
+        self._num_answers = order.order
         self.give_sign()
         if isinstance(fault, Refused):
             print(f"refused: {fault}", file=sys.stderr, flush=True)
@@ -265,13 +259,14 @@ class BucketLearner:
         def form(message: OrderMessage) -> Any:
             if message.id != which or (message.method == "play") != (message.params is not None):
                 raise Refused(f"{which.order_name()}: another order")
+            if max(len(message.parts), len(message.wanted)) > self._num_workers:
+                raise Refused(f"{which.order_name()}: for more workers than the run has")
             return None if message.method == "states" else order_form(spec, message.parts)
 
         most = limit([state] * self._num_workers)
         message, order, _ = self._store.read(which.order_name(), most, OrderMessage, form)
         if message.method == "states":
-            keys = [(key.trainer, key.stream, key.start) for key in message.wanted]
-            found = self.learner.states(keys)
+            found = self.learner.states(message.wanted)
             there = [each is not None for each in found]
             return answer.model_copy(update={"there": there}), found
         if message.params is None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.decisions import NEAR
+from adloco_jax.elastic.formats import Refused, said
 from adloco_jax.elastic.learner import Given, Learner, Reply
 from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -141,15 +142,17 @@ def _reply(call: Any) -> Reply:
     import ray
 
     try:
-        return Reply(ray.get(call), "")
+        return Reply(ray.get(call))
     except ray.exceptions.RayTaskError as error:
-        return Reply(None, f"{type(error.cause).__name__}: {error.cause}"[:300])
+        if isinstance(error.cause, Refused):
+            return Reply(Refused(f"it refused the order: {said(str(error.cause))}"))
+        return Reply(None, said(f"{type(error.cause).__name__}: {error.cause}"))
     except ray.exceptions.ActorUnavailableError:
         return Reply(None, "its process or its node cannot be reached")
     except ray.exceptions.RayActorError as error:
         if not error.actor_init_failed:
             return Reply(None, "its process or its node has ended")
-        return Reply(None, str(error).strip().splitlines()[-1][:300])
+        return Reply(None, said(str(error).strip().splitlines()[-1]))
 
 
 class RayTransport:

@@ -17,6 +17,8 @@ from adloco_jax.settings import EngineSettings
 SLOW = 5.0
 # A measured duration may exceed its median by this factor times its median distance to the median.
 _SPREADS = 8.0
+# An update of more than this factor times the trainer's last ones never counts.
+HUGE = 1e3
 _MEASURED = 16  # number of the last durations that count
 
 
@@ -197,17 +199,25 @@ def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -
 
 
 def too_large(
-    norms: Mapping[int, float], max_ratio: float | None, before: Sequence[float]
+    norms: Mapping[int, float],
+    max_ratio: float | None,
+    before: Sequence[float],
+    params_norm: float,
 ) -> tuple[list[int], bool]:
     """Return the workers whose updates are too large, and whether this could be judged.
 
-    Of three workers or more, one whose norm exceeds `max_ratio` times the others' median. If the
-    rest still differ by more, they are compared with the median of `before`, the last accepted
-    norms, or the smallest of them if that is larger; without `before` none is too large.
+    One whose norm exceeds `HUGE` times the median of `before`, the last accepted norms; at the
+    start, times the norm of the parameters, or the smallest update if they are zero. With
+    `max_ratio` also, of three workers or more, one whose norm exceeds it times the others' median.
+    If the rest still differ by more, they are compared with the median of `before`, or the smallest
+    of them if that is larger; without `before` none is too large.
     """
+    least = min((norm for norm in norms.values() if norm > 0), default=0.0)
+    usual = statistics.median(before) if before else params_norm or least
+    out = [worker for worker, norm in norms.items() if norm > HUGE * usual]
+    norms = {worker: norm for worker, norm in norms.items() if worker not in out}
     if max_ratio is None:
-        return [], True
-    out = []
+        return out, True
     for worker, norm in norms.items():
         peers = [other for w, other in norms.items() if w != worker]
         out += [worker] * (len(peers) > 1 and norm > max_ratio * statistics.median(peers))

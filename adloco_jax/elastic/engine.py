@@ -14,12 +14,14 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from adloco_jax.core.compress import Precision, unpack
 from adloco_jax.core.outer import apply_differences
-from adloco_jax.core.types import Ensemble, GradientStats, put, take
+from adloco_jax.core.types import Ensemble, GradientStats, norms, put, take, trainable
 from adloco_jax.elastic import decisions
 from adloco_jax.elastic.fleet import Event, Fleet
+from adloco_jax.elastic.formats import Refused
 from adloco_jax.elastic.learner import Order, WorkerOrder
-from adloco_jax.elastic.rounds import Round
+from adloco_jax.elastic.rounds import Round, check_answers
 from adloco_jax.elastic.states import InnerStates
 from adloco_jax.engine.evaluate import HeldOut, guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
@@ -38,8 +40,15 @@ from adloco_jax.settings import Settings
 _apply = jax.jit(
     apply_differences, static_argnames=("outer_tx", "aggregate", "precision", "skip_single")
 )
-# The run ends if a trainer's round has been started this many times without any answer.
-_TRIES = 3
+# The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
+_PATIENCE_S = 300.0
+
+
+def _norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
+    """Return the norms of workers' differences, as they are added up."""
+    shapes = trainable(params)
+    like_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.float32), shapes)
+    return norms(unpack(packed_R, like_R, precision))
 
 
 class ElasticEngine:
@@ -57,10 +66,12 @@ class ElasticEngine:
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
-        self._failures: dict[int, int] = {}  # number of rounds without an answer, by trainer's id
+        # By trainer's id, rounds without an answer: time of the first, number, and time to go on.
+        self._failures: dict[int, tuple[float, int, float]] = {}
         self._norms: dict[int, list[float]] = {}  # of the last accepted updates, by trainer's id
         how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
         how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}
+        self._measure = jax.jit(functools.partial(_norms, run.spec.params), static_argnums=0)
         self._apply = functools.partial(_apply, **how)
 
     # -- The protocol --------------------------------------------------------------------------
@@ -130,7 +141,9 @@ class ElasticEngine:
             self._poll()
         ended = {m: self.rounds.pop(m) for m in over}
         for m, each in ended.items():
-            each.judge(rule, self._norms.get(m, ()))
+            start_M = take(state.ensemble, control.positions([m])).params_M
+            params_norm = float(norms(trainable(start_M))[0])
+            each.judge(rule, self._norms.get(m, ()), params_norm)
         return ended
 
     def _outer_updates(
@@ -197,7 +210,10 @@ class ElasticEngine:
         """Start a round of every trainer that may begin one and has a worker on a free learner."""
         control, settings, now_s = state.control, self.settings, time.monotonic()
         idle = [
-            m for m in control.trainers if m not in self.rounds and _may_begin(control, m, settings)
+            m
+            for m in control.trainers
+            if m not in self.rounds and _may_begin(control, m, settings)
+            if m not in self._failures or now_s >= self._failures[m][2]
         ]
         if not idle:
             return
@@ -242,9 +258,9 @@ class ElasticEngine:
 
     def _play(self, number: int, order: Order, params: Any) -> None:
         learner = self.fleet.learners[number]
-        self.fleet.ask(number, "play", order, params, about=order.trainer)
-        sequences = sum(work.num_updates for work in order.work)
-        sequences *= order.micro_batch_size * order.num_accum_steps
+        bare = order._replace(work=tuple(w._replace(inner_state=None) for w in order.work))
+        self.fleet.ask(number, "play", order, params, about=bare)
+        sequences = sum(map(order.sequences, order.work))
         learner.sent_s = time.monotonic()
         due_s = decisions.deadline(
             learner, sequences, learner.sent_s, heartbeat_s=self.settings.engine.heartbeat_s
@@ -282,7 +298,7 @@ class ElasticEngine:
         self._failures.pop(trainer, None)
         for number in sorted(each.awaited):
             self.fleet.note(number, "late", "no answer within the grace of the quorum", trainer)
-        norms = {stream: answer.norm for stream, answer in each.counted.items() if answer.norm}
+        norms = {stream: each.norms[stream] for stream in each.counted if each.norms[stream]}
         if norms and each.is_judged:
             self._norms[trainer] = [*norms.values()]
         elif norms:
@@ -291,7 +307,7 @@ class ElasticEngine:
             cause += f" smallest is {min(norms.values()):.3g}: there is nothing to compare with"
             self.fleet.note(each.senders[largest].number, "not judged", cause, trainer)
         for stream in sorted(each.answers.keys() - each.counted.keys()):
-            norm = math.nan if stream in each.broken else each.answers[stream].norm
+            norm = math.nan if stream in each.broken else each.norms[stream]
             cause = f"stream {stream}: an update of norm {norm:.3g}"
             self.fleet.note(each.senders[stream].number, "rejected", cause, trainer)
 
@@ -303,34 +319,46 @@ class ElasticEngine:
             elif event.what == "play":
                 self._take(event)
             elif event.what == "lost":
-                self._do_without(event)
+                self._do_without(event.learner, event.value)
 
     def _take(self, event: Event) -> None:
         """Add a learner's answers to its trainer's round, and measure the learner's speed anew."""
-        learner, answers = event.learner, event.value
+        learner, order, answers = event.learner, event.about, event.value
         learner.due_s = None
-        done = sum(answer.num_sequences for answer in answers)
-        seconds = sum(answer.seconds for answer in answers)
-        learner.sequence_s = seconds / done
+        try:
+            if isinstance(answers, Refused):
+                raise answers
+            check_answers(answers, order, self.spec)
+        except Refused as error:
+            self.fleet.note(learner.number, "refused", str(error), order.trainer)
+            return self._do_without(learner, str(error))
+        packed = [answer.differences.packed_R for answer in answers]
+        precision = "float32" if order.is_single else self.spec.outer.precision
+        norms = [float(self._measure(precision, each)[0]) for each in packed]
+        elapsed_s = time.monotonic() - learner.sent_s
+        seconds = min(sum(answer.seconds for answer in answers), elapsed_s)
+        learner.sequence_s = seconds / sum(map(order.sequences, order.work))
         ended_s = learner.sent_s + seconds
         if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver
-            learner.transfer_s.append(max(0.0, time.monotonic() - ended_s))
-        if event.about in self.rounds:  # otherwise the answer is too late: the round has ended
-            self.rounds[event.about].take(learner, answers)
+            learner.transfer_s.append(elapsed_s - seconds)
+        if order.trainer in self.rounds:  # otherwise the answer is too late: the round has ended
+            self.rounds[order.trainer].take(learner, answers, norms)
 
-    def _do_without(self, event: Event) -> None:
-        """Continue the rounds that wait for a lost learner, without this learner."""
-        learner = event.learner
+    def _do_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
+        """Continue the rounds that wait for a learner without it; some have to begin again."""
+        now_s = time.monotonic()
         for trainer, each in [*self.rounds.items()]:
             each.awaited.discard(learner.number)
-            if not (each.awaited or each.answers):
-                del self.rounds[trainer]
-                self._failures[trainer] = self._failures.get(trainer, 0) + 1
-                if self._failures[trainer] >= _TRIES:
-                    raise ResourceError(
-                        f"trainer {trainer}: its round has failed {_TRIES} times; learner"
-                        f" {learner.number}: {event.value}"
-                    )
+            if each.awaited or each.answers:
+                continue
+            del self.rounds[trainer]
+            first_s, count, _ = self._failures.get(trainer, (now_s, 0, 0.0))
+            if now_s - first_s > _PATIENCE_S:
+                raise ResourceError(
+                    f"trainer {trainer}: its round has failed for {now_s - first_s:.0f} s; learner"
+                    f" {learner.number}: {cause}"
+                )
+            self._failures[trainer] = first_s, count + 1, now_s + decisions.pause_s(count + 1)
 
     # -- Membership ----------------------------------------------------------------------------
 

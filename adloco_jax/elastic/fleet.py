@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from adloco_jax.data import Corpus
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic import bucket, cluster, decisions
-from adloco_jax.elastic.formats import Hello, Sign
+from adloco_jax.elastic.formats import Hello, Sign, said
 from adloco_jax.elastic.learner import Given
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.loop.control import Control
@@ -50,7 +50,7 @@ class PendingCall(NamedTuple):
 
     learner: int  # number of the learner
     what: str  # the method: "hello", "ping", "states", "prepare" or "play"
-    about: Any  # for "play" the id of the trainer; for "states" the argument `wanted` of the method
+    about: Any  # for "play" the order; for "states" the argument `wanted` of the method
 
 
 class Event(NamedTuple):
@@ -253,8 +253,8 @@ class Fleet:
                 learner.failures = math.inf
                 return [self._lose(learner, f"{fault}; not started again", has_run=True)]
             raise ConfigError(
-                f"learner {number} ({found.devices}): {fault}; install the same, and give it the"
-                " same files"
+                f"learner {number} ({said(found.devices)}): {fault}; install the same, and give it"
+                " the same files"
             )
         learner.joined, learner.lost_s = True, None
         self._causes.pop(number, None)
@@ -262,7 +262,7 @@ class Fleet:
         if self.reach.joins_itself:
             learner.started_s = time.monotonic()  # until then no machine had joined
             about += "".join(f", {each} {found.versions.get(each)}" for each in _TOLD)
-        self.note(number, "joined", about)
+        self.note(number, "joined", said(about))
         return []
 
     def _hear(self, learner: decisions.LearnerRecord, found: Sign) -> None:

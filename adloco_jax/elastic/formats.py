@@ -1,8 +1,63 @@
-"""What driver and learners tell each other: the JSON of a bucket's objects, and answers on Ray."""
+"""What driver and learners tell each other: the JSON of a bucket's objects, and answers on Ray.
 
-from typing import Any, Literal
+What a process says is compared with what it was asked, before it is used.
+"""
 
-from adloco_jax.files import Count, Format
+from typing import Annotated, Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from pydantic import Field, Strict
+
+from adloco_jax.engine.spec import num_bytes
+from adloco_jax.files import Count, Format, checked
+
+Duration = Annotated[float, Field(ge=0, lt=1e12)]  # in seconds
+StateKey: TypeAlias = Annotated[tuple[Count, Count, Count], Strict(False)]
+"""Which inner state is meant: trainer id, stream, and position in it; a list in JSON."""
+
+
+class Refused(Exception):
+    """Error: something from another process is not what it should be, and was not used."""
+
+
+def said(text: str) -> str:
+    """Show the words of another process: on one line, without control characters, cut."""
+    return f"it says {' '.join(text.split())[:300]!r}"
+
+
+def form_bytes(form: PyTree) -> int:
+    """Return the size of a form's arrays in bytes."""
+    arrays = [leaf for leaf in jax.tree.leaves(form) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return num_bytes(arrays)
+
+
+def check_value(value: Any, want: Any, name: str) -> None:
+    """Check a plain value: `want` is its type, or the very number."""
+    if not isinstance(want, int):
+        kind: Any = Annotated[want, Strict()]
+        checked(value, kind, name, Refused)
+    elif type(value) is not int or value != want:
+        raise Refused(f"{name}: have {repr(value)[:60]}, expected {want}")
+
+
+def check_form(tree: PyTree, form: PyTree, name: str) -> None:
+    """Raise Refused unless a tree has the leaves of a form.
+
+    A form has a `jax.ShapeDtypeStruct` for an array, and for a plain value its type or the value.
+    """
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(form)}
+    if leaves.keys() != wanted.keys():
+        raise Refused(f"{name}: parts are missing or unknown")
+    for key, want in wanted.items():
+        if not isinstance(want, jax.ShapeDtypeStruct):
+            check_value(leaves[key], want, f"{name}{key}")
+            continue
+        have = leaves[key]
+        if not isinstance(have, np.ndarray) or (have.shape, have.dtype) != (want.shape, want.dtype):
+            raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
 
 
 class RunDescription(Format):
@@ -65,7 +120,15 @@ class OrderId(Format):
     epoch: Count
     learner: Count
     life: Count
-    order: Count
+    order: Count = 0  # 0: none; the id is that of the learner
+
+    def of(self, order: int) -> "OrderId":
+        """Return the id of an order of this learner."""
+        return self.model_copy(update={"order": order})
+
+    def board_name(self) -> str:
+        """Return the name of the learner's board in the bucket."""
+        return f"learners/{self.epoch}/{self.learner}-{self.life}.json"
 
     def order_name(self) -> str:
         """Return the name of the order in the bucket."""
@@ -89,16 +152,8 @@ class WorkerPart(Format):
 class Params(Format):
     """The object with a trainer's parameters."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^params/\d+/\d+\.safetensors$")]
     sha256: str
-
-
-class StateKey(Format):
-    """Which inner state is meant: of a trainer's worker, at a position in its stream."""
-
-    trainer: Count
-    stream: Count
-    start: Count
 
 
 class OrderMessage(Format):
@@ -116,10 +171,6 @@ class AnswerMessage(Format):
     """An answer without its arrays."""
 
     id: OrderId
-    error: str = ""
+    error: str = ""  # why the order was not run; the learner leaves, unless it is `refused`
+    refused: bool = False
     there: list[bool] = []  # which of the wanted states follow
-
-
-def learner_board_name(epoch: int, number: int, life: int) -> str:
-    """Return the name of a learner's board in the bucket."""
-    return f"learners/{epoch}/{number}-{life}.json"

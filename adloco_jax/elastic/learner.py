@@ -19,14 +19,15 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import Differences, pack_differences
-from adloco_jax.core.types import Ensemble, GradientStats, Workers, norms, to_workers, trainable
-from adloco_jax.elastic.formats import Hello, Sign
+from adloco_jax.core.types import Ensemble, GradientStats, Workers
+from adloco_jax.elastic.formats import Duration, Hello, Refused, Sign, StateKey
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Spec, here
 from adloco_jax.errors import ConfigError
+from adloco_jax.files import Count
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.assemble import examples_per_pass, load_data
 from adloco_jax.run.choose import fewest_model_shards, peak
@@ -50,10 +51,10 @@ class Given(NamedTuple):
 class WorkerOrder(NamedTuple):
     """The part of a request that is about one worker: where to read rows, and what to compute."""
 
-    stream: int  # the worker's data stream
-    start: int  # position of the round's first sequence in the stream
-    num_updates: int
-    num_tested: int  # number of the first sequences on which gradient statistics are measured
+    stream: Count  # the worker's data stream
+    start: Count  # position of the round's first sequence in the stream
+    num_updates: Count
+    num_tested: Count  # number of the first sequences on which gradient statistics are measured
     rate_T: np.ndarray  # learning rate of each micro-batch
     inner_state: PyTree | None  # the worker's inner state; None: the learner already has it
 
@@ -61,34 +62,37 @@ class WorkerOrder(NamedTuple):
 class Order(NamedTuple):
     """The driver's request to a learner: run the round of a trainer for some of its workers."""
 
-    trainer: int  # id of the trainer
-    round: int  # number of the trainer's round, from 1 on
-    micro_batch_size: int
-    num_accum_steps: int
+    trainer: Count  # id of the trainer
+    round: Count  # number of the trainer's round, from 1 on
+    micro_batch_size: Count
+    num_accum_steps: Count
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
     work: tuple[WorkerOrder, ...]  # one entry for each worker
+
+    def sequences(self, work: WorkerOrder) -> int:
+        """Return the number of sequences that a worker reads."""
+        return work.num_updates * self.num_accum_steps * self.micro_batch_size
 
 
 class Answer(NamedTuple):
     """The results of one worker's round, which a learner sends to the driver."""
 
-    stream: int  # the worker's data stream
-    num_updates: int
-    num_sequences: int
+    stream: Count  # the worker's data stream; this and the numbers are as in the order
+    num_updates: Count
+    num_sequences: Count
     differences: Differences  # trainer's parameters minus the worker's; NumPy leaves [1, ...]
-    norm: float  # L2 norm of these differences
     loss_SR: np.ndarray  # loss of each update, [S, 1]; NaN for a skipped update
     skipped_SR: np.ndarray  # bool [S, 1]: whether the update was skipped
-    num_tested: int  # number of sequences on which gradient statistics were measured
+    num_tested: Count  # number of sequences on which gradient statistics were measured
     stats_R: Any  # GradientStats of this worker; None if nothing was measured
-    seconds: float  # duration of the round in seconds, without compilation
+    seconds: Duration  # of the round, without compilation
 
 
 class Reply(NamedTuple):
     """The result of a call to a learner's method, or the error that ended the call."""
 
-    value: Any  # the result; None if the call failed
-    error: str  # the error in one line; empty if the call did not fail
+    value: Any  # the result, or why it is `Refused`; None if the learner has ended
+    error: str = ""  # why the learner has ended, in one line; empty if it goes on
 
 
 class Learner:
@@ -119,8 +123,7 @@ class Learner:
             raise ConfigError(f"ensemble.model_shards = {shards}: a learner has {count} devices")
         self.spec = dataclasses.replace(spec, model_shards=shards)
         self.programs = Programs(self.spec)
-        # Workers' inner states. The key is the trainer's id, the stream, and the position in it.
-        self.held: dict[tuple[int, int, int], PyTree] = {}
+        self.held: dict[StateKey, PyTree] = {}  # workers' inner states
         self._budget = machine.budget(settings.batching.memory_frac)
         # Parts of a micro-batch here, by its size and whether gradients are accumulated.
         self._parts: dict[tuple[int, bool], int] = {}
@@ -149,8 +152,8 @@ class Learner:
         """Answer a heartbeat."""
         return Sign(leaving=self.leaving, compiling=self.programs.compiling)
 
-    def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
-        """Return inner states by trainer id, stream, and position in it; None for one not here."""
+    def states(self, wanted: list[StateKey]) -> list[PyTree | None]:
+        """Return inner states; None for one that is not here."""
         return [self.held.get(key) for key in wanted]
 
     def play(self, order: Order, params: PyTree) -> list[Answer]:
@@ -167,7 +170,15 @@ class Learner:
             self.programs[key]
 
     def _fitted(self, order: Order) -> Order:
-        """Divide the micro-batches of an order if they do not fit on this process's devices."""
+        """Divide the micro-batches of an order if they do not fit on this process's devices.
+
+        Raises Refused if the rows would not fit, or learning rates are missing.
+        """
+        most = max(map(order.sequences, order.work), default=order.micro_batch_size)
+        if (needed := 4 * self.spec.row_length * most) > self._budget:
+            raise Refused(f"an order for {needed} bytes of rows")
+        if any(w.num_updates * order.num_accum_steps > len(w.rate_T) for w in order.work):
+            raise Refused("an order for more updates than it has learning rates")
         size, key = order.micro_batch_size, (order.micro_batch_size, order.num_accum_steps > 1)
         if key not in self._parts:
             parts = (n for n in range(1, size + 1) if size % n == 0)
@@ -200,12 +211,12 @@ class Learner:
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
         _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
         ended = workers.replace(inner_state_R=None)
-        sent, norm_R = _send(params_M, ended, _precision(spec, order), order.is_single)
+        sent = _send(params_M, ended, _precision(spec, order), order.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
         loss_SR, skipped_SR = by_update(group, measured)
-        sent, norm_R, stats_R = fetch((sent, norm_R, stats_R))
+        sent, stats_R = fetch((sent, stats_R))
         seconds = time.perf_counter() - start_s - (self.programs.stall_s - stalled_s)
         counts = {"num_updates": work.num_updates, "num_sequences": plan.num_sequences}
         where = {"trainer": order.trainer, "round": order.round, "stream": work.stream}
@@ -214,12 +225,11 @@ class Learner:
             work.stream,
             **counts,
             differences=sent,
-            norm=float(norm_R[0]),
             loss_SR=loss_SR,
             skipped_SR=skipped_SR,
             num_tested=work.num_tested,
             stats_R=stats_R,
-            seconds=seconds,
+            seconds=max(seconds, 0.0),
         )
 
     def _note(self, **fields: int) -> None:
@@ -249,11 +259,7 @@ def _alone(params_M: PyTree) -> Ensemble:
 
 
 def _differences(params_M: PyTree, workers: Workers, precision: Precision, is_single: bool):
-    ensemble = _alone(params_M)
-    start_R = to_workers(trainable(params_M), (1,))
-    change_R = jax.tree.map(lambda a, b: a - b, start_R, trainable(workers.params_R))
-    how = {"precision": precision, "single_R": (is_single,)}
-    return pack_differences(ensemble, workers, **how), norms(change_R)
+    return pack_differences(_alone(params_M), workers, precision=precision, single_R=(is_single,))
 
 
 def _precision(spec: Spec, order: Order) -> Precision:
@@ -265,13 +271,15 @@ _send = jax.jit(_differences, static_argnums=(2, 3))
 
 
 def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
-    """Return the form of a worker's answer: a shape and dtype for each array, a type for others."""
+    """Return the form of a worker's answer (`formats.check_form`)."""
     params_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), spec.params)
     how = {"precision": _precision(spec, order), "is_single": order.is_single}
     send = functools.partial(_differences, **how)
-    differences, _ = jax.eval_shape(send, params_M, Workers(params_M, None))
+    differences = jax.eval_shape(send, params_M, Workers(params_M, None))
     one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
     fields: dict[str, Any] = Answer.__annotations__ | {"differences": differences, "stats_R": None}
+    fields |= {"stream": work.stream, "num_sequences": order.sequences(work)}
+    fields |= {"num_updates": work.num_updates, "num_tested": work.num_tested}
     shape = (work.num_updates, 1)
     fields["loss_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(np.float64))
     fields["skipped_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(bool))

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from adloco_jax.elastic import decisions
-from adloco_jax.elastic.learner import Answer, Order
+from adloco_jax.elastic.formats import Refused, check_form
+from adloco_jax.elastic.learner import Answer, Order, answer_form
 from adloco_jax.engine.round import Outcome
+from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import EngineSettings
 
@@ -27,24 +28,27 @@ class Round:
     wire_bytes: int  # bytes sent to and received from learners in the round so far
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
     reported: set[int] = field(default_factory=set)  # learners that have answered
-    answers: dict[int, Answer] = field(default_factory=dict)  # the answers, by the worker's stream
-    senders: dict[int, decisions.LearnerRecord] = field(
-        default_factory=dict
-    )  # who sent them, by stream
+    # By the worker's stream: the answers, the norms of their differences, and who has sent them.
+    answers: dict[int, Answer] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    senders: dict[int, decisions.LearnerRecord] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)  # streams of answers with numbers not finite
     counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
     is_judged: bool = True  # whether `judge` could tell which updates are too large
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
-    def take(self, learner: decisions.LearnerRecord, answers: Sequence[Answer]) -> None:
+    def take(
+        self, learner: decisions.LearnerRecord, answers: Sequence[Answer], norms: Sequence[float]
+    ) -> None:
         """Store the answers of a learner, unless the round does not wait for this learner."""
         if learner.number not in self.awaited:
             return
         self.awaited.discard(learner.number)
         self.reported.add(learner.number)
-        for answer in answers:
+        for answer, norm in zip(answers, norms, strict=True):
             self.answers[answer.stream], self.senders[answer.stream] = answer, learner
-            if not _is_finite(answer):
+            self.norms[answer.stream] = norm
+            if not (answer.differences.usable_R.all() and math.isfinite(norm)):
                 self.broken.add(answer.stream)
             self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
 
@@ -62,11 +66,12 @@ class Round:
         grace_s = max([rule.grace_s, *varies_s])
         return decisions.is_over(reported, awaited, now_s - self.quorum_s, grace_s)
 
-    def judge(self, rule: EngineSettings, before: Sequence[float]) -> None:
+    def judge(self, rule: EngineSettings, before: Sequence[float], params_norm: float) -> None:
         """Decide which answers count: finite, and not too large beside the norms `before`."""
         finite = {stream: a for stream, a in self.answers.items() if stream not in self.broken}
-        norms = {stream: answer.norm for stream, answer in finite.items()}
-        out, self.is_judged = decisions.too_large(norms, rule.max_norm_ratio, before)
+        norms = {stream: self.norms[stream] for stream in finite}
+        how = rule.max_norm_ratio, before, params_norm
+        out, self.is_judged = decisions.too_large(norms, *how)
         self.counted = {stream: a for stream, a in finite.items() if stream not in out}
 
     def outcome(self, streams: Sequence[int], norm: float) -> Outcome:
@@ -82,10 +87,10 @@ class Round:
         return Outcome(loss_SR, skipped_SR, norm)
 
 
-def _is_finite(answer: Answer) -> bool:
-    """Whether an update is finite; a learner's own word is not enough."""
-    leaves = jax.tree.leaves(answer.differences)
-    # bfloat16 numbers are sent as uint16 (`core.compress.pack`)
-    leaves = [leaf.view(jnp.bfloat16) if leaf.dtype == np.uint16 else leaf for leaf in leaves]
-    usable = answer.differences.usable_R.all() and math.isfinite(answer.norm)
-    return bool(usable) and all(np.isfinite(leaf).all() for leaf in leaves)
+def check_answers(answers: Sequence[Answer], order: Order, spec: Spec) -> None:
+    """Raise Refused unless answers are what an order asks for, with losses that are numbers."""
+    check_form(answers, [answer_form(spec, order, work) for work in order.work], "answer")
+    for answer in answers:
+        made = answer.loss_SR[~answer.skipped_SR]
+        if not (np.abs(made) < np.finfo(np.float32).max).all():
+            raise Refused(f"answer.loss_SR: {made} of updates that were made")

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.decisions import LearnerRecord
 from adloco_jax.elastic.fleet import Event, Fleet
+from adloco_jax.elastic.formats import Refused, StateKey
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
@@ -29,12 +30,12 @@ class InnerStates:
         self._holders: dict[
             int, LearnerRecord
         ] = {}  # process of the last counted answer, by stream
-        # States that learners have sent, by trainer id, stream, and position in the stream.
-        self._found: dict[tuple[int, int, int], PyTree | None] = {}
+        self._found: dict[StateKey, PyTree | None] = {}  # states that learners have sent
 
     def take(self, event: Event) -> None:
         """Store the inner states that a learner has sent as its answer to the call `states`."""
-        self._found |= dict(zip(event.about, event.value, strict=True))
+        if not isinstance(event.value, Refused):  # else it is fresh
+            self._found |= dict(zip(event.about, event.value, strict=True))
 
     def adopt(self, state: State) -> None:
         """Copy the inner states out of an ensemble that has them, unless `inner.state=reset`."""
@@ -96,10 +97,10 @@ class InnerStates:
         inner_R = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *whole)
         return ensemble.replace(inner_state_R=inner_R)
 
-    def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
+    def _fetch(self, keys: Sequence[StateKey]) -> None:
         """Request the inner states that only learners have, and wait for them."""
         self._found.clear()
-        asked: dict[int, list] = {}
+        asked: dict[int, list[StateKey]] = {}
         for key in keys:
             holder = self._holders.get(key[1])
             is_alive = holder is not None and self._fleet.learners.get(holder.number) is holder

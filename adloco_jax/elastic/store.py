@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import PyTree
 from safetensors.numpy import save
 
+from adloco_jax.elastic.formats import Refused, check_value, form_bytes
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
 from adloco_jax.run.processes import start_thread
@@ -29,15 +30,11 @@ FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object tha
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
-_READS = 3  # how often an object is read until it is refused
+_READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
 _SECOND = datetime.timedelta(seconds=1)
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Format)
-
-
-class Refused(Exception):
-    """Error: an object of a bucket is not what its name promises, and was not used."""
 
 
 def check_installed(where: str) -> None:
@@ -64,6 +61,7 @@ class Store:
         self.url, self._say, self._known = url, say, set[str]()
         self.requests = self.bytes_up = self.bytes_down = 0
         self._counting = threading.Lock()
+        self._folder: Path | None = None  # of file://
         self._num_failing = 0  # number of requests that are being repeated
         folder = Path(url.removeprefix("file://"))
         how: dict[str, Any] = {"mkdir": True}
@@ -76,6 +74,8 @@ class Store:
             how["client_options"]["timeout"] = "180s"  # of a piece
         elif not folder.parent.is_dir():
             raise ConfigError(f"{url}: no such folder {folder.parent}; make it, or name another")
+        else:
+            self._folder = folder.resolve()
         if not url.startswith(("file:///", "s3://", "gs://", "az://")):
             raise ConfigError(
                 f"{without_secrets(url)}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or"
@@ -96,6 +96,7 @@ class Store:
         import obstore
 
         def read() -> bytearray | None:
+            self._refuse_link(name, Refused)
             ranged: Any = {"range": (0, PIECE_BYTES)} if limit > PIECE_BYTES else None
             try:
                 found = obstore.get(self._store, name, options=ranged)
@@ -122,26 +123,35 @@ class Store:
     ) -> tuple[F, PyTree, str]:
         """Read what `pack` made (see `get`, `unpack`), again if it was damaged on its way.
 
-        Raises Refused if it is missing, or refused each time.
+        Raises Refused if it is missing, refused each time, or its arrays have more than `limit`
+        bytes.
         """
+
+        def small_form(message: F) -> PyTree:
+            if form_bytes(wanted := form(message)) > limit:
+                raise Refused(f"{name}: for {form_bytes(wanted)} bytes, expected at most {limit}")
+            return wanted
 
         def once() -> tuple[F, PyTree, str]:
             if (data := self.get(name, limit=limit)) is None:
                 raise Refused(f"{name}: missing")
-            return unpack(data, name, kind, form)
+            return unpack(data, name, kind, small_form)
 
-        for _ in range(_READS - 1):
+        for pause_s in _READ_PAUSES_S:
             with contextlib.suppress(Refused):
                 return once()
+            time.sleep(pause_s)
         return once()
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
         import obstore
 
-        self._patiently(
-            "write", lambda: obstore.put(self._store, name, data, chunk_size=PIECE_BYTES)
-        )
+        def write() -> None:
+            self._refuse_link(name, ConfigError)
+            obstore.put(self._store, name, data, chunk_size=PIECE_BYTES)
+
+        self._patiently("write", write)
         self._count(requests_to_put(len(data)), up=len(data))
 
     def create(self, name: str, data: bytes) -> bool:
@@ -153,6 +163,7 @@ class Store:
         from obstore.exceptions import AlreadyExistsError
 
         def write() -> bool:
+            self._refuse_link(name, ConfigError)
             try:
                 obstore.put(self._store, name, data, mode="create")
             except AlreadyExistsError:  # perhaps by this call, whose answer was lost
@@ -181,6 +192,10 @@ class Store:
         with contextlib.suppress(Exception):
             return sorted(found["path"] for found in obstore.list(self._store).collect())
         return []
+
+    def _refuse_link(self, name: str, error: type[Exception]) -> None:
+        if self._folder and (self._folder / name).resolve() != self._folder / name:
+            raise error(f"{self.url}: {name}: not followed, as it is a link; remove it")
 
     def _count(self, requests: int = 0, *, up: int = 0, down: int = 0, failing: int = 0) -> None:
         with self._counting:
@@ -309,8 +324,8 @@ def unpack(
 ) -> tuple[F, PyTree, str]:
     """Read what `pack` made: message, tree, SHA-256; all is checked before arrays exist.
 
-    `form` returns the tree that a message must have: a `jax.ShapeDtypeStruct` for an array, a type
-    for a plain value. Raises Refused if the object is damaged, or has another form.
+    `form` returns the tree that a message must have (`formats.check_form`). Raises Refused if the
+    object is damaged, or has another form.
     """
     try:
         end = 8 + int.from_bytes(data[:8], "little")
@@ -324,9 +339,8 @@ def unpack(
         if {*header, *values, *zeros} != wanted.keys():
             raise Refused(f"{name}: parts are missing or unknown")
         for key, want in wanted.items():
-            if isinstance(want, type):
-                if type(values[key]) is not want:
-                    raise Refused(f"{name}: {key} is no {want.__name__}")
+            if not isinstance(want, jax.ShapeDtypeStruct):
+                check_value(values[key], want, f"{name}: {key}")
             elif key not in zeros:
                 arrays[key] = _view(memoryview(data)[end:], header[key], want, f"{name}: {key}")
         if _digest(about["message"], arrays) != about["sha256"]:
@@ -338,7 +352,7 @@ def unpack(
 
     def leaf(path, want):
         key = jax.tree_util.keystr(path)
-        if isinstance(want, type):
+        if key in values:
             return values[key]
         return np.zeros(want.shape, want.dtype) if key in zeros else arrays[key]
 
