@@ -56,7 +56,7 @@ from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Mode, require_memory
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import completed, exclusive, recorded_commit, require_usable
-from adloco_jax.run.observers import RunEngine
+from adloco_jax.run.observers import RunEngine, Stopped
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
@@ -333,6 +333,8 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
         try:
             state = adloco(state, settings=settings, engine=engine, observers=observe)
             return State(engine.complete(state), state.control)
+        except Stopped as error:
+            attempt.checkpoints.end(error.state)
         except Diverged as error:
             attempt.recorder(error.state, error.boundary)
             saved = last_checkpoint(run, attempt)

@@ -3,13 +3,16 @@
 import contextlib
 import math
 import runpy
+import signal
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 import chaos
 import jax
 import numpy as np
+import obstore
 import pytest
 from learners import Here, InBucket, num_updates
 from moto.server import ThreadedMotoServer
@@ -17,7 +20,9 @@ from toy import settings_of
 from toy_runs import GROWING, events, run
 
 from adloco_jax.elastic import engine, learner
-from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.errors import ConfigError, Preempted, ResourceError
+from adloco_jax.run import processes
+from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Peak
 from adloco_jax.run.observers import Evaluator
 from adloco_jax.training import train
@@ -531,3 +536,29 @@ def assert_same_rounds(elastic, local):
         assert trainer.smoothing == pytest.approx(other.smoothing, rel=1e-2)
         trainer.smoothing = other.smoothing
     assert elastic.controller == local.controller
+
+
+@both
+@pytest.mark.parametrize("what", ["hangs", "none", "away"])
+def test_a_signal_ends_a_driver_soon_whatever_its_learners_and_its_bucket_do(
+    monkeypatch, tmp_path, what, transport
+):
+    def fate(n, life, method, arguments):
+        if method != "play" or arguments[0].round < 3:
+            return DIED if ended else "answer"
+        if not ended:
+            ended.append(there.now_s)
+            signal.raise_signal(signal.SIGTERM)
+            while not processes.is_asked_to_stop():
+                time.sleep(0.01)
+            if what == "away" and transport == "bucket":
+                for name in ("get", "put", "list", "delete"):
+                    monkeypatch.setattr(obstore, name, lambda *_, **__: 1 / 0)
+        return DIED if what == "none" else "wait"
+
+    ended = []
+    there = Here(monkeypatch, fate)
+    with pytest.raises(Preempted, match=r"stopped by a signal after round 2; .*to resume") as stop:
+        run(tmp_path, settings_with(num_workers=2))
+    assert stop.value.exit_code == 75 and there.now_s < ended[0] + 10
+    assert list_rounds(tmp_path / "checkpoints") == [2]

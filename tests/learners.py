@@ -20,6 +20,7 @@ from adloco_jax.elastic import (
     store,
 )
 from adloco_jax.elastic.learner import Learner, Reply
+from adloco_jax.errors import ResourceError
 
 
 class Here:
@@ -113,8 +114,9 @@ class InBucket:
         self.alive = set()  # of learners that hold something of this process
         self.sites, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
-        inline = types.SimpleNamespace(ThreadPoolExecutor=_Inline, Future=object)
-        monkeypatch.setattr(bucket, "concurrent", types.SimpleNamespace(futures=inline))
+        monkeypatch.setattr(bucket, "_aside", _inline)
+        begin = bucket.BucketTransport._act
+        monkeypatch.setattr(bucket.BucketTransport, "_begin", begin)
         monkeypatch.setattr(
             bucket, "connected", functools.partial(self.connected, bucket.connected)
         )
@@ -170,7 +172,7 @@ class InBucket:
                     there.handle is None or _pair(there.handle) != handle
                 ):  # `open` lets another machine take the number
                     self.dead.add(handle)
-            except _Waits:
+            except (_Waits, ResourceError):  # here a signal ends their patience, too
                 pass
             except (_Dies, OSError):
                 self.dead.add(handle)
@@ -242,18 +244,10 @@ class _Dies(BaseException):
     """A learner's process ends."""
 
 
-class _Inline:
-    """An executor that runs everything at once."""
-
-    def __init__(self, *_):
-        pass
-
-    def submit(self, function, *arguments):
-        value = function(*arguments)
-        return types.SimpleNamespace(done=lambda: True, result=lambda: value)
-
-    def shutdown(self, **_):
-        pass
+def _inline(function, *arguments):
+    """Call a function at once, in place of in a thread."""
+    value = function(*arguments)
+    return types.SimpleNamespace(done=lambda: True, result=lambda: value)
 
 
 def _simulate(monkeypatch, clock, *modules):

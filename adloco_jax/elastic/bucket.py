@@ -16,12 +16,14 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import math
+import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax.traverse_util import flatten_dict
@@ -48,9 +50,11 @@ from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import Spec
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.files import Format
+from adloco_jax.run import processes
 from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import KNOBS, Settings, change
 
+T = TypeVar("T")
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 _LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
@@ -196,6 +200,20 @@ def _delete_rounds(bucket: Store, *epochs: int) -> None:
     bucket.delete(*(name for name in bucket.names() if name.startswith(parts)))
 
 
+def _aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
+    """Call a function in a thread that does not hold up the end of the process."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*arguments))
+        except Exception as error:  # deliberately broad: who asks for the result raises it
+            future.set_exception(error)
+
+    processes.start_thread(run, name="request")
+    return future
+
+
 @dataclasses.dataclass
 class _Exchange:
     """What the driver has written to a learner, and read from it."""
@@ -233,9 +251,8 @@ class BucketTransport:
         self._writing = threading.Lock()
         self._fault: BaseException | None = None  # an error of a thread
         # Objects are written one after another, so an order follows its parameters.
-        self._up = concurrent.futures.ThreadPoolExecutor(1)
-        self._down = concurrent.futures.ThreadPoolExecutor(8)
-        self._looks = concurrent.futures.ThreadPoolExecutor(8)  # do not wait for answers
+        self._writes = queue.SimpleQueue[Callable[[], None] | None]()
+        self._writer = processes.start_thread(self._write, name="writes")
 
     def board(self, *, is_over: bool, has_ended: bool = False) -> bytes:
         """Return the driver's board."""
@@ -283,7 +300,11 @@ class BucketTransport:
         return reference
 
     def _begin(self, write: Callable[[], None]) -> None:
-        self._up.submit(self._act, write)
+        self._writes.put(write)
+
+    def _write(self) -> None:
+        while (write := self._writes.get()) is not None:
+            self._act(write)
 
     def _act(self, act: Callable[[], None]) -> None:
         try:
@@ -341,7 +362,7 @@ class BucketTransport:
         """
         until_s = time.monotonic() + timeout_s
         while True:
-            if self._fault is not None:
+            if self._fault is not None and not processes.is_asked_to_stop():
                 raise self._fault
             for number in {call.id.learner for call in calls}:
                 self._look(number, self._exchanges[number])
@@ -350,7 +371,7 @@ class BucketTransport:
             if ended or time.monotonic() >= until_s:
                 return ended
             time.sleep(min(0.02, timeout_s))
-            while self._cannot_look() and self._fault is None:
+            while self._cannot_look() and not (self._fault or processes.is_asked_to_stop()):
                 time.sleep(0.2)  # a driver that cannot see learners must not judge them
 
     def _cannot_look(self) -> bool:
@@ -364,7 +385,7 @@ class BucketTransport:
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
                 handle = OrderId(epoch=self._epoch, learner=number, life=exchange.life)
-                exchange.look = self._looks.submit(self._read_board, handle.board_name())
+                exchange.look = _aside(self._read_board, handle.board_name())
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
@@ -380,7 +401,8 @@ class BucketTransport:
         exchange.next_s = time.monotonic() + exchange.pause_s
 
     def _read_board(self, name: str) -> LearnerBoard | None:
-        with contextlib.suppress(Refused):  # as if there were no board, so no sign of life
+        # As if there were no board, so no sign of life; or a signal has ended the patience.
+        with contextlib.suppress(Refused, ResourceError):
             if (data := self._store.get(name)) is not None:
                 return store.from_json(data, name, LearnerBoard)
         return None
@@ -396,7 +418,7 @@ class BucketTransport:
         if call.answer is not None:
             return call.answer.result() if call.answer.done() else None
         if board.num_answers >= call.id.order:
-            call.answer = self._down.submit(self._read, call)
+            call.answer = _aside(self._read, call)
         return None
 
     def _read(self, call: OrderCall) -> Reply:
@@ -417,8 +439,8 @@ class BucketTransport:
             if message.refused:
                 return Reply(Refused(f"it refused the order: {said(message.error)}"))
             return Reply(value, said(message.error) if message.error else "")
-        except Refused as error:
-            return Reply(error)
+        except (Refused, ResourceError) as error:
+            return Reply(Refused(str(error)))
         finally:
             self._store.delete(call.id.order_name(), name)
 
@@ -433,12 +455,25 @@ class BucketTransport:
         self._begin(lambda: self._store.delete(*left))
 
     def close(self, *, is_over: bool) -> None:
-        """Say on the board that the driver has ended, delete its rounds, name what is left."""
-        self._up.shutdown(cancel_futures=True)
-        self._down.shutdown(cancel_futures=True)
-        self._looks.shutdown(cancel_futures=True)
-        with self._writing:
-            board = self.board(is_over=is_over, has_ended=True)
-            self._store.put(f"driver/{self._epoch}.json", board)
-        _delete_rounds(self._store, self._epoch)
-        print(f"{self._store.url}: what is left: {', '.join(self._store.names())}", flush=True)
+        """Say on the board that the driver has ended, and delete its rounds.
+
+        After a signal it waits a few seconds for the bucket.
+        """
+
+        def end() -> None:
+            with self._writing:
+                board = self.board(is_over=is_over, has_ended=True)
+                self._store.put(f"driver/{self._epoch}.json", board)
+            _delete_rounds(self._store, self._epoch)
+
+        while not self._writes.empty():
+            self._writes.get_nowait()
+        self._fault, until_s = None, math.inf
+        self._writes.put(end)
+        self._writes.put(None)
+        while self._writer.is_alive() and time.monotonic() < until_s:
+            self._writer.join(0.1)
+            if processes.is_asked_to_stop():
+                until_s = min(until_s, time.monotonic() + store.LAST_S)
+        if self._fault is not None and not processes.is_asked_to_stop():
+            raise self._fault

@@ -23,6 +23,7 @@ from adloco_jax.elastic.formats import Refused
 from adloco_jax.elastic.learner import Order, WorkerOrder
 from adloco_jax.elastic.rounds import Round, check_answers
 from adloco_jax.elastic.states import InnerStates
+from adloco_jax.elastic.store import LAST_S
 from adloco_jax.engine.evaluate import HeldOut, guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.local import Metrics, count_skips, without_broken
@@ -35,6 +36,7 @@ from adloco_jax.loop.control import Control, count_round
 from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
+from adloco_jax.run.observers import Stopped
 from adloco_jax.settings import Settings
 
 _apply = jax.jit(
@@ -65,6 +67,7 @@ class ElasticEngine:
         self._states = InnerStates(run.spec, self.fleet, self._poll)
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
+        self._stop_s = math.inf  # when rounds under way are given up, after a signal
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         # By trainer's id, rounds without an answer: time of the first, number, and time to go on.
         self._failures: dict[int, tuple[float, int, float]] = {}
@@ -81,7 +84,7 @@ class ElasticEngine:
 
         All end together if trainers must stay together (`_keep_together`). Raises ConfigError if at
         the start a learner has other data or versions; ResourceError if too few start, a round
-        keeps failing, or the cluster is gone.
+        keeps failing, or the cluster is gone; Stopped soon after a signal.
         """
         ended = self._wait_for_rounds(state)
         plans = {m: each.plan for m, each in ended.items()}
@@ -133,7 +136,12 @@ class ElasticEngine:
             self._states.adopt(state)
         together, rule = _keep_together(self.settings), self.settings.engine
         while True:
-            self._begin(state)
+            if processes.is_asked_to_stop():
+                self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
+                if not self.rounds or time.monotonic() >= self._stop_s:
+                    raise Stopped(state)
+            else:
+                self._begin(state)
             under_way = [m for m in control.trainers if m in self.rounds]
             over = [m for m in under_way if self.rounds[m].is_over(rule, self.fleet.learners)]
             if over and (not together or len(over) == len(control.trainers)):

@@ -23,11 +23,12 @@ from safetensors.numpy import save
 from adloco_jax.elastic.formats import Refused, check_value, form_bytes
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
-from adloco_jax.run.processes import start_thread
+from adloco_jax.run import processes
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
+LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
 _READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
@@ -214,6 +215,8 @@ class Store:
                 raise
             except Exception as error:  # deliberately broad: obstore's errors have no common kind
                 failures += 1
+                if processes.is_asked_to_stop():
+                    raise ResourceError(f"{self.url}: cannot {kind} ({_cause(error)})") from error
                 if kind not in self._known:
                     self._give_up(kind, error, failures)
                 elif failures >= 3 and not is_told:
@@ -270,12 +273,12 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
         while not ended.wait(seconds):
             act()
 
-    thread = start_thread(repeat, name="sign of life")
+    thread = processes.start_thread(repeat, name="sign of life")
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(seconds)  # a request may hang
 
 
 # -- Objects ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -41,6 +41,14 @@ class RunEngine(Engine, Protocol):
 
     def complete(self, state: State) -> Ensemble:
         """Return the ensemble with all inner states, once learners have sent what they hold."""
+
+
+class Stopped(Exception):
+    """Raised by an engine after a signal, if its round cannot end soon; `state` is the last one."""
+
+    def __init__(self, state: State):
+        super().__init__(f"round {state.control.round}")
+        self.state = state
 
 
 @dataclass
@@ -248,16 +256,23 @@ class Checkpoints:
         stop_now = stop_now and not last
         if last or stop_now or save_by_clock or (every and index % every == 0):
             self._save(state)
-        if not (last or stop_now):
-            return
-        self.saver.wait()
-        self.recorder.write_end(state.control, "preempted" if stop_now else "finished")
         if stop_now:
-            folder = self.saver.folder
-            raise Preempted(
-                f"{folder.parent}: stopped by a signal after round {index};"
-                f" {checkpoint.last(folder)}"
-            )
+            self.end(state)
+        if last:
+            self.saver.wait()
+            self.recorder.write_end(state.control, "finished")
+
+    def end(self, state: State) -> NoReturn:
+        """Save a state unless it has been saved, and raise Preempted."""
+        index, folder = state.control.round, self.saver.folder
+        self.saver.wait()
+        if index and index not in checkpoint.list_rounds(folder):
+            self._save(state)
+        self.saver.wait()
+        self.recorder.write_end(state.control, "preempted")
+        raise Preempted(
+            f"{folder.parent}: stopped by a signal after round {index}; {checkpoint.last(folder)}"
+        )
 
     def _is_time(self) -> bool:
         self.saver.wait(only_if_ended=True)
