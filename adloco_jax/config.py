@@ -52,11 +52,14 @@ def plain_type(key: str) -> Any:
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
-def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None = None) -> Settings:
+def validate(
+    config: ConfigDict | Mapping[str, Any] | Settings, workdir: str | Path | None = None
+) -> Settings:
     """Check a whole config, and return its values.
 
     Args:
-      config: The groups and knobs of `default_config()`, as a ConfigDict or nested dicts.
+      config: The groups and knobs of `default_config()`, as a ConfigDict or nested dicts. Settings
+        are returned as they are.
       workdir: The folder of the run. A run that it contains is resumed without its checkpoint
         `model.init_from`, because unset sizes of the model are read from its record.
 
@@ -70,6 +73,8 @@ def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None 
       ResourceError: If sizes of the model must be read from the hub, and it cannot be reached.
       DataError: If the checkpoint of `model.init_from` cannot be used.
     """
+    if isinstance(config, Settings):
+        return config
     if not isinstance(config, ConfigDict | Mapping):
         need = "must be a config; start from default_config()"
         raise ConfigError(f"config = {shown(config)}: {need}")
@@ -86,7 +91,7 @@ def validate(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None 
     settings, wrong, known = None, [], tables()
     try:
         typed = Settings.model_validate(values)
-        values["model"] |= _unset_sizes(typed, known["ARCHITECTURES"], workdir)
+        values["model"] |= _of_checkpoint(typed, known["ARCHITECTURES"], workdir)
     except ValidationError as error:  # of types and limits, which need no tables
         faults += worded(error)
         for group, *rest in (map(str, fault["loc"]) for fault in error.errors()):
@@ -111,10 +116,13 @@ def tables() -> dict[str, Mapping[str, Any]]:
     return {entry.table: getattr(package, entry.table) for entry in ENTRIES.values()}
 
 
-def _unset_sizes(
+def _of_checkpoint(
     settings: Settings, architectures: Mapping[str, Any], workdir: str | Path | None
 ) -> dict[str, Any]:
-    """Return unset sizes: those that a run recorded, or of the checkpoint, or else the defaults."""
+    """Return unset sizes: those that a run recorded, or of the checkpoint, or else the defaults.
+
+    If the checkpoint was read for them, its `config.json` too.
+    """
     model = settings.model
     sizes = {name: getattr(model, name) for name in SIZES if name not in model.model_fields_set}
     if workdir is not None and model.init_from:
@@ -127,10 +135,11 @@ def _unset_sizes(
     if model.init_from and read:
         from adloco_jax import hf  # imported only here, because it imports JAX
 
-        found = hf.inspect(model.init_from).network
+        found = hf.inspect(model.init_from)
         # A checkpoint of another architecture may lack some sizes. The default is used for these,
         # and the run later refuses such a checkpoint.
-        sizes |= {name: getattr(found, name, sizes[name]) for name in read}
+        sizes |= {name: getattr(found.network, name, sizes[name]) for name in read}
+        sizes["checkpoint"] = json.dumps(found.config)
     return sizes
 
 

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from adloco_jax.config import validate
 from adloco_jax.core.types import Ensemble, LossFn, described
 from adloco_jax.data import ArrayRows
+from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic.engine import ElasticEngine
 from adloco_jax.elastic.fleet import TRANSPORTS, check_possible
 from adloco_jax.engine import evaluate
@@ -32,16 +33,7 @@ from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State,
 from adloco_jax.loop.plans import is_over
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_arguments
-from adloco_jax.run.assemble import (
-    InitFn,
-    Model,
-    Run,
-    assemble,
-    configured_model,
-    load_data,
-    pretrained_params,
-    program_spec,
-)
+from adloco_jax.run.assemble import InitFn, Model, Run, assemble
 from adloco_jax.run.attempts import (
     Attempt,
     Failures,
@@ -51,11 +43,9 @@ from adloco_jax.run.attempts import (
     require_equal_processes,
     to_resume,
 )
-from adloco_jax.run.changes import check_config
-from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.choose import Mode, require_memory
+from adloco_jax.run.choose import Mode
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.folder import completed, exclusive, recorded_commit, require_usable
+from adloco_jax.run.folder import check_config, completed, exclusive, require_usable
 from adloco_jax.run.observers import RunEngine, Stopped
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -101,7 +91,7 @@ class Result:
 
 
 def train(
-    config: ConfigDict,
+    config: ConfigDict | Settings,
     workdir: str | Path | None = None,
     *,
     command: str = "",
@@ -115,7 +105,8 @@ def train(
     raises `Preempted`; a second signal ends the process at once.
 
     Args:
-      config: A config from a file in `configs/`, or `default_config()` with changes.
+      config: A config from a file in `configs/`, or `default_config()` with changes, or the result
+        of `validate`.
       workdir: The run's folder, created if missing, else resumed. None: `runs/train-<date>-<time>`.
       command: The command line, for the ledger and the report.
       accept_config_change: Whether a resumed run may continue with changed settings, such as
@@ -135,33 +126,16 @@ def train(
         raise ConfigError("workdir: several processes need the name of one folder")
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config, workdir)
-    check_installed(settings.log)
     use_compilation_cache()
-    machine = here()
 
     def put_together() -> Run:
+        check_installed(settings.log)
         whole = completed(settings, folder)
-        check_possible(whole, folder)
         check_config(folder, whole, accept=accept_config_change)
         require_usable(folder)
-        model = configured_model(whole, machine)
-        spec = program_spec(whole, model, machine)
-        require_memory(spec, whole)
-        lines: list[str] = []
-        if whole.model.init_from and not list_rounds(folder / "checkpoints"):
-            params, lines = pretrained_params(whole)
-            model = model._replace(params=params)
-        corpus = load_data(whole, recorded_commit(folder), folder)
-        print(*lines, corpus.describe(), sep="\n")
-        return assemble(
-            whole,
-            model,
-            spec,
-            corpus,
-            workdir=folder,
-            command=command,
-            accept_data_change=accept_data_change,
-        )
+        check_possible(whole, folder)
+        how = {"command": command, "accept_data_change": accept_data_change}
+        return assemble(whole, here(), folder, trains=True, **how)
 
     with processes.only_first_prints():
         return run_to_end(processes.run_on_all(put_together))
@@ -227,10 +201,9 @@ def fit(
     settings = check_arguments(
         settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx
     )
-    check_possible(settings, Path(workdir), by_fit=True)
+    folder = Path(workdir)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
-    check_installed(settings.log)
     model = Model(
         init_fn=init_fn or (lambda key: params),
         loss_of=lambda mode, _: loss_of(mode) if loss_of else loss_fn,
@@ -241,16 +214,21 @@ def fit(
     )
 
     def put_together() -> Run:
-        check_config(Path(workdir), settings, accept=accept_config_change)
+        check_installed(settings.log)
+        check_config(folder, settings, accept=accept_config_change)
+        require_usable(folder)
+        check_possible(settings, folder, by_fit=True)
         return assemble(
             settings,
-            model,
-            program_spec(settings, model, here(), inner_tx=inner_tx, outer_tx=outer_tx),
-            corpus,
-            workdir=Path(workdir),
+            here(),
+            folder,
+            trains=True,
+            model=model,
+            corpus=corpus,
+            inner_tx=inner_tx,
+            outer_tx=outer_tx,
             unit=loss_unit,
             command=command,
-            by_fit=True,
             accept_data_change=accept_data_change,
         )
 
@@ -345,9 +323,7 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
             ) from None
 
 
-def _make_engine(
-    run: Run, programs: Programs, heldout: evaluate.HeldOut, on_call: OnCall
-) -> RunEngine:
+def _make_engine(run: Run, programs: Programs, heldout: HeldOut, on_call: OnCall) -> RunEngine:
     if run.settings.engine.kind in TRANSPORTS:
         return ElasticEngine(run, programs, heldout)
     return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout, on_call)

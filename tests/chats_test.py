@@ -20,7 +20,7 @@ from adloco_jax import main as cli
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus, rows
 from adloco_jax.data.prepared import DocumentRows
-from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import sequence_losses
 from adloco_jax.run.assemble import build_model, load_data

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,13 +11,16 @@ from texts import write_documents
 from toy import data_settings
 from transformers import AutoTokenizer
 
-from adloco_jax import hf
+from adloco_jax import __version__, hf
 from adloco_jax.config import default_config, validate
 from adloco_jax.data import load_corpus
-from adloco_jax.data.sampling import interleave
+from adloco_jax.data.sampling import interleave, split_heldout
+from adloco_jax.elastic import bucket_learner
+from adloco_jax.elastic.formats import RunDescription
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run import assemble
 from adloco_jax.run.assemble import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
@@ -103,9 +107,7 @@ def test_every_heldout_row_is_reported_on_or_judges_in_the_proportions_of_all(co
     labels = np.repeat(np.arange(num_classes), counts)
     rows = np.stack([labels, np.arange(total)], axis=1)
     for limit in (10**6, total // 3):
-        heldout = evaluate.split_heldout(
-            rows, num_sequences=limit, batch_size=4, num_classes=num_classes
-        )
+        heldout = split_heldout(rows, num_sequences=limit, batch_size=4, num_classes=num_classes)
         num_guard = min(32, total // 2)
         assert len(heldout.guard_EL) == num_guard
         assert len(heldout.report_EL) == min(limit, total - num_guard)
@@ -206,6 +208,15 @@ def test_a_run_learns_to_tell_classes_apart(classified):
     table = summary.closing_table(classified.workdir)
     assert "nats/example" in table and "accuracy" in table and "class 1 " in table
     assert "perplexity" not in table
+
+
+def test_a_machine_that_joins_compiles_for_rows_of_the_longest_text(tmp_path):
+    settings = validate(bert_config(write(tmp_path / "reviews.jsonl", reviews(60))))
+    corpus = assemble.load_data(settings)
+    about = {"id": "r", "adloco_jax": __version__, "commit": "", "fingerprint": corpus.fingerprint}
+    run = RunDescription(**about, settings=settings.model_dump(mode="json"))
+    given = bucket_learner._given(Mock(), run, {})
+    assert given.spec.row_length == corpus.heldout_rows.shape[1] < 64
 
 
 def test_its_export_is_a_bert_that_reads_a_text_as_it_was_trained(classified):

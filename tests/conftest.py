@@ -71,7 +71,6 @@ def shared_programs(programs_given_back):
     if "adloco_jax.run.assemble" not in sys.modules:  # these tests make no run
         yield
         return
-    from adloco_jax import training
     from adloco_jax.engine import programs
     from adloco_jax.run import assemble, plan
 
@@ -113,7 +112,7 @@ def shared_programs(programs_given_back):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "build_model", one_model)
-        for module in (assemble, training, plan):
+        for module in (assemble, plan):
             patch.setattr(module, "program_spec", one_spec)
         patch.setattr(programs.Programs, "_compile", compile_once)
         yield

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.prepared import DocumentRows
-from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama, sequence_losses

@@ -202,9 +202,9 @@ def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch,
     path = tmp_path / "bucket" / "run.json"
     message = json.loads(path.read_bytes())["message"]
     path.write_bytes(store.to_json(RunDescription(**message | {what: "other"})))
-    monkeypatch.setattr(
-        bucket_learner, "load_data", lambda *_: types.SimpleNamespace(fingerprint="table")
-    )
+    corpus = types.SimpleNamespace(fingerprint="table")
+    here_too = types.SimpleNamespace(corpus=corpus)
+    monkeypatch.setattr(bucket_learner, "assemble", lambda *_, **__: here_too)
     with pytest.raises(ConfigError, match="the driver has ") as error:
         bucket_learner.join(there.url, own={})
     assert error.value.exit_code == 2 and "\n" not in str(error.value)

@@ -14,9 +14,9 @@ from trees import assert_close, assert_equal
 from adloco_jax.config import validate
 from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
+from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine import sharding
-from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import group_trainers, make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower, needed_bytes

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from adloco_jax.run.assemble import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.folder import recorded_settings
 from adloco_jax.run.ledger import read
-from adloco_jax.settings import KNOBS, SIZES
+from adloco_jax.settings import KNOBS, SIZES, Settings
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -233,6 +234,20 @@ def test_sizes_of_a_config_file_give_way_to_the_checkpoints(trained):
     assert "width 16, not 32" in take_sizes(config, ()) and config.model.width == 16
     config.model.update({"init_from": "some/model", "width": 32})
     assert take_sizes(config, ()) == "" and config.model.width == 32  # there is no network
+
+
+def test_a_command_reads_its_checkpoint_and_checks_its_config_once(
+    trained, tmp_path, monkeypatch, capsys
+):
+    read_once, checked_once = Mock(wraps=hf.inspect), Mock(wraps=Settings.faults)
+    monkeypatch.setattr(hf, "inspect", read_once)
+    monkeypatch.setattr(Settings, "faults", lambda *given: checked_once(*given))
+    monkeypatch.setattr(training, "assemble", Mock(side_effect=ConfigError("enough")))
+    source = f"--config.model.init_from={trained.workdir / 'export'}"
+    words = [source, "--config.data.sequence_length=16", f"--workdir={tmp_path / 'r'}"]
+    assert cli.main(["train", "quickstart", *words]) == 2
+    assert capsys.readouterr().err.endswith("enough\n")
+    assert (read_once.call_count, checked_once.call_count) == (1, 1)
 
 
 def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_context(

@@ -24,9 +24,8 @@ from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import changes
-from adloco_jax.run.changes import how_to_resume
-from adloco_jax.run.folder import check_workdir, recorded_settings, write_config
+from adloco_jax.run import folder as run_folder
+from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, default_of, meaning
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -214,7 +213,7 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
     words = ["--config.seed=3", "--workdir", "x"]
     for config in ("quickstart", "configs/quickstart.py", str(ROOT / "configs" / "quickstart.py")):
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
-            path, made = configure(parse("train", given))
+            path, made, _ = configure(parse("train", given))
             assert path.stem == "quickstart" and made.seed == 3
 
 
@@ -504,7 +503,9 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert err.startswith("damaged: ") and "1/host.json" in err and len(err.splitlines()) == 1
     assert (run / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(run / "checkpoints")
-    assert changes.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
+    assert run_folder.finished(run, validate(configured(*TINY[1:]))) == [
+        f"{run}/checkpoints: gone, or empty"
+    ]
 
 
 def test_a_run_that_was_killed_before_its_first_save_says_that_it_begins_again(run, capsys):
@@ -620,7 +621,7 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
 
 
 def test_a_folder_that_is_taken_is_refused_before_data_are_loaded(elsewhere, capsys, monkeypatch):
-    monkeypatch.setattr("adloco_jax.training.load_data", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("adloco_jax.run.assemble.load_data", mock.Mock(side_effect=AssertionError))
     (elsewhere / "run").mkdir()
     with FileLock(elsewhere / "run" / ".lock"):
         assert cli.main(TINY) == 2

@@ -17,8 +17,7 @@ from adloco_jax import crashpoints
 from adloco_jax import main as cli
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import checkpoint
-from adloco_jax.run.changes import check_config
-from adloco_jax.run.folder import exclusive, recorded_settings, write_config
+from adloco_jax.run.folder import check_config, exclusive, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, change
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -166,7 +165,10 @@ def test_a_damaged_record_of_the_config_is_refused(tmp_path):
         ("[1]", "damaged"),
         ("{}", "a run of another version"),
         (json.dumps(whole | {"format": 2}), "a run of another version"),
-        (json.dumps(whole | {"config": 5}), "config: have 5, expected a valid dictionary"),
+        (
+            json.dumps(whole | {"config": 5}),
+            r"damaged \(config: have 5, expected",
+        ),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=f"config.json: {fault}"):

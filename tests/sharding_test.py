@@ -18,8 +18,8 @@ from adloco_jax.engine.sharding import arrange, fetch, num_turns, placement, res
 from adloco_jax.engine.spec import Layout, Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
+from adloco_jax.run import choose
 from adloco_jax.run.assemble import configured_model, program_spec
-from adloco_jax.run.choose import fewest_model_shards
 
 SCALARS = 1024  # bytes: losses, norms, flags
 
@@ -196,13 +196,16 @@ def test_a_cpu_takes_a_batch_in_passes():
 
 def test_model_shards_are_as_few_as_memory_needs():
     spec, _ = spec_of()
+    config = default_config()
+    config.batching.memory_frac = 1.0
+    settings = validate(config)
     # Parameters, gradients, both moments and the trainer's own copy; the outer momentum is sharded
     # over all eight devices in any case.
     need = 5 * spec.param_bytes
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
         machine = Machine(spec.machine.devices, int(room * need))
         tried = dataclasses.replace(spec, machine=machine)
-        assert fewest_model_shards(tried, (1,), memory_frac=1.0) == expected
+        assert choose.model_shards(settings, tried, (1,)) == expected
 
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():

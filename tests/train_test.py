@@ -19,7 +19,7 @@ from toy_runs import GROWING, assert_same_end, events, run
 
 from adloco_jax import training
 from adloco_jax.config import default_config
-from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError

@@ -14,9 +14,10 @@ from typing import Any
 from filelock import FileLock
 
 from adloco_jax.cli.names import find_config, load_config
+from adloco_jax.config import validate
 from adloco_jax.errors import UserError, counted
-from adloco_jax.run.changes import finished
-from adloco_jax.run.folder import check_workdir
+from adloco_jax.run.folder import check_workdir, finished
+from adloco_jax.settings import Settings
 from adloco_jax.study import compare as comparisons
 from adloco_jax.study import report, results
 from adloco_jax.study.curves import read_run
@@ -114,9 +115,10 @@ def execute(
             on_end(run, False)
             continue
         try:
-            made = finished(run.workdir, run.config) is None
+            settings = validate(run.config, run.workdir)
+            made = finished(run.workdir, settings) is None
             if made:
-                _train(run, command=command)
+                _train(run.workdir, settings, command=command)
         except (UserError, OSError) as error:
             if "another process runs there" in str(error):
                 is_whole = False
@@ -129,12 +131,12 @@ def execute(
     return is_whole
 
 
-def _train(run: Trial, **how: Any) -> None:
+def _train(workdir: Path, settings: Settings, **how: Any) -> None:
     """Train a run; what it prints goes to `output.txt` in the folder of the run."""
-    run.workdir.mkdir(parents=True, exist_ok=True)
-    path = run.workdir / "output.txt"
+    workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / "output.txt"
     with (
         open(path, "a", encoding="utf-8", errors="backslashreplace") as output,
         contextlib.redirect_stdout(output),
     ):
-        train(run.config, run.workdir, **how)
+        train(settings, workdir, **how)

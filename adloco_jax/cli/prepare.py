@@ -8,7 +8,7 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.data import Corpus, prepared, rows
 from adloco_jax.data.corpus import make_job
 from adloco_jax.data.files import find, is_on_hub
-from adloco_jax.data.sampling import order_of
+from adloco_jax.data.sampling import MAX_GUARD_ROWS, order_of
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
 
@@ -70,7 +70,7 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     config.model.max_length = max(1, data["sequence_length"])
     settings = validate(config)
     encoder = load_tokenizer(data["tokenizer"], template=data["template"])
-    limit = rows.MAX_GUARD_ROWS + settings.eval.num_sequences
+    limit = MAX_GUARD_ROWS + settings.eval.num_sequences
     job = make_job(settings.data, encoder, num_heldout_rows=limit)
     output = Path(output).expanduser().absolute()
     if prepared.is_prepared(output):

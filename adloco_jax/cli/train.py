@@ -16,7 +16,7 @@ from adloco_jax import config
 from adloco_jax.cli.names import add_entries, find_config, is_run, load_config
 from adloco_jax.cli.parser import override
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
-from adloco_jax.settings import KNOBS, SIZES
+from adloco_jax.settings import KNOBS, SIZES, Settings
 
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
 
@@ -39,10 +39,11 @@ def _named_run(options: argparse.Namespace) -> str | None:
     return run
 
 
-def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
+def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
     """Load a config file, or a named run's recorded config, and set the keys of the command line.
 
-    A config file beside a run only adds entries to tables.
+    A config file beside a run only adds entries to tables. Returns the file or the run, the config,
+    and its settings.
 
     Raises:
       ConfigError: If the file, a word, or the resulting config has faults; the message lists all.
@@ -96,16 +97,16 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
         sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
     try:
-        config.validate(made, options.workdir)
+        settings = config.validate(made, options.workdir)
     except ConfigError as error:
-        faults.append(str(error))
+        raise ConfigError("\n".join([*faults, str(error)])) from error
     if faults:
         raise ConfigError("\n".join(faults))
     if sizes:
         print(sizes)
     if guessed is not None:
         print(f"data.source={guessed}, by the name {at}; --config.data.source names another")
-    return path, made
+    return path, made, settings
 
 
 def follow_batch(batching: ConfigDict, before: int | None, given: Container[str]) -> None:
@@ -130,21 +131,26 @@ def follow_batch(batching: ConfigDict, before: int | None, given: Container[str]
 
 
 def take_sizes(config: ConfigDict, given: Container[str]) -> str:
-    """Set the model's sizes, but for those `given`, to the checkpoint's; say which.
+    """Set the model's sizes, but for those `given`, to the checkpoint's; say which differed.
 
     They stay if the checkpoint cannot be read, which the run reports when it reads the weights.
+    What was read is kept in the config, so that it is not read again.
     """
     from adloco_jax import hf
 
     model, changed = config.model, []
     with contextlib.suppress(UserError):
         found = hf.inspect(model.init_from)
+        with model.unlocked():
+            model.checkpoint = json.dumps(found.config)
         for name in SIZES:
             size, before = getattr(found.network, name, None), model[name]
             is_free = name in given or (name == "num_classes" and not found.has_head)
-            if not is_free and None not in (size, before) and size != before:
-                model[name] = size
+            if size is None or (is_free and before is not None):
+                continue
+            if before not in (None, size):
                 changed.append(f"{name} {size}, not {before}")
+            model[name] = size
     return f"sizes of model.init_from={model.init_from}: {'; '.join(changed)}" if changed else ""
 
 
@@ -166,28 +172,29 @@ def train(options: argparse.Namespace, command: str) -> None:
     if options.plan:
         plan(options, command)
         return
-    path, made = configure(options)
+    path, _, settings = configure(options)
     _connect(options, needs_folder=True)
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
     from adloco_jax.run import processes
-    from adloco_jax.run.changes import changes, finished, how_to_resume, unfinished
+    from adloco_jax.run.folder import changes, finished, how_to_resume, recorded, unfinished
     from adloco_jax.study import report
 
     before = unfinished(command) if options.workdir is None else None
     if before is not None:
-        how = how_to_resume(before, config.validate(made, before), command=command)
+        how = how_to_resume(before, settings, command=command)
         print(f"{before}: an unfinished run of this command; to resume it: {how}")
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     accept = {"accept_config_change": options.accept_config_change}
-    damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, made, **accept)))
+    damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, settings, **accept)))
     if damage is None:
         accept["accept_data_change"] = options.accept_data_change
-        training.train(made, folder, command=command, **accept)
+        training.train(settings, folder, command=command, **accept)
         return
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
-        for lines in changes(Path(folder), config.validate(made, folder)).values():
+        before = recorded(Path(folder))
+        for lines in changes(before.settings, settings).values() if before else ():
             print(*(f"not applied: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
         for line in damage:
             print(f"damaged: {line}", file=sys.stderr)
@@ -204,20 +211,20 @@ def plan(options: argparse.Namespace, command: str) -> None:
         return
     if options.device is not None:
         with _without_native_messages():
-            _plan_device(configure(options)[1], options.device, options.save)
+            _plan_device(configure(options)[2], options.device, options.save)
         return
-    made = configure(options)[1]
+    *_, settings = configure(options)
     _connect(options, needs_folder=False)
     from adloco_jax.run import plan as plans
     from adloco_jax.run import processes
-    from adloco_jax.run.changes import how_to_resume
+    from adloco_jax.run.folder import how_to_resume
 
     accept, workdir = options.accept_config_change, options.workdir
     with processes.only_first_prints():
-        print(plans.plan(made, workdir, memory=options.memory, accept_config_change=accept))
+        print(plans.plan(settings, workdir, memory=options.memory, accept_config_change=accept))
         if workdir and is_run(workdir):
             line = command.replace("adloco plan", "adloco train", 1)
-            how = how_to_resume(Path(workdir), config.validate(made, workdir), command=line)
+            how = how_to_resume(Path(workdir), settings, command=line)
             print(f"to resume: {how}")
 
 
@@ -250,11 +257,11 @@ def _without_native_messages() -> Iterator[None]:
             os.close(native)
 
 
-def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
+def _plan_device(settings: Settings, device: str, save: str | None) -> None:
     """Print the plan of a run for the devices that `device` names, such as `h100x8`."""
     from adloco_jax.run.plan import device_plan
 
-    lines, record = device_plan(made, device)
+    lines, record = device_plan(settings, device)
     print(*lines, sep="\n")
     if save is not None:
         Path(save).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

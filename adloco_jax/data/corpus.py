@@ -22,8 +22,8 @@ from adloco_jax import hub
 from adloco_jax.data import prepared, rows, sources
 from adloco_jax.data.files import File, RemoteFile, cache_folder, find, identity, is_on_hub
 from adloco_jax.data.prepared import DocumentRows, Manifest, Opened
-from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
-from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
+from adloco_jax.data.rows import NUM_FIELDS, Job
+from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, counted

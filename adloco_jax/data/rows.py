@@ -37,7 +37,6 @@ from adloco_jax.settings import DataSettings
 
 # Most held-out rows measure reported losses; guard rows decide about merges.
 MIN_HELDOUT_ROWS = 2  # one for each use
-MAX_GUARD_ROWS = 32  # most guard rows of a run; they are at most half of the held-out rows
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
 _CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time

@@ -1,4 +1,4 @@
-"""Compute the order in which workers read rows, by permutations that are never stored.
+"""Compute the order in which workers read rows, and draw held-out rows, without storing either.
 
 By integers and single operations of float64: the same on every platform and NumPy version.
 """
@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 
+from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.errors import DataError
 from adloco_jax.settings import Settings
 
@@ -18,6 +19,7 @@ _NUM_ROUNDS = 8
 # If there are few entries, a Feistel network cannot produce most of their orders, however many
 # rounds it has. So up to this number of entries are sorted by random numbers instead.
 _MAX_SORTED = 9
+MAX_GUARD_ROWS = 32  # most guard rows of a run; they are at most half of the held-out rows
 _SUBSET, _EPOCH = 1, 2  # hashed into a key, so that keys for the two purposes differ
 
 
@@ -162,3 +164,56 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return bits ^ (bits >> 31)
+
+
+# --- Held-out rows -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Disjoint held-out rows: guard rows serve decisions only, reported rows the losses shown."""
+
+    guard_EL: np.ndarray  # rows that only decisions use
+    report_EL: np.ndarray  # rows on which the reported losses are measured
+    batch_size: int  # rows per call of the evaluation program
+
+    def describe(self, num_classes: int | None = None) -> str:
+        """Describe in one line how many rows each part has, and of each class if labelled."""
+        parts, counts = (self.report_EL, self.guard_EL), ["", ""]
+        if num_classes is not None:
+            of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
+            counts = [f" ({', '.join(map(str, count))} by class)" for count in of_classes]
+        return (
+            f"held out: losses are of {len(self.report_EL)} rows{counts[0]};"
+            f" {len(self.guard_EL)} others{counts[1]} judge merges and choose the model"
+        )
+
+
+def split_heldout(
+    rows_EL: np.ndarray | DocumentRows,
+    *,
+    num_sequences: int,
+    batch_size: int,
+    num_classes: int | None = None,
+    num_trainers: int = 1,
+) -> HeldOut:
+    """Draw guard rows and reported rows, each in the order of `rows_EL`.
+
+    Classes have about the same shares in both. The draw ignores the run's seed, so runs with
+    different seeds report losses on the same rows. Raises DataError without a row, or with only one
+    for several trainers.
+    """
+    order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
+    if num_classes is not None and len(order):
+        order = order[interleave(rows_EL[order][:, 0])]
+    fewest = 1 if num_trainers == 1 else 2
+    if len(order) < fewest:
+        use = "to report on" if num_trainers == 1 else "half of them to choose among trainers"
+        raise DataError(
+            f"corpus.heldout_rows: have {len(order)}, need {fewest}, {use}; hold out more, for"
+            " instance by data.heldout_frac"
+        )
+    num_guard = min(MAX_GUARD_ROWS, len(order) // 2)
+    chosen = order[num_guard : num_guard + num_sequences]
+    guard, report = np.sort(order[:num_guard]), np.sort(chosen)
+    return HeldOut(rows_EL[guard], rows_EL[report], batch_size)

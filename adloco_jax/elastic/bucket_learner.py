@@ -33,7 +33,7 @@ from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.files import Format, with_tuples
-from adloco_jax.run.assemble import load_data, spec_of
+from adloco_jax.run.assemble import assemble
 
 
 def join(url: str, *, own: Mapping[str, str], workdir: Path | None = None) -> None:
@@ -41,7 +41,7 @@ def join(url: str, *, own: Mapping[str, str], workdir: Path | None = None) -> No
 
     `own` has this machine's `data.path` and `data.heldout_path`, if they differ; `workdir`, logs of
     the rows read. Raises ConfigError if the bucket, version, data or table entries do not fit, and
-    as `load_data` does.
+    as `assemble` does.
     """
     store.check_installed("adloco join")
     bucket = Store(url)
@@ -85,14 +85,13 @@ def _given(bucket: Store, run: RunDescription, own: Mapping[str, str]) -> Given:
         )
     values = with_tuples(run.settings)
     settings = validate(values | {"data": values["data"] | own})
-    corpus = load_data(settings, run.commit)
-    if corpus.fingerprint != run.fingerprint:
+    here_too = assemble(settings, here(), Path(), commit=run.commit)
+    if here_too.corpus.fingerprint != run.fingerprint:
         raise ConfigError(
             f"{bucket.url}: the driver has other data than this machine; give it the same files, by"
             " --config.data.path if they are elsewhere here"
         )
-    spec = spec_of(settings, here())
-    return Given(settings, spec, corpus, run.commit, run.fingerprint, {}, "")
+    return Given(settings, here_too.spec, here_too.corpus, run.commit, run.fingerprint, {}, "")
 
 
 class BucketLearner:

@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.compress import Precision, unpack
 from adloco_jax.core.outer import apply_differences
 from adloco_jax.core.types import Ensemble, GradientStats, norms, put, take, trainable
+from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
 from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.formats import Refused
@@ -24,7 +25,7 @@ from adloco_jax.elastic.learner import Order, WorkerOrder
 from adloco_jax.elastic.rounds import Round, check_answers
 from adloco_jax.elastic.states import InnerStates
 from adloco_jax.elastic.store import LAST_S
-from adloco_jax.engine.evaluate import HeldOut, guard_losses, trainer_params
+from adloco_jax.engine.evaluate import guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.local import Metrics, count_skips, without_broken
 from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned

@@ -26,11 +26,10 @@ from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Spec, here
-from adloco_jax.errors import ConfigError
 from adloco_jax.files import Count
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.assemble import examples_per_pass, load_data
-from adloco_jax.run.choose import fewest_model_shards, peak
+from adloco_jax.run.choose import model_shards, peak
 from adloco_jax.run.folder import versions
 from adloco_jax.settings import Settings
 
@@ -115,12 +114,7 @@ class Learner:
             in_turn=machine.platform == "cpu",
             examples_per_pass=examples_per_pass(settings, machine),
         )
-        shards, count = settings.ensemble.model_shards, len(machine.devices)
-        if shards is None:
-            memory_frac = settings.batching.memory_frac
-            shards = fewest_model_shards(spec, (1,), memory_frac=memory_frac)
-        elif count % shards:
-            raise ConfigError(f"ensemble.model_shards = {shards}: a learner has {count} devices")
+        shards = model_shards(settings, spec, (1,))
         self.spec = dataclasses.replace(spec, model_shards=shards)
         self.programs = Programs(self.spec)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states

@@ -19,7 +19,8 @@ from jaxtyping import PyTree
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.types import Ensemble, GradientStats, put
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.engine.evaluate import HeldOut, guard_losses
+from adloco_jax.data.sampling import HeldOut
+from adloco_jax.engine.evaluate import guard_losses
 from adloco_jax.engine.inputs import (
     Batch,
     Group,

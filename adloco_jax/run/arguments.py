@@ -21,8 +21,8 @@ from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError, reason
 from adloco_jax.run.assemble import inner_transform, require_same_network
-from adloco_jax.run.changes import check_config
 from adloco_jax.run.checkpoint import list_rounds, shapes
+from adloco_jax.run.folder import check_config
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import KNOBS, Settings
 

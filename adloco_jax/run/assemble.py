@@ -26,7 +26,7 @@ from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.corpus import readable
 from adloco_jax.data.rows import NUM_FIELDS
-from adloco_jax.engine.evaluate import HeldOut, split_heldout
+from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Layout, Machine, Spec
@@ -36,7 +36,9 @@ from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import llama
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.choose import Mode, fewest_model_shards
+from adloco_jax.run.checkpoint import list_rounds
+from adloco_jax.run.choose import Mode, model_shards
+from adloco_jax.run.folder import recorded
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
@@ -74,8 +76,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
 def load_data(settings: Settings, commit: str = "", run: Path | None = None) -> Corpus:
     """Load the rows of tokens for training and evaluation; a classifier's rows have labels.
 
-    `commit` is that of the hub's data set; empty: where `data.revision` now leads. `run` is the
-    run's folder. Raises ConfigError, DataError, and ResourceError if the hub does not answer.
+    `commit` and `run` are as in `load_corpus`.
     """
     return load_corpus(settings, num_classes=class_count(settings), commit=commit, run=run)
 
@@ -301,10 +302,11 @@ def program_spec(
     mode: Mode | None = None,
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
+    must_fit: bool = False,
 ) -> Spec:
     """Collect what all programs of a run share; choose model shards and the attention kernel.
 
-    Raises ConfigError if `ensemble.model_shards` does not divide the number of devices.
+    `must_fit` and errors are those of `model_shards`.
     """
     # One worker's batch keeps a CPU's cores busy: four workers at once took 1.2 times the time,
     # and twice the memory, of four in turn.
@@ -333,16 +335,8 @@ def program_spec(
         remat=mode.remat,
         examples_per_pass=examples_per_pass(settings, machine),
     )
-    ensemble, num_devices = settings.ensemble, len(machine.devices)
-    shards = ensemble.model_shards
-    if shards is None:
-        shards = fewest_model_shards(
-            spec, first_sizes(settings, whole_pool=True), memory_frac=batching.memory_frac
-        )
-    elif num_devices % shards:
-        raise ConfigError(
-            f"ensemble.model_shards = {shards}: does not divide the {num_devices} devices"
-        )
+    sizes = first_sizes(settings, whole_pool=True)
+    shards = model_shards(settings, spec, sizes, must_fit=must_fit)
     kernel = model.attention(shards)
     loss_fn = model.loss_of(mode, kernel)
     return dataclasses.replace(spec, model_shards=shards, attention=kernel, loss_fn=loss_fn)
@@ -369,37 +363,65 @@ class Run:
     unit: str  # unit of the loss; empty for a plain number
 
 
-def for_rows(spec: Spec, corpus: Rows) -> Spec:
-    """Adapt a spec to rows of labelled texts, which are as long as the longest of them."""
-    unused = spec.row_length - corpus.heldout_rows.shape[1]
-    row_length, length = spec.row_length - unused, spec.sequence_length - unused
-    return dataclasses.replace(spec, row_length=row_length, sequence_length=length)
-
-
 def assemble(
     settings: Settings,
-    model: Model,
-    spec: Spec,
-    corpus: Rows,
-    *,
+    machine: Machine,
     workdir: Path,
+    *,
+    trains: bool = False,
+    model: Model | None = None,
+    corpus: Rows | None = None,
+    inner_tx: optax.GradientTransformation | None = None,
+    outer_tx: optax.GradientTransformation | None = None,
     unit: str | None = None,
+    commit: str | None = None,
     command: str = "",
-    by_fit: bool = False,
     accept_data_change: bool = False,
 ) -> Run:
-    """Put a run together from checked settings, a model, what its programs share, and rows.
+    """Put a run together: its model, what its programs share, its weights, and its rows.
 
-    `unit` None: nats/example for a classifier, nats/token if the corpus knows its tokens per byte,
-    else none. Raises DataError if there are too few held-out rows.
+    Args:
+      settings: The result of `completed`.
+      machine: The devices on which the programs run.
+      workdir: The run's folder.
+      trains: Whether the run goes on here. If so, its state must fit in memory, and a run that
+        begins gets the weights of `model.init_from`.
+      model: The model, and below it rows and optimizers, of the caller of `fit`; None: those that
+        the settings describe.
+      corpus: See `model`.
+      inner_tx: See `model`.
+      outer_tx: See `model`.
+      unit: Unit of the loss. None: nats/example for a classifier, nats/token if the corpus knows
+        its tokens per byte, else none.
+      commit: Commit of the hub's data set. None: the recorded one. Empty: where `data.revision`
+        now leads.
+      command: As in `train`.
+      accept_data_change: As in `train`.
     """
+    by_fit, model = model is not None, model or configured_model(settings, machine)
+    txs = {"inner_tx": inner_tx, "outer_tx": outer_tx}
+    spec = program_spec(settings, model, machine, must_fit=trains, **txs)
+    notes: list[str] = []
+    begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
+    if begins and settings.model.init_from:
+        params, notes = pretrained_params(settings)
+        model = model._replace(params=params)
+    if corpus is None:
+        if commit is None:
+            commit = before.commit if (before := recorded(workdir)) else ""
+        corpus = load_data(settings, commit, workdir)
+        if trains:
+            print(*notes, corpus.describe(), sep="\n")
     if unit is None:
         is_text = model.num_classes is None and corpus.tokens_per_byte is not None
         unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
+    # Rows of labelled texts are as long as the longest of them.
+    unused = spec.row_length - corpus.heldout_rows.shape[1]
+    length = spec.sequence_length - unused
     return Run(
         settings=settings,
         model=model,
-        spec=for_rows(spec, corpus),
+        spec=dataclasses.replace(spec, row_length=spec.row_length - unused, sequence_length=length),
         corpus=corpus,
         heldout=split_heldout(
             corpus.heldout_rows,

@@ -26,12 +26,12 @@ from adloco_jax.run.assemble import (
     initial_ensemble,
     sampler,
 )
-from adloco_jax.run.changes import how_to_resume
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import run_header
 from adloco_jax.run.folder import (
     flat_settings,
+    how_to_resume,
     versions,
     write_config,
 )

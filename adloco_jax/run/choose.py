@@ -19,7 +19,7 @@ from adloco_jax.engine.inputs import classes, group_trainers, round_keys
 from adloco_jax.engine.programs import Programs, merge_plan, merged, needed_bytes, parts_of, spawned
 from adloco_jax.engine.sharding import bytes_here, ensemble_spec, placement, workers_spec
 from adloco_jax.engine.spec import Kernel, Kind, Layout, OnCompile, ProgramKey, Spec, num_bytes
-from adloco_jax.errors import ResourceError, counted
+from adloco_jax.errors import ConfigError, ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, first_sizes, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.terminal import in_bytes
@@ -222,21 +222,6 @@ def find_max_batch(
     return max(size for size, need in peaks.items() if need <= budget)
 
 
-def require_memory(spec: Spec, settings: Settings) -> None:
-    """Raise ResourceError, naming a config that fits, if states and one gradient do not fit."""
-    machine = spec.machine
-    sizes = first_sizes(settings, whole_pool=True)
-    needed, budget = least_bytes(spec, sizes), machine.budget(settings.batching.memory_frac)
-    if needed > budget:
-        raise ResourceError(
-            f"memory: {counted(len(sizes), 'trainer')} with {counted(sum(sizes), 'worker')}"
-            f" of {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device"
-            f" for state and gradients, have {in_bytes(budget)} of {in_bytes(machine.device_bytes)}"
-            " (batching.memory_frac); adloco train quickstart fits here, and adloco plan CONFIG"
-            " --device shows what a GPU would hold"
-        )
-
-
 def program_peaks(
     settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
 ) -> dict[str, Peak]:
@@ -332,18 +317,33 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
     return Peak(needed, bytes_here(state.replace(**taken)))
 
 
-def fewest_model_shards(spec: Spec, sizes: tuple[int, ...], *, memory_frac: float | None) -> int:
-    """Find the fewest devices, a divisor of all, over which a worker must be sharded to fit.
+def model_shards(
+    settings: Settings, spec: Spec, sizes: tuple[int, ...], *, must_fit: bool = False
+) -> int:
+    """Return `ensemble.model_shards`, or the fewest devices over which a worker must be sharded.
 
     Counted are the ensemble, the workers' parameters and gradient sums, not activations; all
-    devices if nothing fits.
+    devices if nothing fits. Raises ConfigError if the configured number does not divide theirs,
+    ResourceError if nothing fits but `must_fit`.
     """
-    budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
-    for shards in (n for n in range(1, count + 1) if count % n == 0):
+    machine, given, needed = spec.machine, settings.ensemble.model_shards, 0
+    count, memory_frac = len(machine.devices), settings.batching.memory_frac
+    if given is not None and count % given:
+        raise ConfigError(f"ensemble.model_shards = {given}: does not divide the {count} devices")
+    for shards in [given] if given else [n for n in range(1, count + 1) if count % n == 0]:
         tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs the least
-        if held_bytes(tried, sizes, accumulates=True) <= budget:
+        needed = held_bytes(tried, sizes, accumulates=True)
+        if needed <= machine.budget(memory_frac):
             return shards
-    return count
+    if must_fit:
+        raise ResourceError(
+            f"memory: {counted(len(sizes), 'trainer')} with {counted(sum(sizes), 'worker')} of"
+            f" {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device for"
+            f" state and gradients, have {in_bytes(machine.budget(memory_frac))} of"
+            f" {in_bytes(machine.device_bytes)} (batching.memory_frac); adloco train quickstart"
+            " fits here, and adloco plan CONFIG --device shows what a GPU would hold"
+        )
+    return given or count
 
 
 def least_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:

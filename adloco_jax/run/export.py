@@ -1,6 +1,7 @@
 """Write the consensus model of a run to a folder, and read a model from the folder of a run."""
 
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 from adloco_jax import hf
 from adloco_jax.core.types import Ensemble
+from adloco_jax.data import Corpus
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
@@ -21,13 +23,7 @@ from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.files import replaced_folder
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import checkpoint
-from adloco_jax.run.assemble import (
-    build_network,
-    class_count,
-    for_rows,
-    load_data,
-    spec_of,
-)
+from adloco_jax.run.assemble import assemble, build_network, class_count, spec_of
 from adloco_jax.run.folder import recorded_settings, refuse_fit
 from adloco_jax.run.restore import read_control
 from adloco_jax.settings import Settings
@@ -124,16 +120,9 @@ def read_trained(
         tokenizer = tokenizer_of(settings, class_count(settings), workdir)
         return Trained(settings, params, tokenizer, control.round, source)
     refuse_fit(workdir)
-    corpus = load_data(settings, run=workdir)
-    spec = for_rows(spec, corpus)
-    heldout = evaluate.split_heldout(
-        corpus.heldout_rows,
-        num_sequences=settings.eval.num_sequences,
-        batch_size=control.eval_batch_size,
-        num_classes=class_count(settings),
-        num_trainers=len(ids),
-    )
-    weights = control.demands
-    with contextlib.closing(Programs(spec)) as programs:
-        params, source = evaluate.consensus(ensemble, programs, heldout, weights)
-    return Trained(settings, params, corpus.tokenizer, control.round, source)
+    run = assemble(settings, machine, workdir)
+    assert isinstance(run.corpus, Corpus)
+    heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
+    with contextlib.closing(Programs(run.spec)) as programs:
+        params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
+    return Trained(settings, params, run.corpus.tokenizer, control.round, source)

@@ -1,4 +1,4 @@
-"""The folder of a run: whether it can be used, its lock, and the settings in `config.json`."""
+"""The folder of a run: whether it can be used, what it recorded, and what has changed since."""
 
 import contextlib
 import errno
@@ -6,12 +6,15 @@ import functools
 import json
 import os
 import platform
+import shlex
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
 from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
@@ -19,13 +22,15 @@ from ml_collections import ConfigDict
 from adloco_jax import __version__, files, hf
 from adloco_jax.config import default_config, tables, validate
 from adloco_jax.data.tokenizers import default_tokenizer
-from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, ResourceError
+from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.files import local_path, replaced_file, write_errors
 from adloco_jax.hub import COMMIT
+from adloco_jax.loop.plans import share_done
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.settings import ENTRIES, KNOBS, Settings
+from adloco_jax.run.ledger import finish, read
+from adloco_jax.settings import ENTRIES, KNOBS, Change, Settings, change
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *TOO_MANY_FILES)
 
@@ -102,89 +107,33 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
         raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
 
 
-def completed(settings: Settings, workdir: Path | None = None) -> Settings:
-    """Add to the settings what `model.init_from` says; raise UserError if it cannot be read.
+class Recorded(NamedTuple):
+    """What a run's `config.json` says."""
 
-    It is its `config.json`, or what the run in `workdir` recorded of it, and its tokenizer.
-    """
-    model, path = settings.model, (workdir or Path()) / "config.json"
-    if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
-        return settings
-    content, name = "", settings.data.tokenizer
-    if workdir is not None and path.is_file():
-        recorded = recorded_values(path)
-        content, name = recorded.model.checkpoint, name or recorded.data.tokenizer
-    content = content or json.dumps(hf.inspect(model.init_from).config)
-    model = model.model_copy(update={"checkpoint": content})
-    name = name or default_tokenizer(model.init_from)
-    data = settings.data.model_copy(update={"tokenizer": name})
-    return settings.model_copy(update={"model": model, "data": data})
+    settings: Settings  # what a later version has added has its default
+    commit: str  # of the hub's data set; empty if the run reads none
+    by_fit: bool  # whether `fit` made the run, so that its model's code is not here
 
 
-def recorded_settings(workdir: Path) -> Settings:
-    """Read the settings recorded in a run's folder; what a later version added has its default.
+def recorded(workdir: Path) -> Recorded | None:
+    """Read what a run recorded; None if it has no record.
 
-    `data.revision` is the commit that the run began with. Raises CheckpointError without a readable
-    record, ConfigError if an entry that the user added to a table is not defined now.
+    Raises CheckpointError if it is unreadable or of another version.
     """
     path = workdir / "config.json"
-    config = _recorded(path).model_dump()
-    if commit := recorded_commit(workdir):
-        config["data"]["revision"] = commit
-    try:
-        return completed(validate(config), workdir)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
-
-
-def recorded_config(workdir: Path) -> ConfigDict:
-    """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
-    refuse_fit(workdir)
-    recorded = _recorded(workdir / "config.json")
-    config, values = default_config(), {key: attrgetter(key)(recorded) for key in KNOBS}
-    # A setting that is unset is None in the record, and may be "auto" in a config.
-    config.update_from_flattened_dict({k: v for k, v in values.items() if v is not None})
-    return config
-
-
-def refuse_fit(workdir: Path) -> None:
-    """Raise ConfigError if `fit` made the run, whose model's code a command would need."""
-    path = workdir / "config.json"
-    if path.is_file() and _record(path).get("made_by") == "fit":
-        raise ConfigError(
-            f"{workdir}: made by fit with a model of your own, which the command does not have;"
-            f" fit called again resumes it, and {workdir / 'export'} has its model"
-        )
-
-
-def _recorded(path: Path) -> Settings:
     if not path.is_file():
-        raise CheckpointError(f"{path}: missing; name the folder of a run")
-    recorded, known = recorded_values(path), tables()
-    faults = [
-        f"{path}: {key} = {name!r}: no entry of this library; give --config the file that adds it"
-        for key, entry in ENTRIES.items()
-        if (name := attrgetter(key)(recorded)) not in known[entry.table]
-    ]
-    if faults:
-        raise ConfigError("\n".join(faults))
-    return recorded
-
-
-def recorded_commit(workdir: Path) -> str:
-    """Return the recorded commit of the hub's data set; empty if the run reads none."""
-    path = workdir / "config.json"
-    commit = _record(path).get("data_commit", "") if path.is_file() else ""
-    if commit and not COMMIT.fullmatch(str(commit)):
-        raise CheckpointError(
-            f"{path}: damaged (data_commit = {commit!r:.60}); restore it from a copy"
-        )
-    return commit
-
-
-def _record(path: Path) -> dict:
+        return None
     try:
-        return files.read_json(path, Damaged)
+        content = files.read_json(path, Damaged)
+        if content.get("format") != checkpoint.FORMAT:
+            version = "a run of another version of adloco_jax; use that version"
+            raise CheckpointError(f"{path}: {version}")
+        values = files.with_tuples(content.get("config"))
+        settings = files.checked(values, Settings, "config", Damaged)
+        commit = str(content.get("data_commit", ""))
+        if commit and not COMMIT.fullmatch(commit):
+            raise Damaged(f"data_commit = {commit!r:.60}")
+        return Recorded(settings, commit, content.get("made_by") == "fit")
     except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
@@ -193,25 +142,81 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     """Record all settings of a run, and the fields in `more`, atomically in `config.json`."""
     path = workdir / "config.json"
     record = {"format": checkpoint.FORMAT, "config": settings.model_dump(), **more}
-    with write_errors(path):
-        with replaced_file(path) as file:
-            file.write(json.dumps(record, indent=1).encode())
+    with write_errors(path), replaced_file(path) as file:
+        file.write(json.dumps(record, indent=1).encode())
+
+
+def completed(settings: Settings, workdir: Path | None = None) -> Settings:
+    """Add to the settings what `model.init_from` says; raise UserError if it cannot be read.
+
+    It is its `config.json`, or what the run in `workdir` recorded of it, and its tokenizer.
+    """
+    model = settings.model
+    if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
+        return settings
+    content, name = model.checkpoint, settings.data.tokenizer
+    if workdir is not None and (before := recorded(workdir)):
+        content, name = before.settings.model.checkpoint, name or before.settings.data.tokenizer
+    content = content or json.dumps(hf.inspect(model.init_from).config)
+    model = model.model_copy(update={"checkpoint": content})
+    name = name or default_tokenizer(model.init_from)
+    data = settings.data.model_copy(update={"tokenizer": name})
+    return settings.model_copy(update={"model": model, "data": data})
+
+
+def recorded_settings(workdir: Path) -> Settings:
+    """Return the settings of a run, with the commit that it began with as `data.revision`.
+
+    Raises CheckpointError without a readable record, ConfigError if an entry that the user added to
+    a table is not defined now.
+    """
+    config, commit, _ = _resumable(workdir)
+    values = config.model_dump()
+    if commit:
+        values["data"]["revision"] = commit
+    try:
+        return completed(validate(values), workdir)
+    except ConfigError as error:
+        path = workdir / "config.json"
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+
+
+def recorded_config(workdir: Path) -> ConfigDict:
+    """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
+    refuse_fit(workdir)
+    before = _resumable(workdir).settings
+    config, values = default_config(), {key: attrgetter(key)(before) for key in KNOBS}
+    # A setting that is unset is None in the record, and may be "auto" in a config.
+    config.update_from_flattened_dict({k: v for k, v in values.items() if v is not None})
+    return config
+
+
+def refuse_fit(workdir: Path) -> None:
+    """Raise ConfigError if `fit` made the run, whose model's code a command would need."""
+    if (before := recorded(workdir)) and before.by_fit:
+        raise ConfigError(
+            f"{workdir}: made by fit with a model of your own, which the command does not have;"
+            f" fit called again resumes it, and {workdir / 'export'} has its model"
+        )
+
+
+def _resumable(workdir: Path) -> Recorded:
+    path, before, known = workdir / "config.json", recorded(workdir), tables()
+    if before is None:
+        raise CheckpointError(f"{path}: missing; name the folder of a run")
+    faults = [
+        f"{path}: {key} = {name!r}: no entry of this library; give --config the file that adds it"
+        for key, entry in ENTRIES.items()
+        if (name := attrgetter(key)(before.settings)) not in known[entry.table]
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return before
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:
     """Return all settings in one dict by dotted key, such as `inner.tx`; tuples become lists."""
     return dict(flatten_dict(settings.model_dump(mode="json"), sep="."))
-
-
-def recorded_values(path: Path) -> Settings:
-    """Read a `config.json`; CheckpointError if it is unreadable or of another version."""
-    record = _record(path)
-    if record.get("format") != checkpoint.FORMAT:
-        raise CheckpointError(f"{path}: a run of another version of adloco_jax; use that version")
-    try:
-        return files.checked(files.with_tuples(record.get("config")), Settings, "config", Damaged)
-    except Damaged as error:
-        raise CheckpointError(f"{path}: {error}; restore the file from a copy") from error
 
 
 @functools.cache
@@ -220,3 +225,114 @@ def versions() -> dict[str, str]:
     packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
     installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
     return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
+
+
+# --- What has changed, and how the run goes on -------------------------------------------------
+
+
+def finished(
+    workdir: str | Path, settings: Settings, *, accept_config_change: bool = False
+) -> list[str] | None:
+    """Return the faults of a finished run's newest checkpoint; None if it is not finished.
+
+    Finished: the ledger says so, the config asks for no more, and the model was exported. Raises
+    ConfigError, CheckpointError or DataError if config, record or ledger cannot be used.
+    """
+    folder = Path(workdir)
+    check_config(folder, settings, accept=accept_config_change)
+    ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
+    end = finish(read(ledger)) if ledger.exists() else None
+    if not end or share_done(end["rounds"], end["tokens_total"], settings) < 1:
+        return None
+    if not (folder / "export").exists():
+        return None
+    rounds = checkpoint.list_rounds(checkpoints)
+    if not rounds:
+        return [f"{checkpoints}: gone, or empty"]
+    try:
+        checkpoint.verify(checkpoints / str(rounds[0]))
+    except Damaged as error:
+        return [str(error)]
+    return []
+
+
+def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
+    """Compare settings with those recorded in the run's folder, if there is a run.
+
+    Raises ConfigError with the changes that are refused, or need `accept`; CheckpointError if the
+    record cannot be read.
+    """
+    check_workdir(workdir)
+    if (before := recorded(workdir)) is None:
+        if (workdir / "checkpoints").exists() or (workdir / "ledger.jsonl").exists():
+            raise CheckpointError(
+                f"{workdir / 'config.json'}: missing from a folder that holds a run; restore it"
+                " from a copy"
+            )
+        return
+    changed = changes(before.settings, settings)
+    lines = changed["refused"]
+    if lines:
+        lines.append(f"{workdir}: these make another run; name another folder, or change them back")
+    if changed["accepted"] and not accept:
+        lines += changed["accepted"]
+        lines.append(
+            f"{workdir}: these change the run from here on; --accept-config-change to do so"
+        )
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def changes(recorded: Settings, settings: Settings) -> dict[Change, list[str]]:
+    """Describe the settings that differ from a record, by kind: harmless, accepted, refused."""
+    before, now = flat_settings(recorded), flat_settings(settings)
+    changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
+    for key in KNOBS:
+        if before[key] != now[key]:
+            line = f"{key}: was {before[key]!r}, is {now[key]!r}"
+            changed[_class(key, settings)].append(line)
+    return changed
+
+
+def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bool = False) -> str:
+    """Return the command that resumes a run, or say which call does."""
+    now = flat_settings(settings)
+    adds_entries = any(now[key] not in entry.names.split() for key, entry in ENTRIES.items())
+    if by_fit or (adds_entries and not command):
+        return f"{'fit' if by_fit else 'train'} called again with the same arguments"
+    folder = shlex.quote(str(workdir))
+    if command.startswith("adloco compare "):
+        line = command
+    elif adds_entries:  # only the config file has them
+        named = {folder, f"--workdir={folder}"} & set(command.split())
+        line = command if named else f"{command} --workdir {folder}"
+    else:
+        line = f"adloco train {folder}"
+    if jax.process_count() > 1:
+        line += ", in each process with its options for several processes"
+    return line
+
+
+def unfinished(command: str) -> Path | None:
+    """Return the folder of the newest run in `runs/` that a command began and nobody continues."""
+    found = {}
+    for path in Path("runs").glob("*/ledger.jsonl"):
+        # A ledger may be damaged, or of another user; the run may be under way.
+        with contextlib.suppress(DataError, OSError, Timeout):
+            events = read(path)
+            if events and events[0].get("command") == command and finish(events) is None:
+                with FileLock(path.parent / ".lock", timeout=0):
+                    found[path.stat().st_mtime] = path.parent
+    return found[max(found)] if found else None
+
+
+def _class(key: str, settings: Settings) -> Change:
+    # The length may change freely only if no earlier round depends on it, as with a decaying
+    # learning rate, perhaps a rule for the length of rounds, and rounds that leave updates
+    # unsynchronised, which the last round has synchronised.
+    inner = settings.inner
+    lasting = inner.schedule == "constant" and inner.round_length == "fixed"
+    lasting = lasting and not settings.outer.leaves_unsynchronised
+    if key in ("num_rounds", "num_tokens") and not lasting:
+        return "accepted"
+    return change(key)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
+from adloco_jax.data.sampling import HeldOut
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Compiled, Compiling
@@ -33,7 +34,7 @@ class RunEngine(Engine, Protocol):
     """An `Engine` (it runs rounds) with the attributes that observers need to evaluate and save."""
 
     programs: Programs
-    heldout: evaluate.HeldOut
+    heldout: HeldOut
     underway: Control  # the host's data about the run, as they were before the current round
 
     def close(self) -> None:

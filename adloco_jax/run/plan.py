@@ -40,7 +40,7 @@ from adloco_jax.settings import Settings
 
 
 def plan(
-    config: ConfigDict,
+    config: ConfigDict | Settings,
     workdir: str | Path | None = None,
     *,
     accept_config_change: bool = False,
@@ -56,12 +56,9 @@ def plan(
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
-    model = configured_model(settings, here())
-    spec = program_spec(settings, model, here())
-    lines = plan_lines(settings, spec)
+    lines = plan_lines(settings, spec_of(settings, here()))
     if memory:
-        size = settings.batching.max_batch_size
-        lines += _memory_lines(settings, choose(settings, spec, model.loss_of, size=size))
+        lines += _memory_lines(settings, configured_choice(settings, here()))
     else:
         lines.append("not compiled: --memory does")
     return "\n".join([*lines, *(f"not checked: {line}" for line in unchecked)])
@@ -98,7 +95,7 @@ def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
     ]
 
 
-def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
+def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], dict]:
     """Compile a run's programs for named devices; report in Markdown lines and as JSON.
 
     In the JSON, `fits` is False if the run does not fit. Data and weights are not read. ConfigError
