@@ -119,4 +119,4 @@ $(WITH)-%: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs docs/_build
+	rm -rf $(VENV) build dist runs docs/_build .pytest_cache

@@ -21,10 +21,11 @@ if "JAX_PLATFORMS" not in os.environ:
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Many tests compile the same program. A cache folder compiles it once per session.
+# Many tests compile the same program. A folder keeps them, for later sessions too.
+_programs = Path(__file__).resolve().parents[1] / ".pytest_cache" / "programs"
+jax.config.update("jax_compilation_cache_dir", str(_programs))
 _cache = tempfile.TemporaryDirectory()
-os.environ["XDG_CACHE_HOME"] = _cache.name  # rows of text are also prepared once per session
-jax.config.update("jax_compilation_cache_dir", _cache.name)
+os.environ["XDG_CACHE_HOME"] = _cache.name  # rows of text are prepared once per session
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # Compiling is most of the work, and LLVM's optimization a good part of it, which tiny programs do
 # not earn back; so in command lines under test. The demonstration and notebooks run as users do.
@@ -51,6 +52,9 @@ hypothesis.settings.register_profile("adloco", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("adloco")
 
 
+MOST_PROGRAMS = 1500  # that runs share: half of what a process may have
+
+
 def pytest_collection_finish():
     """Leaves what was imported out of garbage collections: they took a tenth of the time."""
     gc.enable()
@@ -65,9 +69,9 @@ def programs_given_back():
     gc.collect()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs(programs_given_back):
-    """Runs of a module with the same model and settings trace and compile a program once."""
+@pytest.fixture(scope="session", autouse=True)
+def shared_programs():
+    """Runs of a session with the same model and settings trace and compile a program once."""
     if "adloco_jax.run.assemble" not in sys.modules:  # these tests make no run
         yield
         return
@@ -103,6 +107,8 @@ def shared_programs(programs_given_back):
         used += vars(programs).values()
         place = (key, *map(id, used))
         if place not in compiled:
+            if len(compiled) == MOST_PROGRAMS:
+                compiled.clear()
             compiled[place] = compile_now(self, key, background=background), used
         else:
             program, _ = compiled[place]

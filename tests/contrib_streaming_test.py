@@ -2,7 +2,6 @@
 
 import functools
 import re
-import signal
 from unittest import mock
 
 import jax
@@ -35,7 +34,6 @@ from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.merge import move_workers
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey
-from adloco_jax.errors import Preempted
 from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.ledger import deterministic_lines, read
@@ -116,28 +114,6 @@ def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
                 trees.assert_close(part, expected, rtol=2e-6)
             else:
                 assert same(part, expected)
-
-
-def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment():
-    ensemble = drifted([2, 1])
-    bad = dict(ensemble.params_R, embed=ensemble.params_R["embed"].at[1, 1].set(np.nan))
-    workers = start_round(ensemble.replace(params_R=bad))
-    how = {"num_fragments": 3, "outer_tx": NESTEROV}
-    update = jax.jit(functools.partial(outer_update_fragment, **how))
-    for fragment, hurt in ((0, False), (1, True)):
-        sent_R = take_fragment(bad, fragment, num_fragments=3)
-        after, norm_M = update(ensemble, sent_R, fragment, weights_R=jnp.ones(3))
-        weights_R = jnp.asarray([1.0, 0.0 if hurt else 1.0, 1.0])
-        without, expected_M = update(ensemble, sent_R, fragment, weights_R=weights_R)
-        assert same(after, without) and same(norm_M, expected_M) and np.isfinite(norm_M).all()
-        there = receive_fragment(workers, after, fragment, num_fragments=3, mixing=0.5)
-        assert np.isnan(np.asarray(there.params_R["embed"])).any() == (not hurt)
-        if hurt:
-            own, new = (
-                take_fragment(tree, fragment, num_fragments=3)["embed"]
-                for tree in (there.params_R, after.params_M)
-            )
-            np.testing.assert_array_equal(own[1], new[0])
 
 
 # --- Parts of an ensemble, and merges
@@ -359,35 +335,6 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
     assert events(whole.workdir, "eval")[-1]["syncs_total"] == end["syncs_total"]
     keys = [line["key"] for line in events(whole.workdir, "compile")]
     assert len(keys) == len(set(keys))
-
-
-class Stopping:
-    """The toy's rows; sends a signal once, while the rows of a round are read."""
-
-    def __init__(self, at_round):
-        self.at_round, self.starts, self.sent = at_round, set(), False
-
-    def __getattr__(self, name):
-        return getattr(corpus(), name)
-
-    def batch(self, trainer, stream, start, count):
-        self.starts.add(start if (trainer, stream) == (0, 0) else 0)
-        if len(self.starts) == self.at_round and not self.sent:
-            self.sent = True
-            signal.raise_signal(signal.SIGTERM)
-        return corpus().batch(trainer, stream, start, count)
-
-
-@pytest.mark.slow
-def test_another_number_of_devices_goes_on_with_what_workers_have(tmp_path, whole):
-    """Trainers with two workers and one first have a device each, then share a device."""
-    with pytest.raises(Preempted):
-        run(tmp_path / "r", settings_of(**RUN), table=Stopping(2), num_devices=2)
-    result = run(tmp_path / "r", settings_of(**RUN))
-    for one, other in zip(lines_of(result.workdir), lines_of(whole.workdir), strict=True):
-        assert one["event"] == other["event"] and one.get("bytes") == other.get("bytes")
-        loss = "train_loss" if one["event"] == "round" else "loss"
-        assert one.get(loss, 0) == pytest.approx(other.get(loss, 0), rel=2e-3)
 
 
 def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(

@@ -240,22 +240,6 @@ def test_texts_and_classes_come_from_every_source_with_columns(tmp_path, kind):
     assert "36 (18, 18 by class) of 16 tokens" in labelled.describe()
 
 
-@pytest.mark.parametrize("source", ["jsonl", "parquet"])
-def test_a_column_that_is_not_used_is_not_read(tmp_path, source):
-    """The unused column is nested in one file and has another type in the next."""
-    expected = corpus(write_documents(tmp_path / "texts", TEXTS * 2), source="jsonl").rows
-    nested = [None] * 30 + [{"a": [{"b": n}]} for n in range(10)]
-    for number, extra in enumerate((nested, [f"{n}" for n in range(40)])):
-        path = tmp_path / source / f"{number}.{source}"
-        path.parent.mkdir(exist_ok=True)
-        if source == "jsonl":
-            rows = [{"text": t, "extra": v} for t, v in zip(TEXTS, extra, strict=True)]
-            write_documents(path.parent, rows, path.name)
-        else:
-            pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "extra": extra}), path)
-    np.testing.assert_array_equal(corpus(tmp_path / source, source=source).rows, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

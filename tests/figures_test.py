@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from ledgers import write_run
 
-from adloco_jax.study import chart, cluster, curves, loss, report, run_figures
+from adloco_jax.study import chart, cluster, curves, loss, run_figures
 from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
 
@@ -18,10 +18,6 @@ CONSENSUS = [5.25, 4.15, 3.35, 2.65, 2.25, 2.0]
 
 def read(folder, **settings):
     return curves.read_run(write_run(folder, **settings))
-
-
-def rounds_of(run, **having):
-    return [e for e in curves.lines(run.events, "round") if having.items() <= e.items()]
 
 
 @pytest.fixture
@@ -61,19 +57,6 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
         absorbed = points(lines["trainer 1", "c1 thin"])  # absorbed in round 3
         assert absorbed == near(x[:2], [5.32, 4.52])
     assert str(loss.CLUSTER) in loss.reading()
-
-
-def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path, drawn):
-    loss.charts([variant(read(tmp_path / "a", evals=False))])  # a run without an evaluation
-    lines = drawn["training loss (nats/token)", "tokens, all trainers"]
-    assert points(lines["trainer 1", "c1 thin"]) == near(TOKENS[:3], [5.52, 4.72, 4.12])
-    run = read(tmp_path / "c", accuracy=0.75, no_loss=(2,))
-    loss.charts([variant(run)])
-    lines = drawn["held-out loss (nats/example)", "tokens, all trainers"]
-    assert points(lines["consensus"]) == near(TOKENS, [5.25, math.nan, *CONSENSUS[2:]])
-    loss.charts([variant(run)], field="accuracy")
-    lines = drawn["held-out accuracy (fraction)", "tokens, all trainers"]
-    assert points(lines["consensus"]) == near(TOKENS, [0.75] * 6)
 
 
 def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path, drawn):
@@ -161,39 +144,3 @@ def test_the_trainers_lanes_show_batches_and_what_happened(tmp_path):
     caption = root.find("figcaption").text
     assert all(mark in caption for mark in ("dashed", "+", "✕"))
     assert "+," not in run_figures.life(read(tmp_path / "b"))
-
-
-def test_batches_are_constant_within_a_round(tmp_path, drawn):
-    run_figures.batches(read(tmp_path))
-    lines = drawn["batch per worker (sequences)", "round"]
-    x = [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
-    assert points(lines["trainer 0"]) == near(x, [2, 2, 4, 4, 12, 12, *[20] * 6])
-    assert points(lines["trainer 0", "c0 d4"]) == near(x, [2, 2, 4, 4, 8, 8, *[24] * 6])
-    accumulated = drawn["accumulated micro-batches", "round"]["trainer 0"]
-    assert points(accumulated) == near(x, [*[1] * 6, *[3] * 6])
-    assert chart.steps([1, 3], [5, 6])[0] == [0, 1, 2, 2, 3]  # the trainer is missing in one round
-
-
-def test_learners_are_shown_while_they_are_present_with_what_happened(tmp_path, drawn):
-    run = read(tmp_path, merge=False)
-    for event in rounds_of(run):
-        event["workers_counted"] = event["workers"] - (event["round"] == 2)
-    line = {"event": "learner", "trainer": None, "why": "a <cause>"}
-    changes = [(0, 0, "joined"), (0, 1, "joined"), (2, 1, "lost"), (3, 1, "joined")]
-    changes += [(4, 0, "joined"), (5, 0, "late")]  # the driver was killed in round 4
-    run.events.extend([line | {"round": r, "learner": n, "what": w} for r, n, w in changes])
-    root = ET.fromstring(run_figures.learners(run))
-    titles = [e.find("title").text for e in root.iter("rect")]
-    assert titles == [
-        "learner 0, rounds 0 to 4",
-        "learner 0, rounds 4 to 6",
-        "learner 1, rounds 0 to 2",
-        "learner 1, rounds 3 to 6",
-    ]
-    events = [e.find("title").text for e in root.iter("g") if e.get("class") == "event"]
-    assert events == ["round 5: learner 0 late: a <cause>", "round 2: learner 1 lost: a <cause>"]
-    share = drawn["share of workers counted", "round"]["counted"].y[::2]
-    workers = [sum(e["workers"] for e in rounds_of(run, round=n)) for n in range(1, 7)]
-    trainers = len(rounds_of(run, round=2))
-    assert share == pytest.approx([1, 1 - trainers / workers[1], 1, 1, 1, 1])
-    assert "Learners" in report._parts_of(run)

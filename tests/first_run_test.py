@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hubs import ROOT, TOKENIZER, add_bert, add_qwen3, make_hub, served
+from hubs import ROOT, TOKENIZER, add_bert, add_qwen3, served
 
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
@@ -94,22 +94,6 @@ def test_a_state_too_large_is_refused_before_weights_and_text_are_downloaded(hub
     assert "safetensors" not in asked and "c4-train" not in asked
 
 
-def test_long_a_model_of_pytorch_without_a_tokenizer_runs(tmp_path, data_dir):
-    pytest.importorskip("torch")
-    root = make_hub(tmp_path / "root", data_dir, "--weights", "bin", "--bare-model")
-    with served(root, tmp_path) as (environment, stop):
-        done = adloco(environment, *CARD, *options(num_rounds=1), "--workdir=one", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        done = adloco(environment, "generate", MODEL, cwd=tmp_path)
-        assert done.returncode == 2 and f"{MODEL}: the repository has no file" in done.stderr
-        stop()
-        again = adloco(environment, *CARD, *options(num_rounds=1), "--workdir=two", cwd=tmp_path)
-        assert (again.returncode, again.stderr) == (0, "")
-    one, two = (read(tmp_path / run / "ledger.jsonl") for run in ("one", "two"))
-    losses = [[e["loss"] for e in run if e["event"] == "eval"] for run in (one, two)]
-    assert losses[0] == losses[1] != []
-
-
 def test_long_bert_learns_from_the_hub_and_from_files(hub_root, hub, tmp_path, data_dir):
     add_bert(hub_root, data_dir)
     environment, _ = hub
@@ -123,26 +107,6 @@ def test_long_bert_learns_from_the_hub_and_from_files(hub_root, hub, tmp_path, d
     assert "accuracy" in done.stdout
     reviews = f"--config.data.path={data_dir / 'sentiment' / 'movie_reviews.jsonl.gz'}"
     done = adloco(environment, *config, *words, reviews, "--workdir=files", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_long_each_name_of_the_hub_works_by_itself(hub, tmp_path, data_dir):
-    environment, _ = hub
-    c4 = ["allenai/c4", "--name=en", "--heldout-split=validation", "--num-sequences=100"]
-    c4 += ["--sequence-length=32", f"--tokenizer={TOKENIZER}", "--out=rows"]
-    done = adloco(environment, "prepare", *c4, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and "rows: 100 of 32" in done.stdout
-    done = adloco(environment, "generate", "--model", MODEL, "--tokens=2", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = options(data__source="tokens", data__path="rows")
-    done = adloco(environment, *CARD, *rows, "--workdir=prepared", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    shards = f"{data_dir}/c4/c4-train.*.json.gz"
-    done = adloco(environment, *CARD, *options(data__path=shards), "--workdir=shards", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and "held out" in done.stdout
-    done = adloco(environment, "generate", "shards", "--tokens=2", "--samples=1", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    done = adloco(environment, "plan", *CARD, *options(), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import shlex
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -192,18 +191,6 @@ def test_one_run_leaves_a_page_and_the_totals(single):
 
     written = json.loads((path.parent / "summary.json").read_text())
     assert summary.totals(curves.read_run(run).events).items() <= written.items()
-
-
-def test_the_first_screen_says_how_it_went(single):
-    source = single[1].read_text(encoding="utf-8")
-    screen = source[source.index("<header>") : source.index("<details>")]
-    assert "6 rounds, done. Held-out loss: 2.0000 nats/token (chance 5.55)" in screen
-    assert screen.count("<table>") == 1 and screen.count("<tr>") == 1 + 1
-    for text in ("2.0000", "17.9 k", "8", "7.51 MiB", "0:01:15"):
-        assert re.search(rf'<td data-head="[a-z]+[^"]*">{text}<', screen)
-    assert re.findall(r"<label[^>]*>([^<]*)", source) == [
-        *("Tokens", "Serial updates", "Communications", "Bytes", "Simulated time")
-    ]
 
 
 def test_nothing_on_the_page_is_fetched_or_run(single, many):
