@@ -48,6 +48,7 @@ environment: $(INSTALLED)
 slow: $(INSTALLED)
 	$(if $(OTHER),$(MAKE) PYTHON=$(OTHER) VENV=.venv-other environment)
 	$(if $(OTHER),OTHER_PYTHON=.venv-other/bin/python) $(RUN) -m pytest -q $(PARALLEL) -m slow
+	$(RUN) scripts/faults.py --scale short
 
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py

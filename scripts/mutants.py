@@ -2,6 +2,7 @@
 
 python scripts/mutants.py                      all mistakes; the same command continues
 python scripts/mutants.py --only merge,cursor  mistakes with such a word in name or area
+python scripts/mutants.py --check              whether each can be made; runs no test
 
 The script makes each mistake in a temporary copy of the repository's tracked files, and runs the
 tests that the table names. A mistake is killed if a test fails or runs out of time. It survives if
@@ -204,13 +205,31 @@ def judge(mutant: Mutant, folder: Path, results: Results, limit_s: float) -> dic
         path.write_text(original)
 
 
+def stale(table: list[Mutant]) -> list[str]:
+    """The mistakes that cannot be made in today's code, or whose tests are not there."""
+    faults = []
+    for mutant in table:
+        try:
+            path, mutated = mutant.apply(ROOT)
+            compile(mutated, path, "exec")
+        except (LookupError, SyntaxError) as error:
+            faults.append(f"{mutant.name}: {error}")
+        if not mutant.test_files or not all((ROOT / name).is_file() for name in mutant.test_files):
+            faults.append(f"{mutant.name}: no such tests: {mutant.tests}")
+    names = [mutant.name for mutant in table]
+    return faults + [f"{name}: twice in the table" for name in names if names.count(name) > 1]
+
+
 def main() -> None:
     """Judge the selected mutants, and print a table of the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="words, separated by commas")
+    parser.add_argument("--check", action="store_true", help="find the stale ones, run no test")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.jsonl")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run of tests")
     args = parser.parse_args()
+    if args.check:
+        sys.exit("\n".join(stale(read_table())) or 0)
     words = args.only.split(",")
     chosen = [m for m in read_table() if any(word in f"{m.name} {m.area}" for word in words)]
     PROCESSES.set_forkserver_preload(PRELOADED)
