@@ -52,9 +52,6 @@ hypothesis.settings.register_profile("adloco", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("adloco")
 
 
-MOST_PROGRAMS = 1500  # that runs share: half of what a process may have
-
-
 def pytest_collection_finish():
     """Leaves what was imported out of garbage collections: they took a tenth of the time."""
     gc.enable()
@@ -69,9 +66,9 @@ def programs_given_back():
     gc.collect()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_programs():
-    """Runs of a session with the same model and settings trace and compile a program once."""
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs(programs_given_back):
+    """Runs of a module with the same model and settings trace and compile a program once."""
     if "adloco_jax.run.assemble" not in sys.modules:  # these tests make no run
         yield
         return
@@ -107,8 +104,6 @@ def shared_programs():
         used += vars(programs).values()
         place = (key, *map(id, used))
         if place not in compiled:
-            if len(compiled) == MOST_PROGRAMS:
-                compiled.clear()
             compiled[place] = compile_now(self, key, background=background), used
         else:
             program, _ = compiled[place]
