@@ -4,7 +4,6 @@ import concurrent.futures
 import importlib
 import importlib.util
 import json
-import signal
 import threading
 import types
 
@@ -15,6 +14,7 @@ from learners import InBucket
 from toy import settings_of
 from toy_runs import events, run
 
+from adloco_jax import __version__
 from adloco_jax.config import validate
 from adloco_jax.elastic import bucket, bucket_learner, store
 from adloco_jax.elastic.formats import DriverBoard, LearnerOrders, OrderId, Params, RunDescription
@@ -210,23 +210,72 @@ def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch,
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
 
 
-def test_a_second_signal_ends_a_learner_at_once(monkeypatch, tmp_path):
-    there, handlers, ended = InBucket(monkeypatch, tmp_path / "bucket"), {}, []
+@pytest.mark.parametrize("how", ["refused", "named", "accepted"])
+def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, tmp_path, how):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
-    learner = types.SimpleNamespace(leaving=False)
-    learner.leave = lambda: setattr(learner, "leaving", True)
-    monkeypatch.setattr(bucket_learner, "_given", lambda *_: None)
-    monkeypatch.setattr(bucket_learner, "Learner", lambda _: learner)
-    monkeypatch.setattr(
-        bucket_learner, "BucketLearner", lambda *_: types.SimpleNamespace(serve=lambda: None)
-    )
-    monkeypatch.setattr(bucket_learner.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(bucket_learner.os, "_exit", ended.append)
-    bucket_learner.join(there.url, own={})
-    handlers[signal.SIGINT](2, None)
-    assert learner.leaving and not ended
-    handlers[signal.SIGTERM](15, None)
-    assert ended == [143]
+    path, text = tmp_path / "bucket" / "run.json", "s3://secret/text.txt"
+    message = json.loads(path.read_bytes())["message"]
+    message["settings"]["data"] |= {"source": "text", "path": text}
+    path.write_bytes(store.to_json(RunDescription(**message)))
+    other = types.SimpleNamespace(corpus=types.SimpleNamespace(fingerprint="other"))
+    monkeypatch.setattr(bucket_learner, "assemble", lambda *_, **__: other)
+    words = "data.path = 's3://secret/text.txt'; .*--accept-data" if how == "refused" else "other d"
+    own = {"data.path": text} if how == "named" else {}
+    with pytest.raises(ConfigError, match=words):
+        bucket_learner.join(there.url, own=own, accepts_data=how == "accepted")
+
+
+def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    said = capfd.readouterr().out
+    assert "answer 1: loss 1." in said and "; computed " in said
+
+
+def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(store.Store, "create", lambda self, *what: self.put(*what) is None)
+    with pytest.raises(ConfigError, match="If-None-Match"):
+        bucket.check_possible(settings_at(f"file://{tmp_path}/bucket"), tmp_path / "r")
+
+
+def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(monkeypatch, tmp_path, capfd):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    (one, *_), shared = there.sites.values(), store.Store(there.url)
+    one.handle, one._epoch = None, 0
+    capfd.readouterr()
+    for epoch in (1, 2, 3):
+        board = DriverBoard(id="", count=7, adloco_jax=__version__)
+        shared.put(f"driver/{epoch}.json", store.to_json(board))
+    assert one.step() == "nothing" and one._epoch == 3
+    free = LearnerOrders(number=0, life=0, num_orders=0, is_free=True)
+    for count, version, joins in [
+        (6, __version__, False),
+        (8, "9.9", None),
+        (9, __version__, True),
+    ]:
+        board = DriverBoard(id="", count=count, learners=[free], adloco_jax=version)
+        shared.put("driver/3.json", store.to_json(board))
+        if joins is None:
+            with pytest.raises(ConfigError, match="the driver has adloco_jax '9.9'"):
+                one.step()
+            continue
+        one.step()
+        assert (one.handle is not None) == joins
+    ended = DriverBoard(id="", count=10, adloco_jax=__version__, has_ended=True)
+    shared.put("driver/3.json", store.to_json(ended))
+    one.step()
+    assert "the driver has ended; waiting" in capfd.readouterr().out
+
+
+def test_a_resumed_driver_writes_its_own_version(monkeypatch, tmp_path):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    monkeypatch.setattr(bucket, "__version__", "9.9")
+    monkeypatch.setattr(bucket_learner, "__version__", "9.9")
+    run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 4}))
+    assert json.loads((tmp_path / "bucket/run.json").read_bytes())["message"]["adloco_jax"] == "9.9"
 
 
 def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monkeypatch, tmp_path):

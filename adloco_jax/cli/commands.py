@@ -51,12 +51,13 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 def join(options: argparse.Namespace, command: str) -> None:
     """Train for a run through a bucket, until it is over or a signal asks to leave."""
-    from adloco_jax.elastic.bucket_learner import join
+    from adloco_jax.elastic.bucket_learner import OWN, join
 
     add_entries(options.config)
-    paths = {key: vars(options)[f"config.data.{key}"] for key in ("path", "heldout_path")}
-    own = {key: value for key, value in paths.items() if value is not None}
-    join(options.address, own=own, workdir=options.workdir)
+    named = {key: vars(options)[f"config.{key}"] for key in OWN}
+    own = {key: value for key, value in named.items() if value is not None}
+    accepts = options.accept_data
+    join(options.address, own=own, accepts_data=accepts, workdir=options.workdir)
 
 
 def export(options: argparse.Namespace, command: str) -> None:

@@ -243,7 +243,11 @@ when its round has ended.
 ADDRESS: bucket of the run, and its prefix there
 --config FILE: a config file, to execute if it adds an entry of a table that the run uses
 --config.data.path PATH: the run's text on this machine; default: as the driver names it
---config.data.heldout_path PATH: the held-out text on this machine; default: as the driver names it
+--config.data.heldout_path PATH: the held-out text on this machine; likewise
+--config.data.tokenizer PATH: the tokenizer on this machine; likewise
+--config.data.template PATH: the template of chats on this machine; likewise
+--config.model.init_from PATH: the weights on this machine; likewise
+--accept-data: read from addresses that the driver names, with this machine's credentials
 --workdir FOLDER: folder for a log of what is read; default: no log""",
     "compare": """CONFIG [--workdir FOLDER] [--processes 2]
 

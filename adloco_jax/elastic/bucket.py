@@ -105,9 +105,14 @@ def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) ->
     bucket = Store(settings.engine.address)
     if (run := _described(bucket, folder / "learners" / "id")) is not None:
         _check_same(bucket, run.settings, settings)
-    else:
-        bucket.create("driver/0.json", uuid.uuid4().bytes)  # finds out if this is permitted
-        bucket.delete("driver/0.json")
+    # Find out if this is permitted, and if an object that is there is kept.
+    is_new = [bucket.create("driver/0.json", uuid.uuid4().bytes) for _ in range(2)]
+    bucket.delete("driver/0.json")
+    if all(is_new):
+        raise ConfigError(
+            f"{bucket.url}: the store overwrites objects that it was asked to keep (If-None-Match),"
+            " so two learners would take one place; use another store"
+        )
 
 
 @contextlib.contextmanager
@@ -137,7 +142,10 @@ def connected(
 def _describe(bucket: Store, given: Given) -> None:
     """Write `run.json`, unless it is there; check that it is this run's."""
     path = Path(given.log).parent / "id"
-    if _described(bucket, path) is not None:
+    if (run := _described(bucket, path)) is not None:
+        if run.adloco_jax != __version__:  # learners need the version of this driver
+            run = run.model_copy(update={"adloco_jax": __version__})
+            bucket.put("run.json", store.to_json(run))
         return
     run_id = uuid.uuid4().hex
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,6 +266,7 @@ class BucketTransport:
         """Return the driver's board."""
         board = DriverBoard(
             id=self._id,
+            adloco_jax=__version__,
             count=next(self._count),
             learners=[
                 LearnerOrders(number=n, life=e.life, num_orders=e.num_sent, is_free=e.board is None)
@@ -392,7 +401,7 @@ class BucketTransport:
             return
         board, exchange.look, self._returned_s = exchange.look.result(), None, time.monotonic()
         exchange.pause_s = min(store.longer(exchange.pause_s), _LONGEST_PAUSE_S)
-        if board is not None:
+        if board is not None and (exchange.board is None or board.count > exchange.board.count):
             if exchange.board is None or board.num_answers != exchange.board.num_answers:
                 exchange.pause_s = store.FIRST_PAUSE_S
             if exchange.board is None:

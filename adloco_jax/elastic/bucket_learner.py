@@ -3,7 +3,6 @@
 import concurrent.futures
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from adloco_jax import __version__
 from adloco_jax.config import validate
@@ -28,35 +29,37 @@ from adloco_jax.elastic.formats import (
     Refused,
     RunDescription,
 )
-from adloco_jax.elastic.learner import Given, Learner
+from adloco_jax.elastic.learner import Answer, Given, Learner
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.files import Format, with_tuples
+from adloco_jax.run import processes
 from adloco_jax.run.assemble import assemble
 
+# Settings that name files, which may lie elsewhere on a learner's machine.
+OWN = ("data.path", "data.heldout_path", "data.tokenizer", "data.template", "model.init_from")
 
-def join(url: str, *, own: Mapping[str, str], workdir: Path | None = None) -> None:
+
+def join(
+    url: str,
+    *,
+    own: Mapping[str, str],
+    accepts_data: bool = False,
+    workdir: Path | None = None,
+) -> None:
     """Train for the run in a bucket until it is over, or a signal asks to leave.
 
-    `own` has this machine's `data.path` and `data.heldout_path`, if they differ; `workdir`, logs of
-    the rows read. Raises ConfigError if the bucket, version, data or table entries do not fit, and
-    as `assemble` does.
+    `own` has this machine's values of settings in `OWN`, if they differ; `workdir`, logs of the
+    rows read. Raises ConfigError if the bucket, version, data or table entries do not fit, or an
+    address of data is not in `own`, without `accepts_data`; and as `assemble` does.
     """
     store.check_installed("adloco join")
     bucket = Store(url)
     run = _read_run(bucket)
-    given = _given(bucket, run, own)
-    learner = Learner(given)
-
-    def leave(number: int, _: object) -> None:
-        if learner.leaving:
-            os._exit(128 + number)
-        learner.leave()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
-    BucketLearner(bucket, learner, given, workdir).serve()
+    given = _given(bucket, run, own, accepts_data)
+    with processes.stop_requests("leaving when the round under way has ended"):
+        BucketLearner(bucket, Learner(given), given, workdir).serve()
 
 
 def _read_run(bucket: Store) -> RunDescription:
@@ -76,15 +79,18 @@ def _read_run(bucket: Store) -> RunDescription:
         ) from error
 
 
-def _given(bucket: Store, run: RunDescription, own: Mapping[str, str]) -> Given:
+def _given(bucket: Store, run: RunDescription, own: Mapping[str, str], accepts_data: bool) -> Given:
     """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
-    if run.adloco_jax != __version__:
+    _check_version(bucket, run.adloco_jax)
+    flat: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
+    foreign = [key for key in OWN if key not in own and "://" in str(flat.get(key))]
+    if foreign and not accepts_data:
+        named = ", ".join(f"{key} = {flat[key]!r}" for key in foreign)
         raise ConfigError(
-            f"{bucket.url}: the driver has adloco_jax {run.adloco_jax}, this machine"
-            f" {__version__}; install the same"
+            f"{bucket.url}: the driver names {named}; to read there with this machine's"
+            f" credentials, give --accept-data, or --config.{foreign[0]}"
         )
-    values = with_tuples(run.settings)
-    settings = validate(values | {"data": values["data"] | own})
+    settings = validate(unflatten_dict(flat, sep="."))
     here_too = assemble(settings, here(), Path(), commit=run.commit)
     if here_too.corpus.fingerprint != run.fingerprint:
         raise ConfigError(
@@ -92,6 +98,14 @@ def _given(bucket: Store, run: RunDescription, own: Mapping[str, str]) -> Given:
             " --config.data.path if they are elsewhere here"
         )
     return Given(settings, here_too.spec, here_too.corpus, run.commit, run.fingerprint, {}, "")
+
+
+def _check_version(bucket: Store, version: str) -> None:
+    if version != __version__:
+        raise ConfigError(
+            f"{bucket.url}: the driver has adloco_jax {version[:20]!r}, this machine"
+            f" {__version__!r}; install the same"
+        )
 
 
 class BucketLearner:
@@ -108,6 +122,7 @@ class BucketLearner:
         self._changed_s = time.monotonic()  # when its count last changed
         self._writing = threading.Lock()
         self._id = uuid.uuid4().hex
+        self._idle_s = time.monotonic()  # when the last answer was sent
         self._said = ""  # the last line that was printed
 
     def serve(self) -> None:
@@ -115,6 +130,7 @@ class BucketLearner:
         pause_s = store.FIRST_PAUSE_S
         with store.every(self._heartbeat_s / SIGNS, self.give_sign):
             while (what := self.step()) != "over":
+                self.learner.leaving |= processes.is_asked_to_stop()
                 pause_s = store.longer(pause_s)
                 if what == "done":
                     pause_s = store.FIRST_PAUSE_S
@@ -161,6 +177,7 @@ class BucketLearner:
 
     def _board(self) -> bytes:
         self._count += 1
+        self.learner.leaving |= processes.is_asked_to_stop()
         board = LearnerBoard(
             id=self._id,
             count=self._count,
@@ -182,21 +199,19 @@ class BucketLearner:
     def _find_driver(self) -> bool:
         """Read the board of the newest driver; return whether there is one that works."""
         if self._epoch and (board := self._read_driver(self._epoch)) is not None:
-            if board.count != self._driver.count:
-                self._changed_s = time.monotonic()
-            self._driver = board
-        if not self._epoch or self._driver.has_ended or not self._is_alive():
-            if (board := self._read_driver(self._epoch + 1)) is not None:
+            if board.count > self._driver.count:
+                self._changed_s, self._driver = time.monotonic(), board
+        if self.handle is None or self._driver.has_ended or not self._is_alive():
+            while (board := self._read_driver(self._epoch + 1)) is not None:
                 self._resign()
                 self._epoch, self._driver = self._epoch + 1, board
                 self._changed_s = time.monotonic()
-                return False  # perhaps there is a newer one
-            if not self._epoch:
-                return False
-            if not self._driver.is_over:
-                self._say("the driver gives no sign; waiting for it")
-                return not self._driver.has_ended
-        return True
+        if self._driver.has_ended and not self._driver.is_over:
+            self._say("the driver has ended; waiting until it is started again")
+            return False
+        if self._epoch and not self._is_alive():
+            self._say("the driver gives no sign; waiting for it")
+        return self._epoch > 0
 
     def _resign(self) -> None:
         """Take part no more; delete what was written after the driver had lost this learner."""
@@ -215,7 +230,8 @@ class BucketLearner:
         return None
 
     def _enlist(self) -> bool:
-        """Become a learner of the run, if it has room for one."""
+        """Become a learner of the run, if it has room for one, and this version is the driver's."""
+        _check_version(self._store, self._driver.adloco_jax)
         free = [self._id_of(each) for each in self._driver.learners if each.is_free]
         random.shuffle(free)
         for handle in free:
@@ -236,13 +252,23 @@ class BucketLearner:
 
     def _do(self, order: OrderId) -> None:
         """Run an order of the driver, and write the answer."""
-        tree, fault = None, None
+        tree, fault, start_s = None, None, time.monotonic()
         try:
             message, tree = self._execute(order)
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
             why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
             message, fault = AnswerMessage(id=order, error=why, refused=refused), error
+        computed_s = time.monotonic() - start_s
         self._store.put(order.answer_name(), store.pack(message, tree)[0])
+        sent_s, waited_s = time.monotonic() - start_s - computed_s, start_s - self._idle_s
+        self._idle_s = time.monotonic()
+        if played := [each for each in tree or () if isinstance(each, Answer)]:
+            tokens = self._spec.sequence_length * sum(each.num_sequences for each in played)
+            self._say(
+                f"answer {order.order}: loss {np.nanmean([each.loss_SR for each in played]):.4g},"
+                f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; computed {computed_s:.1f} s,"
+                f" waited {waited_s:.1f} s, sent {sent_s:.1f} s"
+            )
         self._num_answers = order.order
         self.give_sign()
         if isinstance(fault, Refused):

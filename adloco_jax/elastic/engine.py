@@ -45,6 +45,7 @@ _apply = jax.jit(
 )
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
 _PATIENCE_S = 300.0
+_TELL_S = 20.0  # seconds of waiting from one line about it to the next
 
 
 def _norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
@@ -68,6 +69,7 @@ class ElasticEngine:
         self._states = InnerStates(run.spec, self.fleet, self._poll)
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
+        self._tell_s = math.inf  # when to say what the driver waits for
         self._stop_s = math.inf  # when rounds under way are given up, after a signal
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         # By trainer's id, rounds without an answer: time of the first, number, and time to go on.
@@ -136,6 +138,7 @@ class ElasticEngine:
         if not self.rounds:
             self._states.adopt(state)
         together, rule = _keep_together(self.settings), self.settings.engine
+        self._tell_s = time.monotonic() + _TELL_S
         while True:
             if processes.is_asked_to_stop():
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
@@ -148,12 +151,25 @@ class ElasticEngine:
             if over and (not together or len(over) == len(control.trainers)):
                 break
             self._poll()
+            self._tell(control)
         ended = {m: self.rounds.pop(m) for m in over}
         for m, each in ended.items():
             start_M = take(state.ensemble, control.positions([m])).params_M
             params_norm = float(norms(trainable(start_M))[0])
             each.judge(rule, self._norms.get(m, ()), params_norm)
         return ended
+
+    def _tell(self, control: Control) -> None:
+        """Say what the driver waits for, if it takes long."""
+        if time.monotonic() < self._tell_s:
+            return
+        self._tell_s = time.monotonic() + _TELL_S
+        reported = sum(len(each.reported) for each in self.rounds.values())
+        awaited = sum(len(each.awaited) for each in self.rounds.values())
+        words = f"{reported} of {reported + awaited} learners have answered"
+        if not any(each.joined for each in self.fleet.learners.values()):
+            words = "no learner: waiting for one"
+        print(f"round {control.round + 1}: {words}", flush=True)
 
     def _outer_updates(
         self, state: State, ended: Mapping[int, Round]

@@ -83,8 +83,9 @@ class DriverBoard(Format):
     """The driver's sign of life, by which learners find their orders."""
 
     id: str
-    count: Count
+    count: Count  # a board with a smaller one is older
     learners: list[LearnerOrders] = []
+    adloco_jax: str = ""  # version of the driver's package
     is_over: bool = False
     has_ended: bool = False
 
