@@ -1,5 +1,6 @@
 """Answers, orders and boards that somebody has changed: nothing fails, and nothing else counts."""
 
+import json
 import math
 import random
 
@@ -7,9 +8,12 @@ import chaos
 import jax
 import numpy as np
 import pytest
-from learners import Here
+from learners import Here, InBucket
+from safetensors.numpy import load, save
 from toy import settings_of
 from toy_runs import events, lines, run
+
+from adloco_jax.elastic import store
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -97,3 +101,59 @@ def test_no_field_of_an_answer_ends_the_driver_or_changes_what_counts(monkeypatc
     assert len(refused) == NUM_SEEDS and {e["learner"] for e in refused} == {1}
     assert all(e["why"].isprintable() and len(e["why"]) < 400 for e in refused)
     assert chaos.audit(tmp_path / "attacked") == []
+
+
+def forged(rng, name, data):
+    """An object with its own SHA-256, in which one field is not what it was."""
+    if name.endswith(".json"):
+        message = json.loads(data)["message"]
+        spoil(rng, message)
+        return json.dumps({"sha256": store._sha256(message), "message": message}).encode()
+    size = int.from_bytes(data[:8], "little")
+    content = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["message"])
+    arrays = load(data)
+    spoil(rng, rng.choice([content, content["message"] or content, content["values"] or content]))
+    text = json.dumps(content)
+    return save(arrays, {"message": text, "sha256": store._digest(text, arrays)})
+
+
+def spoil(rng, message):
+    places = [(message, key) for key in message]
+    for inner, key in places:  # grows
+        if isinstance(inner[key], dict | list) and inner[key]:
+            inside = inner[key]
+            keys = range(len(inside)) if isinstance(inside, list) else inside
+            places += [(inside, each) for each in keys]
+    inner, key = rng.choice(places)
+    new = rng.choice([*VALUES, "missing"])
+    if new == "missing" and isinstance(inner, dict):
+        del inner[key]
+    else:
+        inner[key] = new(inner[key], 1) if callable(new) else new
+
+
+@pytest.mark.parametrize("what", ["answers params", "orders", "learners", "driver"])
+def test_no_field_of_an_object_in_the_bucket_ends_the_driver(monkeypatch, tmp_path, what):
+    def ended(name, seed):
+        rng, get, spoilt = random.Random(seed), store.Store.get, []
+
+        def getting(self, name, **how):
+            data = get(self, name, **how)
+            if seed is None or data is None or name.split("/")[0] not in what.split():
+                return data
+            is_good = spoilt[-1:] == [name] or rng.random() < 0.5  # not bad twice in a row
+            spoilt.append("" if is_good else name)
+            return data if is_good else forged(rng, name, data)
+
+        with monkeypatch.context() as patch:
+            url = f"file://{tmp_path}/{name}-bucket"
+            InBucket(patch, url)
+            patch.setattr(store.Store, "get", getting)
+            ended = run(tmp_path / name, settings_with(8, kind="bucket", address=url))
+            return ended, len([*filter(None, spoilt)])
+
+    (calm, _), (hit, count) = ended("calm", None), ended("hit", 1)
+    assert hit.controller.round == 8 and count > 4
+    assert chaos.audit(tmp_path / "hit") == []
+    if "answers" in what:  # what is read again only delays
+        assert hit.loss == calm.loss and hit.controller == calm.controller

@@ -186,6 +186,8 @@ class Learner:
         spec, group = self.spec, _group(order, work.num_updates)
         plan = group.plan
         key, end = (order.trainer, work.stream, work.start), work.start + plan.num_sequences
+        if max(*key, end) >= 2**31:
+            raise Refused(f"stream {work.stream}: no such position as {work.start}")
         before = self.held.get(key) if work.inner_state is None else work.inner_state
         for other in [k for k in self.held if k[1] == work.stream and k != key]:
             del self.held[other]
@@ -197,7 +199,8 @@ class Learner:
             stats_R = measure(self.programs, params_M, test)
         alone = _alone(params_M)
         if not spec.reset_inner_state:
-            assert before is not None, f"no inner state of stream {work.stream} at {work.start}"
+            if before is None:
+                raise Refused(f"no inner state of stream {work.stream} at {work.start}")
             alone = alone.replace(inner_state_R=jax.tree.map(lambda leaf: leaf[None], before))
             self.held[key] = before
         rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
