@@ -26,16 +26,16 @@ from safetensors.numpy import save_file
 
 from adloco_jax.data.files import fetched, is_address, is_on_hub
 from adloco_jax.data.tokenizers import Tokenizer
-from adloco_jax.errors import ConfigError, DataError, reason
+from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.files import read_json, replaced_folder
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.models.layers import param_shapes
+from adloco_jax.models.layers import Adapter, param_shapes, with_adapter
 from adloco_jax.models.weight_maps import WeightMap
 
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLED = "pytorch_model.bin"
-_ADAPTER = "adapter_config.json"
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The files that may have the weights, or an index of other files; the first that exists is read.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _WEIGHTS += (_PICKLED, f"{_PICKLED}.index.json")
@@ -44,6 +44,16 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
 _TORCH = "pytorch_model.bin is read by PyTorch 2.6 or later: pip install torch"
 _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
+
+
+_TENSORS = {"bias": "{}.bias"}
+_TENSORS |= {f"lora_{x}": f"base_model.model.{{}}.lora_{x.upper()}.weight" for x in "ab"}
+_TRANSPOSED = ("kernel", "lora_a", "lora_b")
+# What an adapter_config.json must say, if it says something of it; None: nothing.
+_LORA: dict[str, str | None] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
+    ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern")
+    + ("alpha_pattern", "layers_to_transform", "exclude_modules", "target_parameters")
+)
 
 
 class Loaded(NamedTuple):
@@ -111,10 +121,17 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     found = []
     for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
-        name = f"{module}.{'bias' if kind == 'bias' else 'weight'}"
-        layers = range(leaf.shape[0]) if "{}" in name else (...,)
-        found += [Tensor(name.format(layer), path, layer, kind == "kernel") for layer in layers]
+        name = _TENSORS.get(kind, "{}.weight").replace("{}", module)
+        layers, transposed = range(leaf.shape[0]) if "{}" in name else (...,), kind in _TRANSPOSED
+        found += [Tensor(name.format(layer), path, layer, transposed) for layer in layers]
     return found
+
+
+def _low_rank(network: nn.Module) -> list[Tensor]:
+    """List the tensors of a model's adapter, as PEFT names them."""
+    names = weight_map(network)
+    assert names is not None, "only models with names can have an adapter"
+    return [tensor for tensor in tensors(network, names) if ".lora_" in tensor.name]
 
 
 def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
@@ -143,17 +160,80 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
     """
     one_of = ["*.safetensors", "pytorch_model*.bin"] if _has_torch() else ["*.safetensors"]
     with _folder(str(path_or_name), one_of, key=key) as folder:
+        if (folder / _ADAPTER).exists():
+            return _load_adapter(folder, head=head, key=key)
         network, stored, left_out, config = _checked(folder, needs_head=head)
-        shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
-        for tensor, where in stored.items():
-            array = where.read()
-            kinds.add(array.dtype.name)
-            if not np.isfinite(array.astype(np.float32)).all():
-                raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
-            leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
-            tensor.of(leaf)[...] = array
-        params, lacks = unflatten_dict(leaves), _lacking(network, stored)
-        return Loaded(network, params, tuple(sorted(kinds)), left_out, config, lacks)
+        params, kinds = _values(network, stored)
+        return Loaded(network, params, kinds, left_out, config, _lacking(network, stored))
+
+
+def _values(network: nn.Module, stored: "Mapping[Tensor, _Stored]") -> tuple[PyTree, tuple]:
+    """Read tensors; return the parameters that they are, in float32, and their dtypes."""
+    shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
+    for tensor, where in stored.items():
+        array = where.read()
+        kinds.add(array.dtype.name)
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
+        leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
+        tensor.of(leaf)[...] = array
+    return unflatten_dict(leaves), tuple(sorted(kinds))
+
+
+def _load_adapter(folder: Path, *, head: bool, key: str) -> Loaded:
+    """Read an adapter in PEFT's layout, and the model for which it was made."""
+    content = _adapter_config(folder)
+    loaded = load(content["base_model_name_or_path"], head=head, key=key)
+    network = _adapted(folder, loaded.network, content)
+    wanted = {tensor: tensor.name for tensor in _low_rank(network)}
+    stored = _open(folder / _ADAPTER_WEIGHTS)
+    faults = [f"{folder}: {name}: unexpected" for name in stored.keys() - wanted.values()]
+    if faults := faults + _unfit(folder, wanted, stored, network):
+        raise DataError(_listed(faults))
+    low_rank, _ = _values(network, {tensor: stored[name] for tensor, name in wanted.items()})
+    return loaded._replace(network=network, params=with_adapter(loaded.params, low_rank))
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    """Read `adapter_config.json`, of an adapter that is plain LoRA."""
+    path = folder / _ADAPTER
+    content = read_json(path, DataError, **_JSON)
+    needs = [(key, need or "none", (need, False, [], {}, "")) for key, need in _LORA.items()]
+    faults = [(key, need) for key, need, known in needs if content.get(key, known[0]) not in known]
+    base, rank, alpha = (content.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
+    if not isinstance(base, str) or not base or _is_adapter(base):
+        faults.append(("base_model_name_or_path", "a model, no adapter"))
+    if type(rank) is not int or rank < 1:
+        faults.append(("r", "a positive integer"))
+    if not isinstance(alpha, int | float) or alpha <= 0:
+        faults.append(("lora_alpha", "a positive number"))
+    if faults:
+        have = ((key, str(content.get(key))[:80], need) for key, need in faults)
+        raise DataError("\n".join(f"{path}: {key}: have {x}, need {need}" for key, x, need in have))
+    return content
+
+
+def _is_adapter(name: str) -> bool:
+    with _folder(name, ["config.json", _ADAPTER], key="base_model_name_or_path") as folder:
+        return (folder / _ADAPTER).exists()
+
+
+def _adapted(folder: Path, network: Any, content: Mapping[str, Any]) -> Any:
+    """Return a model with the adapter that the content of an `adapter_config.json` describes."""
+    modules, known = content.get("target_modules"), []
+    for layers in ("all", "attention", "mlp") if hasattr(network, "adapter") else ():
+        adapter = Adapter(content["r"], float(content["lora_alpha"]), layers)
+        found = network.clone(adapter=adapter)
+        known.append(_targets(found))
+        if (sorted(modules) if isinstance(modules, list) else modules) == known[-1]:
+            return found
+    need = " or ".join(map(", ".join, known)) or "a model that can have an adapter"
+    raise DataError(f"{folder / _ADAPTER}: target_modules: have {str(modules)[:200]}, need {need}")
+
+
+def _targets(network: nn.Module) -> list[str]:
+    """List the last names of the modules that have an adapter, such as q_proj."""
+    return sorted({tensor.name.split(".")[-3] for tensor in _low_rank(network)})
 
 
 def inspect(path_or_name: str | Path) -> Description:
@@ -164,6 +244,10 @@ def inspect(path_or_name: str | Path) -> Description:
     """
     name, key = str(path_or_name), "model.init_from"
     with _folder(name, ["config.json", _ADAPTER], key=key) as folder:
+        if (folder / _ADAPTER).exists():
+            content = _adapter_config(folder)
+            found = inspect(content["base_model_name_or_path"])
+            return found._replace(network=_adapted(folder, found.network, content))
         if not is_address(name) and not is_on_hub(name, key=key):
             network, stored, _, config = _checked(folder, needs_head=False)
             return Description(network, not _lacking(network, stored), True, config)
@@ -250,6 +334,48 @@ def save(
                 generation.write_text(json.dumps(content, indent=2) + "\n")
 
 
+def base_name(name: str) -> str:
+    """Return the name by which adapters refer to a model; of an adapter, its base's."""
+    with (
+        contextlib.suppress(UserError),
+        _folder(name, ["config.json", _ADAPTER], key="model.init_from") as folder,
+    ):
+        if (folder / _ADAPTER).exists():
+            return _adapter_config(folder)["base_model_name_or_path"]
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def save_adapter(
+    params: PyTree, folder: str | Path, tokenizer: Tokenizer | None, *, network: Any, base: str
+) -> None:
+    """Write a model's adapter in PEFT's layout, in float32; `base` names the model it belongs to.
+
+    An existing `folder` is replaced when everything is written.
+    """
+    leaves = _leaves(jax.tree.map(np.asarray, params))
+    arrays = {
+        tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
+        for tensor in _low_rank(network)
+    }
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": network.adapter.rank,
+        "lora_alpha": network.adapter.alpha,
+        "target_modules": _targets(network),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    with replaced_folder(Path(folder)) as partial:
+        save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (partial / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(partial, network.max_length)
+
+
 def _differing(network: nn.Module, names: WeightMap, config: dict) -> list[str]:
     """List the attributes of a model that differ from those that a `config.json` describes."""
     return [
@@ -278,11 +404,6 @@ def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
             )
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")
-        if (folder / _ADAPTER).exists():
-            raise DataError(
-                f"{folder / _ADAPTER}: an adapter, which is not read; merge it into its base model"
-                " (merge_and_unload of peft), and save that in a folder of its own"
-            )
         yield folder
 
 
@@ -472,7 +593,6 @@ def _checked(
     ):
         ties, config = {}, config | {"tie_word_embeddings": False}
         network = network.clone(tied=False)
-    leaves = _leaves(param_shapes(network))
     copies = {other for name, other in ties.items() if {name, other} <= stored.keys()}
     wanted = {
         tensor: next((n for n in (tensor.name, ties.get(tensor.name)) if n in stored), tensor.name)
@@ -485,6 +605,18 @@ def _checked(
     left_out = {name for name in rest if not needs_head and _HEADS.fullmatch(name)}
     unknown = {name for name in rest - left_out if not _BUFFERS.fullmatch(name)}
     faults = [f"{folder}: {name}: unexpected" for name in unknown]
+    faults += _unfit(folder, wanted, stored, network)
+    if faults:
+        raise DataError(_listed(faults))
+    found = {tensor: stored[name] for tensor, name in wanted.items()}
+    return network, found, tuple(sorted(left_out)), config
+
+
+def _unfit(
+    folder: Path, wanted: Mapping[Tensor, str], stored: Mapping[str, _Stored], network: nn.Module
+) -> list[str]:
+    """Describe the wanted tensors, by their stored names, that are missing or of another kind."""
+    leaves, faults = _leaves(param_shapes(network)), []
     for tensor, name in wanted.items():
         need = tensor.of(np.broadcast_to(np.float32(0), leaves[tensor.path].shape)).shape
         if name not in stored:
@@ -495,10 +627,7 @@ def _checked(
             faults.append(f"{where.file}: {name}: have {where.shape}, want {need}")
         if where.kind not in _FLOATS:
             faults.append(f"{where.file}: {name}: have {where.kind}, want a float type")
-    if faults:
-        raise DataError(_listed(faults))
-    found = {tensor: stored[name] for tensor, name in wanted.items()}
-    return network, found, tuple(sorted(left_out)), config
+    return faults
 
 
 def _lacking(network: nn.Module, stored: Iterable[Tensor]) -> str:

@@ -122,6 +122,8 @@ class ModelSettings(SettingsGroup):
     """C, classes of texts; bert only."""
     dtype: Annotated[Literal["float32", "bfloat16"], "accepted"] = "float32"
     """Type of the model's computations; parameters stay float32."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the frozen weights of an adapter are held."""
     remat: Annotated[bool | None, AUTO, "accepted"] = None
     """Recompute layers in the backward pass, which saves memory. auto: if memory requires it."""
     loss_chunk: Annotated[Number, "accepted"] = 0
@@ -139,6 +141,17 @@ class ModelSettings(SettingsGroup):
         for names, holds, need in tables["ARCHITECTURES"][self.arch].rules:
             if not holds(*(getattr(self, name) for name in names)):
                 yield " ".join(names), need
+
+
+class AdapterSettings(SettingsGroup):
+    """Small matrices A and B that are trained beside frozen weights, instead of these (LoRA)."""
+
+    rank: Number = 0
+    """Columns of A and rows of B. 0: no adapter, all weights are trained."""
+    alpha: Positive = 32.0
+    """alpha / rank scales the product A B that is added to a weight."""
+    layers: Literal["attention", "mlp", "all"] = "all"
+    """Linear layers of a block that have an adapter."""
 
 
 class DataSettings(SettingsGroup):
@@ -503,6 +516,7 @@ class Settings(SettingsGroup):
     """All checked settings of a run as plain Python values; a knob that is unset is None."""
 
     model: Annotated[ModelSettings, "refused"]
+    adapter: Annotated[AdapterSettings, "refused"]
     data: Annotated[DataSettings, "refused"]
     ensemble: Annotated[EnsembleSettings, "refused"]
     inner: Annotated[InnerSettings, "accepted"]
@@ -536,6 +550,11 @@ class Settings(SettingsGroup):
         is_measured = tables["BATCH_TESTS"][self.batching.test].needs != "nothing"
         joins = workers.spawn_frac or (is_measured and "workers" in self.batching.growth)
         is_fixed = (inner.max_steps_per_round, inner.round_length) == (None, "fixed")
+        build = inspect.signature(tables["ARCHITECTURES"][self.model.arch].build)
+        if self.adapter.rank and "adapter" not in build.parameters:
+            yield "adapter.rank model.arch", "it can have no adapter; set the first to 0"
+        elif self.adapter.rank and not self.model.init_from:
+            yield "adapter.rank model.init_from", "no weights to adapt; set the second"
         if self.data.sequence_length > self.model.max_length:
             yield "data.sequence_length model.max_length", "rows exceed the context; shorten them"
         if is_labelled and self.eval.sample_tokens:

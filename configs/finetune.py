@@ -1,9 +1,11 @@
-"""Continue a trained checkpoint on your own text, with all workers from the start.
+"""Train an adapter for a checkpoint on your own text, with all workers from the start.
 
 Command:   adloco train finetune --config.model.init_from=Qwen/Qwen3-0.6B
            --config.data.path='texts/*.jsonl.gz'
-Model:     a Llama, Mistral, Qwen2 or Qwen3 in Hugging Face layout; sizes and tokenizer are the
-           checkpoint's (docs/guides/huggingface.md)
+Model:     matrices of rank 16 (LoRA) beside the frozen weights of a Llama, Mistral, Qwen2 or Qwen3
+           in Hugging Face layout; sizes and tokenizer are the checkpoint's. All weights are trained
+           with --config.adapter.rank=0 --config.inner.learning_rate=2e-5, as AdLoCo continues them
+           (docs/guides/huggingface.md)
 Hardware:  `adloco plan finetune --device h100x1` with the same options says whether it fits
 Expected:  not run at the size of Qwen3-0.6B
 """
@@ -21,8 +23,9 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.num_rounds = 20
 
-    config.model.dtype = "bfloat16"
+    config.model.dtype = config.model.base_dtype = "bfloat16"
     config.model.loss_chunk = 1  # the logits of one sequence of Qwen3 take 311 MB
+    config.adapter.rank, config.adapter.alpha = 16, 32.0
     config.data.sequence_length = 512  # tokens
 
     config.ensemble.num_trainers = 1
@@ -30,7 +33,7 @@ def get_config() -> ConfigDict:
     config.ensemble.num_workers = 4
 
     config.inner.steps_per_round = 50
-    config.inner.learning_rate = 2e-5  # as AdLoCo continues trained weights (table A.2)
+    config.inner.learning_rate = 2e-4  # ten times that of all weights, as usual for adapters
     config.inner.warmup_updates = 50
     config.inner.clip_norm = 1.0
     config.outer.tx = "nesterov"  # with DiLoCo's learning rate of 0.7 and momentum of 0.9

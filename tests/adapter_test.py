@@ -1,17 +1,39 @@
 """Adapters: small trained matrices beside frozen weights, from the layers to a run's export."""
 
+import contextlib
 import functools
+import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from learners import InBucket
+from toy import tiny_config
+from trees import assert_close, assert_equal
 
+from adloco_jax import hf
+from adloco_jax import main as cli
+from adloco_jax.config import validate
 from adloco_jax.core.gradstats import gradient_stats
+from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.elastic import bucket_learner, store
+from adloco_jax.elastic.formats import RunDescription
+from adloco_jax.engine.evaluate import loss_key
+from adloco_jax.engine.programs import Programs, lower
+from adloco_jax.engine.spec import ProgramKey, here
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama
 from adloco_jax.models.layers import Adapter, split_adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
+from adloco_jax.run.assemble import configured_model, frozen, pretrained_params, program_spec
+from adloco_jax.run.folder import completed
+from adloco_jax.run.ledger import read
+from adloco_jax.settings import SIZES as KNOWN
+from adloco_jax.training import train
 
 SIZES = dict(vocab_size=11, width=12, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=10)
 PLAIN = Llama(**SIZES, max_length=16, tied=True, qkv_bias=True)
@@ -89,3 +111,161 @@ def test_frozen_weights_of_bfloat16_are_used_as_they_are():
     np.testing.assert_array_equal(
         loss_fn(adapter, ROWS, base=base), loss_fn(adapter, ROWS, base=wide)
     )
+
+
+# --- Runs -------------------------------------------------------------------------------------
+
+
+def made(folder, seed):
+    """A folder with a random model that reads bytes."""
+    network = Llama(**SIZES | {"vocab_size": 257}, max_length=32)
+    params = network.init(jax.random.key(seed), ROWS[:, :-1])["params"]
+    params = jax.tree.map(lambda leaf: 5 * leaf, params)  # what is written is then far from even
+    hf.save(params, folder, load_tokenizer("bytes"), network=network)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("base") / "llama", seed=5)
+
+
+def adapted(init_from, **groups):
+    """A config of two rounds of two trainers, which then merge."""
+    pool = {"num_trainers": 2, "num_workers": 2}
+    config = tiny_config(
+        ensemble=pool | groups.pop("ensemble", {}),
+        model=dict.fromkeys(KNOWN) | {"init_from": str(init_from)},
+        adapter={"rank": 2, "alpha": 3.0} | groups.pop("adapter", {}),
+        batching={"test": "norm", "max_batch_size": 1, "batch_cap": 1, "initial_batch_size": 1},
+        merge={"every_rounds": 1},
+        checkpoint={"every_rounds": 1},
+        num_rounds=2,
+        **groups,
+    )
+    return config
+
+
+@pytest.fixture(scope="module")
+def trained(weights, one_device, tmp_path_factory):
+    return train(adapted(weights), tmp_path_factory.mktemp("trained") / "r")
+
+
+@pytest.fixture(scope="module")
+def spread(weights, tmp_path_factory):
+    """The same run on eight devices, of which two share each worker's weights."""
+    config = adapted(weights, ensemble={"model_shards": 2})
+    return train(config, tmp_path_factory.mktemp("spread") / "r")
+
+
+def events(run, name):
+    return [line for line in read(run.workdir / "ledger.jsonl") if line["event"] == name]
+
+
+def test_a_run_trains_measures_merges_and_saves_the_adapter_alone(spread, trained, weights):
+    assert len(events(trained, "merge")) == 1
+    leaves = flatten_dict(trained.params)
+    assert {path[-1] for path in leaves} == {"lora_a", "lora_b"} and all(
+        map(np.any, leaves.values())
+    )
+    sizes = [leaf.size for leaf in leaves.values()]
+    assert events(trained, "start")[0]["num_params"] == sum(sizes)
+    assert all(line["signal"] is not None for line in events(trained, "round")[:2])
+    # Devices that share workers and weights compute the same.
+    assert_close(spread.params, trained.params, rtol=1e-3, atol=1e-4)
+    assert abs(spread.loss - trained.loss) < 1e-4
+
+
+def test_a_run_resumes_bit_for_bit_with_the_same_base_alone(trained, weights, tmp_path):
+    config, folder = adapted(weights), shutil.copytree(trained.workdir, tmp_path / "r")
+    shutil.rmtree(folder / "checkpoints" / "2")
+    made(weights, seed=6)
+    with pytest.raises(DataError, match="model.init_from has other weights than when this run"):
+        train(config, folder)
+    made(weights, seed=5)
+    assert_equal(train(config, folder).params, trained.params)
+    sizes = [file.stat().st_size for file in (folder / "checkpoints").rglob("*")]
+    assert max(sizes) < 50_000  # the base has 61 kB
+
+
+@pytest.mark.usefixtures("one_device")
+def test_programs_take_the_base_as_an_argument_that_a_device_holds_once(weights):
+    settings = completed(validate(adapted(weights)))
+    model = configured_model(settings, here())
+    base, adapter = frozen(settings, pretrained_params(settings)[0], here())
+    assert adapter is None
+    spec = program_spec(settings, model, here())
+    keys = [ProgramKey("steps", (1, 1), 1), ProgramKey("stats", (1, 1)), loss_key(1)]
+    for key in keys:
+        constants = re.findall(r"dense<[^>]*>", lower(spec, key).as_text())
+        assert constants and max(map(len, constants)) < 2_000
+    with contextlib.closing(Programs(spec)) as programs:
+        programs.hold(base.params)
+        given = jax.tree.leaves(base.params)
+        held = [jax.tree.leaves(programs.frozen(key)) for key in keys[1:]]
+        where = [[leaf.unsafe_buffer_pointer() for leaf in leaves] for leaves in held]
+        assert where[0] == where[1] == [leaf.unsafe_buffer_pointer() for leaf in given]
+
+
+def test_an_export_is_read_merged_continued_and_writes(trained, weights, tmp_path, capsys):
+    export = trained.workdir / "export"
+    loaded, (adapter, base) = hf.load(export), split_adapter(hf.load(export).params)
+    assert_equal(adapter, trained.params)
+    assert_equal(base, hf.load(weights).params)
+    assert cli.main(["generate", str(trained.workdir), "--prompt=a", "--tokens=3"]) == 0
+    assert cli.main(["export", str(trained.workdir), "--merge", f"--out={tmp_path / 'whole'}"]) == 0
+    whole = hf.load(tmp_path / "whole")
+    assert whole.network == hf.load(weights).network
+    params, other = jax.tree.map(jnp.asarray, (loaded.params, whole.params))
+    wanted = loaded.network.apply({"params": params}, ROWS)
+    assert_close(whole.network.apply({"params": other}, ROWS), wanted, rtol=1e-5, atol=1e-4)
+    params, _ = pretrained_params(validate(adapted(export, adapter={"rank": 0})))
+    assert_close(params, whole.params, rtol=1e-6)
+    settings = completed(validate(adapted(export)))
+    base, begun = frozen(settings, pretrained_params(settings)[0], here())
+    assert_equal(begun, trained.params)
+    config = adapted(export, adapter={"rank": 4, "alpha": 3.0})
+    with pytest.raises(ConfigError, match="is one of rank 2, alpha 3 and layers all; set these"):
+        pretrained_params(validate(config))
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"use_rslora": True}, "use_rslora: have True, need none"),
+        ({"r": 0}, "r: have 0, need a positive integer"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path: have None, need a model, no"),
+        ({"base_model_name_or_path": "ADAPTER"}, "have .*adapter, need a model, no adapter"),
+        ({"target_modules": ["q_proj"]}, r"target_modules: have \['q_proj'\], need down_proj, "),
+        ({"r": 3}, r"lora_A.weight: have \(2, 12\), want \(3, 12\)"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(trained, tmp_path, changes, fault):
+    folder = shutil.copytree(trained.workdir / "export", tmp_path / "adapter")
+    path = folder / "adapter_config.json"
+    text = json.dumps(json.loads(path.read_text()) | changes)
+    path.write_text(text.replace("ADAPTER", str(folder)))
+    with pytest.raises(DataError, match=fault):
+        hf.load(folder)
+
+
+def test_learners_read_the_base_by_themselves_and_send_the_adapter(
+    trained, weights, monkeypatch, tmp_path
+):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    config = adapted(weights, engine={"kind": "bucket", "address": there.url})
+    sizes, put = [], store.Store.put
+
+    def counted(self, name, data):
+        sizes.append(len(data))
+        return put(self, name, data)
+
+    monkeypatch.setattr(store.Store, "put", counted)
+    assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
+    assert max(sizes) < 20_000  # a base has 61 kB, an adapter 2.4 kB
+    path = tmp_path / "bucket" / "run.json"
+    message = json.loads(path.read_bytes())["message"]
+    path.write_bytes(store.to_json(RunDescription(**message | {"base": "other"})))
+    with pytest.raises(ConfigError, match="the driver has other base weights than this machine"):
+        bucket_learner.join(there.url, own={"model.init_from": str(weights)})

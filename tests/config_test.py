@@ -23,6 +23,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key in KNOBS if plain_type(key) in (int, float)]
 # Repeated here, so that a test fails if a range in the schema loses its lower end.
 ZERO_IS_ALLOWED = """
+    adapter.rank
     checkpoint.every_s engine.grace_s eval.sample_tokens seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum
     outer.delay_updates outer.mixing batching.smoothing merge.max_barrier""".split()
@@ -177,6 +178,8 @@ CONTRADICTIONS = {
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),
     "kv heads": dict(model__num_kv_heads=3),
     "classes of unlabelled text": dict(model__arch="bert"),
+    "an adapter of nothing": dict(adapter__rank=2),
+    "a classifier's adapter": BERT | dict(adapter__rank=2),
     "no room for a text": BERT | dict(data__sequence_length=2),
     "context": dict(data__sequence_length=513),
     "no path": dict(data__source="jsonl"),
@@ -286,6 +289,9 @@ def test_every_shipped_config_is_valid_and_locked(path, monkeypatch):
     if path.stem == "recommended":
         assert {line.split(" = ")[0] for line in faults(config)} == both
         config.data.path, config.data.tokenizer = "c4/*.json.gz", "tokenizer.json"
+    if path.stem == "finetune":
+        assert [line.split(" = ")[0] for line in faults(config)] == ["adapter.rank"]
+        config.adapter.rank = 0  # or else weights are named, which are read
     validate(config)
 
 

@@ -85,7 +85,8 @@ def shared_programs(programs_given_back):
 
     def one_model(settings, devices=None, mode=None, kernel=None):
         sizes = settings.model.model_copy(update={"init_from": ""})
-        key = (sizes, settings.batching.test, machine(), devices is None, mode, kernel)
+        key = (sizes, settings.adapter, settings.batching.test, machine())
+        key += (devices is None, mode, kernel)
         if key not in models:
             models[key] = build_model(settings, devices, mode, kernel)
         return models[key]
@@ -93,7 +94,8 @@ def shared_programs(programs_given_back):
     def one_spec(settings, *given, **more):
         """The first of equal specs, whatever the memory. Equal settings make equal optimizers."""
         spec = program_spec(settings, *given, **more)
-        made = {"params": str(spec.params), "inner_tx": settings.inner, "outer_tx": settings.outer}
+        made = {"params": str(spec.params), "base": str(spec.base)}
+        made |= {"inner_tx": settings.inner, "outer_tx": settings.outer}
         fields = vars(spec) | made | {"machine": tuple(map(id, spec.machine.devices))}
         first = specs.setdefault((machine(), *fields.values()), spec)
         return dataclasses.replace(first, machine=spec.machine)

@@ -385,14 +385,6 @@ def test_an_index_leads_to_nothing_outside_its_folder(folder, tmp_path, name):
     assert "is not the name of a .safetensors file" in refused(folder, ConfigError)
 
 
-def test_an_adapter_is_named(folder, tmp_path):
-    (folder / "adapter_config.json").write_text("{}")
-    shutil.copytree(folder, tmp_path / "alone")
-    (tmp_path / "alone" / "config.json").unlink()
-    for path in (folder, tmp_path / "alone"):
-        assert "adapter_config.json: an adapter, which is not read; merge" in refused(path)
-
-
 def test_a_bad_index_is_refused(folder):
     weight_map = split(folder)
     shard = min(weight_map.values())

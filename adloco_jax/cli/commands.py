@@ -68,7 +68,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     """
     from adloco_jax import hub
     from adloco_jax.engine.spec import here
-    from adloco_jax.run.export import read_trained, save
+    from adloco_jax.run.export import read_trained, save, save_merged
     from adloco_jax.run.folder import require_utf8
     from adloco_jax.study import benchmarks, card
     from adloco_jax.study.summary import SOURCES
@@ -80,20 +80,23 @@ def export(options: argparse.Namespace, command: str) -> None:
     require_utf8("--out", out)
     how = {name: vars(options)[name] for name in ("dtype", "shard_size")}
     how = {name: value for name, value in how.items() if value is not None}
-    chosen = how or {options.out, options.round, options.trainer} != {None}
+    chosen = how or options.merge or {options.out, options.round, options.trainer} != {None}
     trained = None
     if chosen or not options.push or not out.exists():
         trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
     if options.push:
         hub.make_repository(options.push, private=options.private)
     if trained is not None:
-        save(trained.params, out, trained.settings, trained.tokenizer, **how)
+        given = trained.params, out, trained.settings, trained.tokenizer
+        if options.merge and not trained.settings.adapter.rank:
+            raise ConfigError(f"--merge: {options.run} has no adapter; leave it out")
+        dtype = (save_merged if options.merge else save)(*given, **how)
         try:
             card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
         except DataError as error:  # a damaged ledger, which the model does not need
             print(f"the card was not written: {error}", file=sys.stderr)
         source = SOURCES.get(trained.source, trained.source)
-        print(f"{out}: round {trained.round}, {source}, {how.get('dtype', 'float32')}")
+        print(f"{out}: round {trained.round}, {source}, {dtype}")
     if not chosen:  # the scores are of the run's own export
         card.add_scores(out, benchmarks.read(Path(options.run)))
     if options.push:

@@ -282,7 +282,8 @@ RUN --workdir: a run's folder
 --round N: round of the checkpoint; default: the newest
 --trainer N: id of a trainer in the ledger; default: the consensus model{_ENTRIES}
 --out FOLDER: an empty folder, or a new one; default: export in the run's folder
---dtype DTYPE: type of the written weights; default: float32
+--merge: of a run with an adapter, write the whole model; default: the adapter
+--dtype DTYPE: type of the written weights; default: float32, of merged ones the checkpoint's
 --shard-size SIZE: size of the largest file of weights; default: 5GB
 --push OWNER/NAME: upload to this repository on the hub
 --private: make the repository private""",

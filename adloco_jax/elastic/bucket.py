@@ -155,6 +155,7 @@ def _describe(bucket: Store, given: Given) -> None:
         adloco_jax=__version__,
         fingerprint=given.fingerprint,
         commit=given.commit,
+        base=given.base.fingerprint,
         settings=given.settings.model_dump(),
     )
     if not bucket.create("run.json", store.to_json(described)):

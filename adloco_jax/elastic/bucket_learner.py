@@ -51,8 +51,8 @@ def join(
     """Train for the run in a bucket until it is over, or a signal asks to leave.
 
     `own` has this machine's values of settings in `OWN`, if they differ; `workdir`, logs of the
-    rows read. Raises ConfigError if the bucket, version, data or table entries do not fit, or an
-    address of data is not in `own`, without `accepts_data`; and as `assemble` does.
+    rows read. Raises ConfigError if the bucket, version, data, weights or table entries do not fit,
+    or an address of data is not in `own`, without `accepts_data`; and as `assemble` does.
     """
     store.check_installed("adloco join")
     bucket = Store(url)
@@ -97,7 +97,14 @@ def _given(bucket: Store, run: RunDescription, own: Mapping[str, str], accepts_d
             f"{bucket.url}: the driver has other data than this machine; give it the same files, by"
             " --config.data.path if they are elsewhere here"
         )
-    return Given(settings, here_too.spec, here_too.corpus, run.commit, run.fingerprint, {}, "")
+    base = here_too.model.base
+    if base.fingerprint != run.base:
+        raise ConfigError(
+            f"{bucket.url}: the driver has other base weights than this machine; give it the same,"
+            " by --config.model.init_from if they are elsewhere here"
+        )
+    rows = here_too.corpus, run.commit, run.fingerprint
+    return Given(settings, here_too.spec, *rows, {}, "", base)
 
 
 def _check_version(bucket: Store, version: str) -> None:

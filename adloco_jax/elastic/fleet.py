@@ -107,6 +107,7 @@ class Fleet:
             corpus.fingerprint,
             entries,
             str(log),
+            self._run.model.base._replace(params=None),
         )
         connect = TRANSPORTS[rule.kind].connected
         self._transport = self._connection.enter_context(
@@ -243,6 +244,7 @@ class Fleet:
         """Process the first answer of a learner's process: record that the learner has joined."""
         number = learner.number
         differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
+        differing += ["other base weights"] * (found.base != self._run.model.base.fingerprint)
         if self.reach.differ(versions(), found.versions):
             differing.append("other versions of packages")
         if differing:

@@ -68,6 +68,7 @@ class RunDescription(Format):
     fingerprint: str  # hash of the content of the data
     commit: str  # of the data set on the hub; empty if there is none
     settings: dict[str, Any]
+    base: str = ""  # hash of the frozen weights; empty if there are none
 
 
 class LearnerOrders(Format):
@@ -96,6 +97,7 @@ class Hello(Format):
     fingerprint: str
     versions: dict[str, str]
     devices: str
+    base: str = ""
 
 
 class Sign(Format):

@@ -28,7 +28,7 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Spec, here
 from adloco_jax.files import Count
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.run.assemble import examples_per_pass, load_data
+from adloco_jax.run.assemble import Base, examples_per_pass, load_data, read_base
 from adloco_jax.run.choose import model_shards, peak
 from adloco_jax.run.folder import versions
 from adloco_jax.settings import Settings
@@ -45,6 +45,7 @@ class Given(NamedTuple):
     # The configured architecture and data source, which a user may have added in the driver.
     entries: dict[str, Any]
     log: str  # folder of the learners' logs
+    base: Base = Base()  # frozen weights; without `params`, the learner reads those of `settings`
 
 
 class WorkerOrder(NamedTuple):
@@ -116,7 +117,9 @@ class Learner:
         )
         shards = model_shards(settings, spec, (1,))
         self.spec = dataclasses.replace(spec, model_shards=shards)
-        self.programs = Programs(self.spec)
+        base = given.base if given.base.params is not None else read_base(settings, machine)
+        self.programs, self.base = Programs(self.spec), base.fingerprint
+        self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
         self._budget = machine.budget(settings.batching.memory_frac)
         # Parts of a micro-batch here, by its size and whether gradients are accumulated.
@@ -139,6 +142,7 @@ class Learner:
         return Hello(
             fingerprint=self.corpus.fingerprint,
             versions=versions(),
+            base=self.base,
             devices=self.spec.machine.describe(),
         )
 

@@ -5,6 +5,7 @@ Streaming DiLoCo calls `fragment` (inner steps, then one synchronisation) instea
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -31,6 +33,7 @@ from adloco_jax.data.files import cache_folder, trim_cache
 from adloco_jax.engine.sharding import (
     POOL,
     Placement,
+    base_spec,
     begin_workers,
     ensemble_spec,
     num_turns,
@@ -50,6 +53,9 @@ GRADIENTS_HELD = 2**26
 # devices can deadlock. With resharding, `Programs.call` runs up to four programs.
 _MAX_IN_FLIGHT = 8
 
+# The programs that compute losses; they take frozen weights as the keyword argument `base`.
+_WITH_LOSS = ("steps", "fragment", "stats", "loss")
+
 
 class Programs:
     """Compiles a run's programs when they are first needed, or ahead (`prefetch`)."""
@@ -66,6 +72,13 @@ class Programs:
         self._programs: dict[ProgramKey, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
+        self._base: PyTree = None  # frozen weights, wherever they are
+        self._parts: dict[tuple, Array] = {}  # parts of them by leaf, device and position
+        self._bases: dict[ProgramKey, PyTree] = {}  # made of these parts, as each program takes it
+
+    def hold(self, base: PyTree) -> None:
+        """Let programs use frozen weights, of which a device holds each part only once."""
+        self._base = base
 
     def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
         """Dispatch the program of `key`, and return its results, which may still be computed.
@@ -74,7 +87,10 @@ class Programs:
         of the call `_MAX_IN_FLIGHT` calls earlier.
         """
         program = self[key]
-        results = program(*reshard(arguments, program.input_shardings[0]))
+        placed = reshard(arguments, program.input_shardings[0])
+        takes_base = self._base is not None and key.kind in _WITH_LOSS
+        base = {"base": self.frozen(key)} if takes_base else {}
+        results = program(*placed, **base)
         self._in_flight.append(jax.tree.leaves(results)[-1])
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             oldest = self._in_flight.popleft()
@@ -82,6 +98,26 @@ class Programs:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised again when read
                     oldest.block_until_ready()
         return results
+
+    def frozen(self, key: ProgramKey) -> PyTree:
+        """Return the frozen weights as a program takes them that computes losses, if any."""
+        if self._base is not None and key not in self._bases:
+            leaves, structure = jax.tree.flatten(self._base)
+            at = structure.flatten_up_to(self[key].input_shardings[1]["base"])
+            placed = [self._place(i, leaf, at[i]) for i, leaf in enumerate(leaves)]
+            self._bases[key] = structure.unflatten(placed)
+        return self._bases.get(key)
+
+    def _place(self, number: int, leaf: Any, to: jax.sharding.Sharding) -> Array:
+        parts = []
+        for device, index in to.addressable_devices_indices_map(leaf.shape).items():
+            place = (number, device, str(index))
+            if place not in self._parts:
+                is_whole = to.shard_shape(leaf.shape) == leaf.shape
+                part = leaf if is_whole else np.asarray(leaf)[index]
+                self._parts[place] = jax.device_put(part, device)
+            parts.append(self._parts[place])
+        return jax.make_array_from_single_device_arrays(leaf.shape, to, parts)
 
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
         """Return the compiled program of `key`; compile it, or wait for it, if need be."""
@@ -158,9 +194,17 @@ def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
         if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded
             stack.enter_context(jax.set_mesh(at.mesh))
             stack.enter_context(nn.logical_axis_rules((("weight", "model"),)))
-        function, arguments, donated, out = _PROGRAMS[key.kind](spec, key, at)
-        jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
-        return jitted.lower(*arguments)
+        build = _PROGRAMS[key.kind]
+        function, arguments, donated, out = build(spec, key, at)
+        jitted = functools.partial(jax.jit, donate_argnums=donated, out_shardings=out)
+        if spec.base is None or key.kind not in _WITH_LOSS:
+            return jitted(function).lower(*arguments)
+
+        def with_base(*arguments, base):
+            loss_fn = functools.partial(spec.loss_fn, base=base)
+            return build(dataclasses.replace(spec, loss_fn=loss_fn), key, at)[0](*arguments)
+
+        return jitted(with_base).lower(*arguments, base=base_spec(spec, key.layout))
 
 
 Program = tuple[Callable, tuple, tuple[int, ...], PyTree]

@@ -242,6 +242,11 @@ def params_spec(spec: Spec, layout: Layout) -> PyTree:
     return _with_shardings(spec.params, placement(spec, layout).params(spec.params))
 
 
+def base_spec(spec: Spec, layout: Layout) -> PyTree:
+    """Make the shapes, dtypes and shardings of the frozen weights, if there are any."""
+    return _with_shardings(spec.base, placement(spec, layout).params(spec.base))
+
+
 def workers_spec(spec: Spec, layout: Layout, *, accumulates: bool = False) -> Workers:
     """Make the shapes, dtypes and shardings of workers in the middle of a round."""
     begin = functools.partial(begin_workers, spec, layout, accumulates=accumulates)

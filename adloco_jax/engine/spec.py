@@ -151,6 +151,7 @@ class Spec:
     in_turn: bool = False  # whether a device's workers run their rounds one after another
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
     attention: Kernel = "xla"  # kernel of the model's attention
+    base: PyTree | None = None  # shapes and dtypes of frozen weights, which the loss gets as `base`
 
     @property
     def by_position(self) -> bool:
@@ -187,7 +188,12 @@ class Spec:
     @property
     def num_params(self) -> int:
         """Number of parameters of one trainer."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return num_values(self.params)
+
+
+def num_values(tree: PyTree) -> int:
+    """Count the numbers in all arrays of a tree; shapes may stand for arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def num_bytes(tree: PyTree) -> int:

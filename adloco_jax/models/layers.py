@@ -88,7 +88,7 @@ def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
 
 def _weight(
     module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], tap_B: Tap = None
-) -> tuple[Array, Tap]:
+) -> tuple[Any, Tap]:
     """Return a module's weight, and the tap of its layer: None if the weight is frozen."""
     if module.has_variable(BASE, name):
         return lax.stop_gradient(module.get_variable(BASE, name)), None

@@ -76,6 +76,9 @@ def check_arguments(
         faults.append(f"settings: {_kind(settings)}; give a config, or validate(config)")
     elif settings.data.row_parts > 1:
         faults.append("data.attention, text_column: loss_fn says what tokens attend to; unset both")
+    elif settings.adapter.rank:
+        rank = settings.adapter.rank
+        faults.append(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
     if not isinstance(workdir, str | os.PathLike):
         faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
     rows: Any = getattr(corpus, "heldout_rows", None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +31,13 @@ from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Layout, Machine, Spec
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import Control, first_sizes
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import llama
 from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.models.layers import Adapter, merge_adapter, split_adapter
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Mode, model_shards
 from adloco_jax.run.folder import recorded
@@ -43,6 +45,13 @@ from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`: draws a model's parameters with a typed PRNG key."""
+
+
+class Base(NamedTuple):
+    """The frozen weights of a model with an adapter, and a hash of all of them; else neither."""
+
+    params: PyTree | None = None
+    fingerprint: str = ""
 
 
 class Model(NamedTuple):
@@ -60,12 +69,24 @@ class Model(NamedTuple):
     attention: Callable[[int], Kernel] = lambda model_shards: "xla"
     params: PyTree | None = None
     can_remat: bool = True
+    base_shapes: PyTree | None = None  # of the frozen weights of a model with an adapter
+    base: Base = Base()
 
 
 def configured_model(settings: Settings, machine: Machine) -> Model:
     """Describe the model of a config, for programs that are compiled for a machine."""
+    init_fn, base_shapes = build_model(settings)[0], None
+    if settings.adapter.rank:
+        whole_fn = init_fn
+        shapes = split_adapter(jax.eval_shape(whole_fn, jax.random.key(0)))[1]
+        base_shapes = jax.eval_shape(functools.partial(_as_held, settings), shapes)
+
+        def init_fn(key):
+            return split_adapter(whole_fn(key))[0]
+
     return Model(
-        init_fn=build_model(settings)[0],
+        init_fn=init_fn,
+        base_shapes=base_shapes,
         loss_of=lambda mode, kernel: build_model(settings, machine, mode, kernel)[1],
         row_length=row_length(settings),
         num_classes=class_count(settings),
@@ -148,6 +169,9 @@ def build_network(
     if machine is not None:
         kernel = kernel or attention(settings, machine)
         layer_form = "call" if machine.platform == "cpu" else "inline"
+    adapter, adapted = settings.adapter, {}
+    if adapter.rank:
+        adapted = {"adapter": Adapter(adapter.rank, adapter.alpha, adapter.layers)}
     return ARCHITECTURES[settings.model.arch].build(
         vocab_size=settings.model.vocab_size,
         width=settings.model.width,
@@ -164,6 +188,7 @@ def build_network(
         remat=mode.remat,
         attention=kernel or "xla",
         layer_form=layer_form,
+        **adapted,
     )
 
 
@@ -195,6 +220,10 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     loaded = hf.load(source, head=False)
     require_same_network(settings, loaded)
     params, lines = loaded.params, []
+    if (adapter := getattr(loaded.network, "adapter", None)) and not settings.adapter.rank:
+        params = merge_adapter(params, adapter)
+    if loaded.lacks and settings.adapter.rank:
+        raise ConfigError(f"adapter.rank: {source} has no {loaded.lacks}; set adapter.rank=0")
     if head := loaded.lacks:
         init_fn, _ = build_model(settings)
         params |= {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
@@ -204,6 +233,31 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     if rates := [f"{key}={x}" for key, x in loaded.config.items() if "dropout" in key and x]:
         lines.append(f"model.init_from = {source}: trained without {', '.join(rates)}")
     return params, lines
+
+
+def frozen(settings: Settings, params: PyTree, machine: Machine) -> tuple[Base, PyTree | None]:
+    """Divide weights into those that stay frozen and an adapter, if they have one already."""
+    adapter, base = split_adapter(params)
+    base, digest = _as_held(settings, base), hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(base):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        digest.update(leaf.tobytes())
+    if machine.platform == "cpu":  # where host and device then share the arrays
+        base = jax.tree.map(jnp.asarray, base)
+    return Base(base, digest.hexdigest()), adapter or None
+
+
+def read_base(settings: Settings, machine: Machine) -> Base:
+    """Read the frozen weights of a model with an adapter; raise as `pretrained_params`."""
+    if not settings.adapter.rank:
+        return Base()
+    return frozen(settings, pretrained_params(settings)[0], machine)[0]
+
+
+def _as_held(settings: Settings, base: PyTree) -> PyTree:
+    """Cast frozen weights; unstack those of layers, which programs would copy to take one out."""
+    base = jax.tree.map(lambda leaf: leaf.astype(settings.model.base_dtype), base)
+    return base | {"layers": jax.tree.map(tuple, base["layers"])}
 
 
 def require_same_network(settings: Settings, found: hf.Description | hf.Loaded) -> None:
@@ -223,6 +277,12 @@ def require_same_network(settings: Settings, found: hf.Description | hf.Loaded) 
         for ours in names.attributes(found.config)
         if ours not in free and getattr(network, ours) != getattr(found.network, ours)
     ]
+    own, other = (getattr(each, "adapter", None) for each in (network, found.network))
+    if own and other and own != other:
+        faults.append(
+            f"adapter: {model.init_from} is one of rank {other.rank}, alpha {other.alpha:g} and"
+            f" layers {other.layers}; set these, or adapter.rank=0 to train the merged weights"
+        )
     window, length = getattr(found.network, "window", None), settings.data.sequence_length
     if window is not None and length > window:
         faults.append(
@@ -334,6 +394,7 @@ def program_spec(
         in_turn=mode.in_turn,
         remat=mode.remat,
         examples_per_pass=examples_per_pass(settings, machine),
+        base=model.base_shapes,
     )
     sizes = first_sizes(settings, whole_pool=True)
     shards = model_shards(settings, spec, sizes, must_fit=must_fit)
@@ -403,12 +464,20 @@ def assemble(
     spec = program_spec(settings, model, machine, must_fit=trains, **txs)
     notes: list[str] = []
     begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
-    if begins and settings.model.init_from:
+    if settings.model.init_from and begins or settings.adapter.rank:
         params, notes = pretrained_params(settings)
         model = model._replace(params=params)
+    if settings.adapter.rank:
+        base, adapter = frozen(settings, model.params, machine)
+        model = model._replace(base=base, params=adapter)
+    before = recorded(workdir) if commit is None else None
+    if before and before.base != model.base.fingerprint:
+        raise DataError(
+            f"{workdir}: model.init_from has other weights than when this run began; restore them,"
+            " or start a run in another folder"
+        )
     if corpus is None:
-        if commit is None:
-            commit = before.commit if (before := recorded(workdir)) else ""
+        commit = commit or (before.commit if before else "")
         corpus = load_data(settings, commit, workdir)
         if trains:
             print(*notes, corpus.describe(), sep="\n")
@@ -438,8 +507,10 @@ def assemble(
     )
 
 
-def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
+def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
     """Make a function that continues the first held-out text; it returns both texts, decoded.
+
+    It is given parameters, and frozen weights or None.
 
     None if `eval.sample_tokens` is 0 or `fit` has the model. ConfigError if it is no decoder.
     """
@@ -447,7 +518,8 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
     count, length = settings.eval.sample_tokens, settings.data.sequence_length
     if not count or run.by_fit:
         return None
-    network, corpus = build_network(settings), run.corpus
+    machine = run.spec.machine if settings.adapter.rank else None  # a scan needs stacked weights
+    network, corpus = build_network(settings, machine, kernel="xla"), run.corpus
     if not isinstance(network, llama.Llama):
         raise ConfigError(
             f"eval.sample_tokens = {count}: a {type(network).__name__} writes no text; set 0"
@@ -461,8 +533,8 @@ def sampler(run: Run) -> Callable[[PyTree], tuple[str, str]] | None:
     first = row[length + size] if settings.data.row_parts > 1 else 0
     prompt_1L = np.asarray(row[None, first:size], np.int32)
 
-    def sample(params):
-        how = {"num_tokens": count, "temperature": 0.8, "key": jax.random.key(0)}
+    def sample(params, base):
+        how = {"num_tokens": count, "temperature": 0.8, "key": jax.random.key(0), "base": base}
         (tokens,) = fetch(llama.generate(network, params, prompt_1L, **how))
         parts = (tokens[: size - first], tokens[size - first :])
         start, text = (readable(part, tokenizer, max_chars=16 * len(part)) for part in parts)

@@ -136,6 +136,7 @@ def _open_ledger(
         return stack.enter_context(Ledger(os.devnull))
     made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
     made_with["data_commit"] = getattr(run.corpus, "commit", "")
+    made_with["base_fingerprint"] = run.model.base.fingerprint
     made_with["made_by"] = "fit" if run.by_fit else "train"
     write_config(run.workdir, run.settings, **made_with)
     return open_ledger(run.workdir, run.settings.log, control, stack, progress.note)
@@ -212,6 +213,7 @@ def require_equal_processes(run: Run) -> None:
             "attention, as found there": repr(run.spec.attention),
             "the data": run.corpus.fingerprint,
             "the weights it starts from": weights.hexdigest(),
+            "the frozen weights": run.model.base.fingerprint,
         },
         "all processes of a run need the same",
     )

@@ -17,7 +17,7 @@ from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
 from adloco_jax.engine.programs import Programs, merge_plan, merged, needed_bytes, parts_of, spawned
-from adloco_jax.engine.sharding import bytes_here, ensemble_spec, placement, workers_spec
+from adloco_jax.engine.sharding import base_spec, bytes_here, ensemble_spec, placement, workers_spec
 from adloco_jax.engine.spec import Kernel, Kind, Layout, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ConfigError, ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, first_sizes, start
@@ -314,7 +314,9 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
         if stated is None:
             raise
         needed = int(float(stated[1]) * 2 ** {"M": 20, "G": 30}[stated[2]])
-    return Peak(needed, bytes_here(state.replace(**taken)))
+    is_beside = key.kind in ("start", "outer", "flush")  # the others take the frozen weights
+    base = base_spec(programs.spec, key.layout) if is_beside else None
+    return Peak(needed, bytes_here((state.replace(**taken), base)))
 
 
 def model_shards(
@@ -356,7 +358,8 @@ def held_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False)
     """Bytes of the ensemble, workers' parameters, and sums of gradients if any, on one device."""
     ensemble = ensemble_spec(spec, Layout(sizes)).replace(params_R=None)  # the workers have them
     workers = workers_spec(spec, Layout(sizes), accumulates=accumulates)
-    return bytes_here((ensemble, workers.replace(inner_state_R=None)))
+    held = (ensemble, workers.replace(inner_state_R=None), base_spec(spec, Layout(sizes)))
+    return bytes_here(held)
 
 
 def _replaced_bytes(spec: Spec, sizes: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
@@ -364,11 +367,13 @@ def _replaced_bytes(spec: Spec, sizes: tuple[int, ...], change: Any, *arguments:
     ensemble = ensemble_spec(spec, Layout(sizes))
     leaves = jax.tree.leaves(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
+    frozen = bytes_here(base_spec(spec, Layout(sizes)))
     if len(parts) <= 1:
-        return Peak(needed_bytes(change.lower(ensemble, *arguments).compile()), 0)
+        return Peak(needed_bytes(change.lower(ensemble, *arguments).compile()), frozen)
     all_here, largest = bytes_here(leaves), max(parts, key=num_bytes)
     alone = ensemble.replace(params_R=None, inner_state_R=largest)
     rest = ensemble.replace(inner_state_R=None)
     needs = [needed_bytes(change.lower(part, *arguments).compile()) for part in (alone, rest)]
     others = all_here - bytes_here(largest) + bytes_here(ensemble.params_R)
-    return max(Peak(needs[0], others), Peak(needs[1], all_here), key=lambda peak: peak.total)
+    peaks = Peak(needs[0], others + frozen), Peak(needs[1], all_here + frozen)
+    return max(*peaks, key=lambda peak: peak.total)

@@ -6,7 +6,7 @@ import math
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
-from adloco_jax.engine.spec import Layout, Spec, num_bytes
+from adloco_jax.engine.spec import Layout, Spec, num_bytes, num_values
 from adloco_jax.errors import counted
 from adloco_jax.files import requests_to_get, requests_to_put
 from adloco_jax.loop.adloco import first_sizes, start
@@ -24,6 +24,11 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     workers = sum(first := first_sizes(settings))
     at = placement(spec, Layout(first, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
+    if spec.base is not None:
+        beside = f"{num_values(spec.base):,} frozen ones ({model.base_dtype}) {weights}"
+        sent = in_bytes(spec.sync_bytes * outer.fragments)
+        weights = f"an adapter of rank {settings.adapter.rank} beside {beside}"
+        weights += f"; a worker sends {sent} a round"
     pool = ensemble.num_workers - workers
     steps = counted(inner.steps_per_round, "update")
     if inner.round_length != "fixed":

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from adloco_jax.data import Corpus
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.files import replaced_folder
-from adloco_jax.models.layers import param_shapes
+from adloco_jax.models.layers import merge_adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.run import checkpoint
 from adloco_jax.run.assemble import assemble, build_network, class_count, spec_of
 from adloco_jax.run.folder import recorded_settings, refuse_fit
@@ -31,10 +32,35 @@ from adloco_jax.settings import Settings
 
 def save(
     params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None, **how: str
-) -> None:
-    """Write the configured model by `hf.save`, with what its checkpoint's config.json said."""
+) -> str:
+    """Write the configured model by `hf.save`, with what its checkpoint's config.json said.
+
+    Of a model with an adapter, this is written by `hf.save_adapter`. Returns the dtype.
+    """
+    network = build_network(settings)
+    if settings.adapter.rank:
+        base = hf.base_name(settings.model.init_from)
+        hf.save_adapter(params, folder, tokenizer, network=network, base=base)
+        return "float32"
     config = json.loads(settings.model.checkpoint or "{}")
-    hf.save(params, folder, tokenizer, network=build_network(settings), config=config, **how)
+    hf.save(params, folder, tokenizer, network=network, config=config, **how)
+    return how.get("dtype", "float32")
+
+
+def save_merged(
+    adapter: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None, **how: str
+) -> str:
+    """Write a model with its adapter merged; return the dtype, by default the checkpoint's."""
+    loaded = hf.load(settings.model.init_from)
+    network: Any = build_network(settings)
+    _, base = split_adapter(loaded.params)
+    params = merge_adapter(with_adapter(base, fetch(adapter)), network.adapter)
+    is_narrow = loaded.stored_as == ("bfloat16",)
+    how = {"dtype": "bfloat16" if is_narrow else "float32"} | how
+    config = json.loads(settings.model.checkpoint)
+    network = network.clone(adapter=None)
+    hf.save(params, folder, tokenizer, network=network, config=config, **how)
+    return how["dtype"]
 
 
 def write_consensus(
@@ -46,9 +72,13 @@ def write_consensus(
     otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`.
     """
     network = build_network(settings)
-    if hf.weight_map(network) is not None and _shapes(params) == _shapes(param_shapes(network)):
+    is_whole = _shapes(params) == _shapes(param_shapes(network))
+    if hf.weight_map(network) is not None and (is_whole or settings.adapter.rank):
         save(params, folder, settings, tokenizer)
-        print(f"export: {folder}, in Hugging Face layout")
+        layout = (
+            "an adapter, as PEFT reads it" if settings.adapter.rank else "in Hugging Face layout"
+        )
+        print(f"export: {folder}, {layout}")
         return
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, order="C")
@@ -124,5 +154,6 @@ def read_trained(
     assert isinstance(run.corpus, Corpus)
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     with contextlib.closing(Programs(run.spec)) as programs:
+        programs.hold(run.model.base.params)
         params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
     return Trained(settings, params, run.corpus.tokenizer, control.round, source)

@@ -113,6 +113,7 @@ class Recorded(NamedTuple):
     settings: Settings  # what a later version has added has its default
     commit: str  # of the hub's data set; empty if the run reads none
     by_fit: bool  # whether `fit` made the run, so that its model's code is not here
+    base: str  # hash of the frozen weights; empty if there are none
 
 
 def recorded(workdir: Path) -> Recorded | None:
@@ -133,7 +134,8 @@ def recorded(workdir: Path) -> Recorded | None:
         commit = str(content.get("data_commit", ""))
         if commit and not COMMIT.fullmatch(commit):
             raise Damaged(f"data_commit = {commit!r:.60}")
-        return Recorded(settings, commit, content.get("made_by") == "fit")
+        base = str(content.get("base_fingerprint", ""))
+        return Recorded(settings, commit, content.get("made_by") == "fit", base)
     except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
@@ -170,7 +172,7 @@ def recorded_settings(workdir: Path) -> Settings:
     Raises CheckpointError without a readable record, ConfigError if an entry that the user added to
     a table is not defined now.
     """
-    config, commit, _ = _resumable(workdir)
+    config, commit, *_ = _resumable(workdir)
     values = config.model_dump()
     if commit:
         values["data"]["revision"] = commit

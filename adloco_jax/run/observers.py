@@ -170,7 +170,7 @@ class Evaluator:
     num_classes: int | None  # number of classes of labelled rows; None for text
     unit: str  # unit of the loss
     # Continues a held-out text with a model; None: no evaluation has a sample.
-    sample: Callable[[PyTree], tuple[str, str]] | None = None
+    sample: Callable[[PyTree, PyTree], tuple[str, str]] | None = None
     params: PyTree | None = None  # parameters of the last consensus model
 
     def __call__(self, state: State, boundary: Boundary) -> None:
@@ -197,7 +197,8 @@ class Evaluator:
         if losses:
             more: dict[str, Any] = {"source": source}
             if self.sample is not None:
-                more["sample"] = start, text = self.sample(self.params)
+                base = engine.programs.frozen(evaluate.loss_key(engine.heldout.batch_size))
+                more["sample"] = start, text = self.sample(self.params, base)
                 self.recorder.progress.note(f"  | {start} -> {text}")
             known = losses[0] if source == "only" else None
             loss = self._record(state.control, "consensus", self.params, known, **more)

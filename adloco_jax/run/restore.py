@@ -95,6 +95,7 @@ def begin_control(
     if allowed[last] != mode:
         choice.programs.close()
         choice = chosen([allowed[last]])
+    choice.programs.hold(run.model.base.params)
     size = min(processes.gather(choice.max_batch_size))
     if control is None:
         return start(settings, size), choice.programs

@@ -14,6 +14,7 @@ from adloco_jax.study.benchmarks import Score
 FILE = "README.md"
 # The hub's name of what a model does, by the end of its class in `config.json`.
 _TASKS = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
+_ADAPTER = "adapter_config.json"
 _METRICS = ("loss", "perplexity", "bits_per_byte", "accuracy")
 
 
@@ -39,12 +40,13 @@ def write(
     base, dataset = _on_hub(start), _on_hub(data["path"]) if data["source"] == "hf" else None
     language = data["name"] if re.fullmatch("[a-z]{2}", data["name"]) else None
     name, task = workdir.resolve().name, task_of(folder)
+    is_adapter = (folder / _ADAPTER).exists()
     scores = {metric: found[metric] for metric in _METRICS if found[metric] is not None}
     metadata = ModelCardData(
         base_model=base,
         datasets=dataset and [dataset],
         language=language,
-        library_name="transformers" if task else "jax",
+        library_name="peft" if is_adapter else "transformers" if task else "jax",
         pipeline_tag=task,
         tags=["adloco", "diloco", "jax"],
         metrics=[*scores],
@@ -86,6 +88,8 @@ def write(
 
 def task_of(folder: Path) -> str | None:
     """Return the hub's name of what the model in a folder does; None if `transformers` has none."""
+    if (folder / _ADAPTER).exists():
+        return "text-generation"
     path = folder / "config.json"
     name = read_json(path, DataError)["architectures"][0] if path.exists() else ""
     return next((task for end, task in _TASKS.items() if name.endswith(end)), None)

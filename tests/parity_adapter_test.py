@@ -1,0 +1,71 @@
+"""Adapters that PEFT wrote and reads: the same logits in PyTorch and here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adloco_jax import hf
+from adloco_jax.models import Llama
+from adloco_jax.models.layers import Adapter, split_adapter
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings(  # PEFT asks transformers 5.23 by its old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+SIZES = dict(vocab_size=31, width=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=24)
+PLAIN = Llama(**SIZES, max_length=32, qkv_bias=True)
+TOKENS = np.random.default_rng(0).integers(0, 31, (2, 9))
+
+
+def logits(network, params):
+    tokens_BL = jnp.asarray(TOKENS, jnp.int32)
+    return network.apply({"params": jax.tree.map(jnp.asarray, params)}, tokens_BL)
+
+
+def of_torch(model):
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
+
+
+@pytest.mark.parametrize("layers", ["attention", "all"])
+def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, layers):
+    network = PLAIN.clone(adapter=Adapter(3, 5.0, layers))
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), shapes["params"])
+    adapter, base = split_adapter(params)
+    hf.save(base, tmp_path / "base", network=PLAIN)
+    hf.save_adapter(adapter, tmp_path / "ours", None, network=network, base=str(tmp_path / "base"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(model, str(tmp_path / "ours"))
+    wanted = logits(network, params)
+    np.testing.assert_allclose(of_torch(model), wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    model.save_pretrained(tmp_path / "theirs")
+    found = hf.load(tmp_path / "theirs")
+    assert found.network == network
+    np.testing.assert_array_equal(logits(found.network, found.params), wanted)
+
+
+def test_an_adapter_begins_as_in_peft(tmp_path):
+    """Both draw A uniformly up to 1 / sqrt(inputs), and B begins at zero."""
+    hf.save(
+        jax.tree.map(np.asarray, PLAIN.init(jax.random.key(0), jnp.asarray(TOKENS))["params"]),
+        tmp_path,
+        network=PLAIN,
+    )
+    config = peft.LoraConfig(r=64, target_modules=["down_proj"], task_type="CAUSAL_LM")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    drawn = dict(peft.get_peft_model(model, config).named_parameters())
+    (low, *_), (high, *_) = (
+        [x.detach().numpy() for name, x in drawn.items() if f"lora_{part}" in name] for part in "AB"
+    )
+    network = PLAIN.clone(adapter=Adapter(64, 64.0, "mlp"))
+    ours = network.init(jax.random.key(1), jnp.asarray(TOKENS))["params"]["layers"]["mlp"]["down"]
+    for array in (low, np.asarray(ours["lora_a"])):
+        assert 0.99 * 24**-0.5 < np.abs(array).max() <= 24**-0.5
+        np.testing.assert_allclose(array.std(), (3 * 24) ** -0.5, rtol=0.05)
+    assert not np.any(high) and not np.any(ours["lora_b"])
