@@ -15,6 +15,7 @@ from hlo import collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of, spec_of
+from toy_runs import Signalling
 from trees import same
 
 from adloco_jax import (
@@ -34,6 +35,7 @@ from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.merge import move_workers
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey
+from adloco_jax.errors import Preempted
 from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.ledger import deterministic_lines, read
@@ -304,6 +306,16 @@ def whole(tmp_path_factory):
     result = run(tmp_path_factory.mktemp("whole") / "r", settings_of(**RUN))
     assert max(line.get("num_accum_steps", 0) for line in lines_of(result.workdir)) > 1
     return result
+
+
+def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
+    with pytest.raises(Preempted):
+        run(tmp_path / "r", settings_of(**RUN), table=Signalling(7))
+    result = run(tmp_path / "r", settings_of(**RUN))
+    assert len(events(tmp_path / "r", "start")) == 2
+    assert result.controller == whole.controller and result.loss == whole.loss
+    assert same(result.ensemble, whole.ensemble)
+    assert lines_of(result.workdir) == lines_of(whole.workdir)
 
 
 def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole):

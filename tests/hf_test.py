@@ -308,6 +308,12 @@ def test_another_architecture_is_refused(folder, changes, expected):
     assert expected in refused(folder)
 
 
+def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    assert "leads out of its folder" in refused(folder, ConfigError)
+
+
 def test_all_faults_of_a_config_are_named_at_once(folder):
     faults = {
         "hidden_act": ("gelu", "have gelu, need silu"),
