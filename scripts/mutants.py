@@ -211,7 +211,7 @@ def stale(table: list[Mutant]) -> list[str]:
     for mutant in table:
         try:
             path, mutated = mutant.apply(ROOT)
-            compile(mutated, path, "exec")
+            ast.parse(mutated, str(path))
         except (LookupError, SyntaxError) as error:
             faults.append(f"{mutant.name}: {error}")
         if not mutant.test_files or not all((ROOT / name).is_file() for name in mutant.test_files):

@@ -1,6 +1,6 @@
 """The kernels and the form of a network's program on a device, and the header that names them."""
 
-import types
+from unittest import mock
 
 import pytest
 import toy
@@ -27,7 +27,8 @@ def test_header_and_ledger_give_the_speed(tmp_path, capsys):
 
 
 def a_gpu(capability):
-    return types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    # A mesh hashes its devices.
+    return mock.NonCallableMock(platform="gpu", compute_capability=capability, process_index=0)
 
 
 def settings_of(*, batching=(), ensemble=(), **model):

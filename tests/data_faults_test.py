@@ -10,6 +10,7 @@ import pytest
 from toy import data_settings
 
 from adloco_jax.data import load_corpus, rows, sources
+from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import DataError
 
 GOOD = [{"text": f"document {i}: {'words and more ' * 6}"} for i in range(40)]
@@ -23,9 +24,8 @@ def lines_of(rows):
 def jsonl(path):
     """The texts of a file of JSON lines."""
     found = sources.jsonl_documents(path, DATA)
-    return [
-        document.text for document in sources.documents_of(found, DATA, where="x", num_classes=None)
-    ]
+    how = {"where": "x", "num_classes": None, "tokenizer": load_tokenizer("bytes")}
+    return [document.text for document in sources.documents_of(found, DATA, **how)]
 
 
 def corpus(path, **options):

@@ -37,10 +37,16 @@ def test_permute_of_hundreds_of_millions_spreads_entries_and_keeps_no_array_of_t
     # Consecutive entries are spread over the whole range: each tenth holds about a tenth.
     counts = np.histogram(image, bins=10, range=(0, num_items))[0]
     np.testing.assert_allclose(counts, len(index) / 10, rtol=0.05)
+    # The least of several, because another thread of the process may allocate meanwhile.
+    assert min(peak_bytes(num_items) for _ in range(5)) < 100_000
+
+
+def peak_bytes(num_items):
+    """Most bytes that a hundred entries of a permutation hold at a time."""
     tracemalloc.start()
     try:
         permute(np.arange(100), num_items=num_items, key=key(1))
-        assert tracemalloc.get_traced_memory()[1] < 100_000
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
