@@ -124,7 +124,14 @@ def test_a_trained_qwen3_continues_on_own_text_as_the_readme_says(hub_root, hub,
     words += ["--config.inner.warmup_updates=1", "--config.model.dtype=float32"]
     done = adloco(environment, *words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    exported = hf.load(tmp_path / "run" / "export")
+    adapter = tmp_path / "run" / "export" / "adapter_config.json"
+    described = json.loads(adapter.read_text())
+    assert described["base_model_name_or_path"] == name
+    described["base_model_name_or_path"] = str(
+        hub_root / "models" / name
+    )  # this process has no hub
+    adapter.write_text(json.dumps(described))
+    exported = hf.load(adapter.parent)
     assert exported.network.tied and exported.network.qk_norm and exported.network.head_size == 6
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert settings["data"]["tokenizer"] == name and settings["model"]["vocab_size"] == 384
