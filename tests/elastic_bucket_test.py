@@ -379,6 +379,7 @@ def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, p
         ("write", "The operation lacked privileges: 403 Forbidden", "no permission to write"),
         ("read", "Error performing PUT http://169.254.169.254/latest", "no valid credentials"),
         ("read", "error sending request for url", "cannot read objects"),
+        ("read", "GET http://host:4030/bkt/20260401/run.json in 1.403s - 503", "cannot read obj"),
         ("write", "FileNotFoundError", "no such bucket"),
     ],
 )

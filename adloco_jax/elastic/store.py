@@ -234,15 +234,19 @@ class Store:
             pause_s = min(2 * pause_s, _RETRY_S)
 
     def _give_up(self, kind: str, error: Exception, failures: int) -> None:
-        text = f"{type(error).__name__} {error}"
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+        text = str(error)  # has the address, and seconds such as 1.403
         if isinstance(error, FileNotFoundError):
             raise ConfigError(f"{self.url}: no such bucket; make it, or name another") from error
-        if any(word in text for word in ("169.254.169.254", "metadata.google", "Unauthenticated")):
+        is_unknown = any(host in text for host in ("169.254.169.254", "metadata.google"))
+        if is_unknown or isinstance(error, UnauthenticatedError):
             raise ConfigError(
                 f"{self.url}: no valid credentials; set them in the environment, such as"
                 " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (those of a profile must be exported)"
             ) from error
-        if any(word in text for word in ("PermissionDenied", "403", "401", "os error 13")):
+        words = "403 Forbidden", "401 Unauthorized", "os error 13"  # of errors without a class
+        if isinstance(error, PermissionDeniedError) or any(word in text for word in words):
             raise ConfigError(
                 f"{self.url}: no permission to {kind} objects ({_cause(error)}); the list of what"
                 " the bucket must allow is in docs/guides/sites.md"
