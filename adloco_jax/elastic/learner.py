@@ -5,7 +5,6 @@ asks for the same rows again.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import time
@@ -274,9 +273,8 @@ _send = jax.jit(_differences, static_argnums=(2, 3))
 def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
     """Return the form of a worker's answer (`formats.check_form`)."""
     params_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), spec.params)
-    how = {"precision": _precision(spec, order), "is_single": order.is_single}
-    send = functools.partial(_differences, **how)
-    differences = jax.eval_shape(send, params_M, Workers(params_M, None))
+    workers = Workers(params_M, None)
+    differences = _send.eval_shape(params_M, workers, _precision(spec, order), order.is_single)
     one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
     fields: dict[str, Any] = Answer.__annotations__ | {"differences": differences, "stats_R": None}
     fields |= {"stream": work.stream, "num_sequences": order.sequences(work)}
