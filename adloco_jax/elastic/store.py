@@ -340,7 +340,8 @@ def unpack(
         about = header.pop("__metadata__")
         content = json.loads(about["message"])
         message = checked(content["message"], kind, name, Refused)
-        paths = jax.tree.leaves_with_path(form(message))
+        tree = form(message)
+        paths = jax.tree.leaves_with_path(tree)
         wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
         values, zeros, arrays = content["values"], set(content["zeros"]), {}
         if {*header, *values, *zeros} != wanted.keys():
@@ -363,7 +364,7 @@ def unpack(
             return values[key]
         return np.zeros(want.shape, want.dtype) if key in zeros else arrays[key]
 
-    return message, jax.tree.map_with_path(leaf, form(message)), about["sha256"]
+    return message, jax.tree.map_with_path(leaf, tree), about["sha256"]
 
 
 def _view(
