@@ -154,9 +154,11 @@ class ElasticEngine:
             self._tell(control)
         ended = {m: self.rounds.pop(m) for m in over}
         for m, each in ended.items():
-            start_M = take(state.ensemble, control.positions([m])).params_M
-            params_norm = float(norms(trainable(start_M))[0])
-            each.judge(rule, self._norms.get(m, ()), params_norm)
+            before, params_norm = self._norms.get(m, []), 0.0
+            if not before:  # then the update is compared with the parameters
+                start_M = take(state.ensemble, control.positions([m])).params_M
+                params_norm = float(norms(trainable(start_M))[0])
+            each.judge(rule, before, params_norm)
         return ended
 
     def _tell(self, control: Control) -> None:
