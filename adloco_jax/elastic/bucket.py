@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax.traverse_util import flatten_dict
+from jaxtyping import PyTree
 
 from adloco_jax import __version__
 from adloco_jax.elastic import store
@@ -70,10 +71,15 @@ class OrderCall:
     answer: concurrent.futures.Future | None = None  # set once the answer is being read
 
 
+def state_form(spec: Spec) -> PyTree:
+    """Return the form of a worker's inner state."""
+    return jax.eval_shape(spec.inner_tx.init, spec.params)
+
+
 def order_form(spec: Spec, parts: Sequence[WorkerPart]) -> Any:
     """Return the form of a learner's order: shapes and dtypes of arrays, types of other values."""
     float32 = jax.numpy.dtype("float32")
-    state = jax.eval_shape(spec.inner_tx.init, spec.params)
+    state = state_form(spec)
     work = [
         WorkerOrder.__annotations__
         | {"rate_T": jax.ShapeDtypeStruct((part.num_micro_batches,), float32)}
@@ -343,8 +349,7 @@ class BucketTransport:
         fields: dict[str, Any] = {"method": method}
         if method == "states":
             fields["wanted"], tree = arguments[0], None
-            state = jax.eval_shape(self._spec.inner_tx.init, self._spec.params)
-            call.form = [state for _ in fields["wanted"]]
+            call.form = [state_form(self._spec)] * len(fields["wanted"])
         else:
             fields["parts"] = [
                 WorkerPart(num_micro_batches=len(w.rate_T), has_state=w.inner_state is not None)

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from adloco_jax import __version__
 from adloco_jax.config import validate
 from adloco_jax.elastic import store
-from adloco_jax.elastic.bucket import SIGNS, limit, order_form
+from adloco_jax.elastic.bucket import SIGNS, limit, order_form, state_form
 from adloco_jax.elastic.formats import (
     AnswerMessage,
     DriverBoard,
@@ -286,7 +285,6 @@ class BucketLearner:
     def _execute(self, which: OrderId) -> tuple[AnswerMessage, Any]:
         """Run an order; return what the answer's message and tree contain."""
         spec, answer = self._spec, AnswerMessage(id=which)
-        state = jax.eval_shape(spec.inner_tx.init, spec.params)
 
         def form(message: OrderMessage) -> Any:
             if message.id != which or (message.method == "play") != (message.params is not None):
@@ -295,7 +293,7 @@ class BucketLearner:
                 raise Refused(f"{which.order_name()}: for more workers than the run has")
             return None if message.method == "states" else order_form(spec, message.parts)
 
-        most = limit([state] * self._num_workers)
+        most = limit([state_form(spec)] * self._num_workers)
         message, order, _ = self._store.read(which.order_name(), most, OrderMessage, form)
         if message.method == "states":
             found = self.learner.states(message.wanted)

@@ -360,8 +360,7 @@ class ElasticEngine:
             self.fleet.note(learner.number, "refused", str(error), order.trainer)
             return self._do_without(learner, str(error))
         packed = [answer.differences.packed_R for answer in answers]
-        precision = "float32" if order.is_single else self.spec.outer.precision
-        norms = [float(self._measure(precision, each)[0]) for each in packed]
+        norms = [float(self._measure(order.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
         seconds = min(sum(answer.seconds for answer in answers), elapsed_s)
         learner.sequence_s = seconds / sum(map(order.sequences, order.work))

@@ -68,6 +68,10 @@ class Order(NamedTuple):
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
     work: tuple[WorkerOrder, ...]  # one entry for each worker
 
+    def precision(self, spec: Spec) -> Precision:
+        """Return the precision of differences; those of a single worker are not quantised."""
+        return "float32" if self.is_single else spec.outer.precision
+
     def sequences(self, work: WorkerOrder) -> int:
         """Return the number of sequences that a worker reads."""
         return work.num_updates * self.num_accum_steps * self.micro_batch_size
@@ -211,7 +215,7 @@ class Learner:
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
         _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
         ended = workers.replace(inner_state_R=None)
-        sent = _send(params_M, ended, _precision(spec, order), order.is_single)
+        sent = _send(params_M, ended, order.precision(spec), order.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
@@ -262,11 +266,6 @@ def _differences(params_M: PyTree, workers: Workers, precision: Precision, is_si
     return pack_differences(_alone(params_M), workers, precision=precision, single_R=(is_single,))
 
 
-def _precision(spec: Spec, order: Order) -> Precision:
-    """Return the precision of differences; those of a single worker are not quantised."""
-    return "float32" if order.is_single else spec.outer.precision
-
-
 _send = jax.jit(_differences, static_argnums=(2, 3))
 
 
@@ -274,7 +273,7 @@ def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
     """Return the form of a worker's answer (`formats.check_form`)."""
     params_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), spec.params)
     workers = Workers(params_M, None)
-    differences = _send.eval_shape(params_M, workers, _precision(spec, order), order.is_single)
+    differences = _send.eval_shape(params_M, workers, order.precision(spec), order.is_single)
     one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
     fields: dict[str, Any] = Answer.__annotations__ | {"differences": differences, "stats_R": None}
     fields |= {"stream": work.stream, "num_sequences": order.sequences(work)}

@@ -5,14 +5,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import jax
 import numpy as np
 
 from adloco_jax.elastic import decisions
 from adloco_jax.elastic.formats import Refused, check_form
 from adloco_jax.elastic.learner import Answer, Order, answer_form
 from adloco_jax.engine.round import Outcome
-from adloco_jax.engine.spec import Spec
+from adloco_jax.engine.spec import Spec, num_bytes
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import EngineSettings
 
@@ -50,7 +49,7 @@ class Round:
             self.norms[answer.stream] = norm
             if not (answer.differences.usable_R.all() and math.isfinite(norm)):
                 self.broken.add(answer.stream)
-            self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
+            self.wire_bytes += num_bytes(answer.differences)
 
     def is_over(
         self, rule: EngineSettings, learners: Mapping[int, decisions.LearnerRecord]
