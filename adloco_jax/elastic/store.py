@@ -51,15 +51,14 @@ class Store:
     (read, write) only for a short time.
     """
 
-    def __init__(self, url: str, *, say: Callable[[str], object] = print):
+    def __init__(self, url: str):
         """Open a bucket, such as s3://bucket/run1 or file:///shared/run1, without a request.
 
-        `say` shows a line to the user. Raises ConfigError for another address or a missing parent
-        folder.
+        Raises ConfigError for another address or a missing parent folder.
         """
         from obstore.store import from_url
 
-        self.url, self._say, self._known = url, say, set[str]()
+        self.url, self._known = url, set[str]()
         self.requests = self.bytes_up = self.bytes_down = 0
         self._counting = threading.Lock()
         self._folder: Path | None = None  # of file://
@@ -222,13 +221,13 @@ class Store:
                 elif failures >= 3 and not is_told:
                     is_told = True
                     self._count(failing=1)
-                    self._say(f"{self.url}: cannot {kind} ({_cause(error)}); waiting")
+                    print(f"{self.url}: cannot {kind} ({_cause(error)}); waiting")
             else:
                 self._known.add(kind)
                 if is_told:
                     self._count(failing=-1)
                     gone_s = time.monotonic() - failed_s
-                    self._say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
+                    print(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
                 return result
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_S)
