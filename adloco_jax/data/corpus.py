@@ -77,7 +77,7 @@ class Corpus:
         The arguments are those of `data.sampling.stream_rows`.
         """
         index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
-        return self.rows[index].astype(np.int32)
+        return self.rows[index].astype(np.int32, copy=False)
 
     def describe(self) -> str:
         """Describe the rows of a run in words, with an excerpt of a training row."""

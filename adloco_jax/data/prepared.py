@@ -133,17 +133,19 @@ class DocumentRows:
         """Read the rows at `index`, integers [n]."""
         length = self.tokens.shape[1]
         first_n = np.asarray(index) * length
-        starts_nL = np.zeros((len(first_n), length), np.int32)
+        rows = np.zeros((len(first_n), self.shape[1]), np.int32)
+        rows[:, :length] = self.tokens[index]
+        starts_nL, weights_nL = rows[:, length : 2 * length], rows[:, 2 * length :]
         bounds_n2 = np.searchsorted(self.starts, np.stack([first_n, first_n + length], axis=1))
-        for starts_L, first, (low, high) in zip(starts_nL, first_n, bounds_n2, strict=True):
-            positions = self.starts[low:high] - first
-            starts_L[positions] = positions
-        starts_nL = np.maximum.accumulate(starts_nL, axis=1)
-        parts = [self.tokens[index].astype(np.int32), starts_nL]
+        row_k = np.repeat(np.arange(len(first_n)), np.diff(bounds_n2)[:, 0])
+        which_k = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in bounds_n2)])
+        position_k = self.starts[which_k] - first_n[row_k]
+        starts_nL[row_k, position_k] = position_k
+        np.maximum.accumulate(starts_nL, axis=1, out=starts_nL)
         if self.answers is not None:
             weight = np.float32(len(self.answers) / self.num_answer_tokens)
-            parts.append((self.answers[index] * weight).view(np.int32))
-        return np.hstack(parts)
+            weights_nL.view(np.float32)[:] = self.answers[index] * weight
+        return rows
 
 
 def row_weights(rows_EL: np.ndarray, sequence_length: int) -> np.ndarray:
