@@ -375,7 +375,7 @@ def _encode(
     about["label"] = [document.label for document in documents]
     about["side"] = side
     if job.data.is_chat:
-        pieces, marks = _cut(ids, [document.answers for document in documents], job, about)
+        pieces, marks = _cut(ids, documents, job, about)
     else:
         pieces, marks = [np.append(i, np.int32(encoder.eot_id)) for i in ids], []
         about["counted"] = [len(piece) for piece in pieces]
@@ -392,13 +392,15 @@ def _encode(
 
 
 def _cut(
-    ids: list[np.ndarray], answers: Sequence[chats.Answers], job: Job, about: np.ndarray
+    ids: list[np.ndarray], documents: Sequence[Document], job: Job, about: np.ndarray
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Cut chats to the length of a row, to nothing if no token counts; mark those that count."""
-    texts = [text for each in answers for span in each.spans for text in span]
-    ends = iter(job.encoder.encode_batch(texts))
+    answers = [document.answers for document in documents]
+    ids_of = dict(zip((document.text for document in documents), ids, strict=True))
+    parts = {text for each in answers for span in each.spans for text in span} - ids_of.keys()
+    ids_of |= zip(parts, job.encoder.encode_batch([*parts]), strict=True)
     whole = [
-        chats.counted(chat, [(next(ends), next(ends)) for _ in each.spans])
+        chats.counted(chat, [(ids_of[before], ids_of[end]) for before, end in each.spans])
         for chat, each in zip(ids, answers, strict=True)
     ]
     marks = [m[: job.row_length] if m[: job.row_length].any() else m[:0] for m in whole]
