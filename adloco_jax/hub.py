@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import logging
 import re
@@ -133,17 +134,23 @@ def _check_content(file: Path, where: str) -> None:
     blob = file.resolve()
     if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return
-    digest = hashlib.sha256()
-    if len(blob.name) == 40:  # a small file has the hash that git computes
-        digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
-    with open(blob, "rb") as content:
-        while part := content.read(2**20):
-            digest.update(part)
-    if digest.hexdigest() != blob.name:
+    stat = blob.stat()
+    if _content_hash(blob, stat.st_size, stat.st_ctime_ns) != blob.name:
         raise DataError(
             f"{where}: {file.name} does not have the hash that the hub states;"
             f" delete {blob} and run the same command again"
         )
+
+
+@functools.cache  # a run opens a repository several times, and its weights may have many gigabytes
+def _content_hash(blob: Path, num_bytes: int, changed_ns: int) -> str:
+    digest = hashlib.sha256()
+    if len(blob.name) == 40:  # a small file has the hash that git computes
+        digest = hashlib.sha1(b"blob %d\0" % num_bytes, usedforsecurity=False)
+    with open(blob, "rb") as content:
+        while part := content.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 # -- Faults ----------------------------------------------------------------------------------

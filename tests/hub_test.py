@@ -1,13 +1,20 @@
 """A data set of a hub on this machine: its rows, and one line for each kind of fault."""
 
+import builtins
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
+import huggingface_hub
 import pytest
 from hubs import TOKENIZER, served
+
+from adloco_jax import hub
+from adloco_jax.errors import DataError
 
 # One process runs all cases, because libraries read the hub's address at import.
 PROGRAM = """
@@ -122,3 +129,22 @@ def test_each_fault_is_one_line_with_its_key_and_code(found, name):
     (got, line), _ = found[name]
     assert got == code and re.search(words, line) and "\n" not in line
     assert "data." in line or "hf://" in line
+
+
+def test_a_file_of_the_cache_is_hashed_once_and_again_after_a_change(tmp_path, monkeypatch):
+    content = b"weights"
+    blob = tmp_path / "blobs" / hashlib.sha256(content).hexdigest()
+    folder = tmp_path / "snapshots" / "main"
+    for made in (blob.parent, folder):
+        made.mkdir(parents=True)
+    blob.write_bytes(content)
+    (folder / "config.json").symlink_to(blob)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    given = dict(one_of=["config.json"], where="model.init_from=a/b")
+    with mock.patch.object(builtins, "open", wraps=open) as opened:
+        for _ in range(3):
+            assert hub.download("a/b", [], **given) == folder
+    assert [call.args[0] for call in opened.mock_calls if call.args] == [blob]
+    blob.write_bytes(b"changed")
+    with pytest.raises(DataError, match="a/b: config.json does not have the hash that the hub"):
+        hub.download("a/b", [], **given)
