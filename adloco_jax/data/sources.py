@@ -9,7 +9,6 @@ import codecs
 import contextlib
 import csv
 import dataclasses
-import errno
 import functools
 import gzip
 import io
@@ -27,7 +26,14 @@ from adloco_jax import hub
 from adloco_jax.data import chats
 from adloco_jax.data.files import File
 from adloco_jax.data.tokenizers import Tokenizer
-from adloco_jax.errors import ConfigError, DataError, ResourceError, reason, remedy
+from adloco_jax.errors import (
+    TOO_MANY_FILES,
+    ConfigError,
+    DataError,
+    ResourceError,
+    reason,
+    remedy,
+)
 from adloco_jax.settings import CHATS, DataSettings
 
 # The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
@@ -309,11 +315,11 @@ def _arrow_faults(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _faults(file: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Call a file damaged if reading fails, unless this process has too many files open."""
+    """Call a file damaged if reading fails, unless too many files are open."""
     try:
         yield
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, *kinds) as error:
-        if getattr(error, "errno", None) == errno.EMFILE:
+        if getattr(error, "errno", None) in TOO_MANY_FILES:
             raise ResourceError(f"{file}: {reason(error)}; {remedy(error)}") from error
         raise DataError(f"{file}: damaged or unreadable ({reason(error, 200)})") from error
 
