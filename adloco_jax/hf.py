@@ -301,12 +301,8 @@ def save(
         config |= tokenizer.token_ids
     config["architectures"] = [names.classes[config["model_type"]]]
     config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, dtype)
-    leaves = _leaves(jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params))
-    arrays = {
-        # The arrays are made contiguous, because a file does not store the strides of a view.
-        tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
-        for tensor in tensors(network, names)
-    }
+    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params)
+    arrays = _arrays(params, tensors(network, names))
     split = huggingface_hub.split_state_dict_into_shards_factory(
         arrays,
         get_storage_size=lambda array: array.nbytes,
@@ -352,11 +348,7 @@ def save_adapter(
 
     An existing `folder` is replaced when everything is written.
     """
-    leaves = _leaves(jax.tree.map(np.asarray, params))
-    arrays = {
-        tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
-        for tensor in _low_rank(network)
-    }
+    arrays = _arrays(jax.tree.map(np.asarray, params), _low_rank(network))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -374,6 +366,12 @@ def save_adapter(
         (partial / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(partial, network.max_length)
+
+
+def _arrays(params: PyTree, named: Iterable[Tensor]) -> dict[str, np.ndarray]:
+    """Return the arrays to write, by name; contiguous, because a file stores no strides."""
+    leaves = _leaves(params)
+    return {tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path])) for tensor in named}
 
 
 def _differing(network: nn.Module, names: WeightMap, config: dict) -> list[str]:
