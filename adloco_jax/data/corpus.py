@@ -86,7 +86,7 @@ class Corpus:
         sides, num_tokens = [str(len(self.rows)), str(len(self.heldout_rows))], len(row) - 1
         if self.tokens_per_byte is None:
             for i, side in enumerate((self.rows, self.heldout_rows)):
-                counts = np.bincount(side[np.arange(len(side))][:, 0])
+                counts = np.bincount(np.asarray(side)[:, 0])
                 sides[i] += f" ({', '.join(map(str, counts))} by class)"
             of_class, num_tokens = f" of class {row[0]}", len(row) - NUM_FIELDS
             row = row[NUM_FIELDS : NUM_FIELDS + row[1]]
