@@ -78,7 +78,7 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     manifest = rows.prepare(job, output)
     arrays, length = prepared.open_rows(output, manifest), settings.data.sequence_length
     order = order_of(settings, len(arrays[0]), where=str(output))
-    train, heldout = map(prepared.DocumentRows, arrays[:2], arrays[2:4], arrays[4:] or (None, None))
+    train, heldout = prepared.document_rows(arrays)
     print(Corpus(train, heldout, encoder, manifest, order, manifest.tokens_per_byte).describe())
     keys = {  # config keys that these rows determine
         "data.source": "tokens",

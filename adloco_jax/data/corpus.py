@@ -182,7 +182,7 @@ def load_corpus(
     if data.row_parts > 1:
         if not data.is_chat and manifest.documents[0] < 2:
             raise DataError(f"{where}: a single document to train on; set data.attention=row")
-        rows_of = [*map(DocumentRows, arrays[:2], arrays[2:4], arrays[4:] or (None, None))]
+        rows_of = [*prepared.document_rows(arrays)]
     train, heldout = rows_of
     order = order_of(settings, len(train), where=where)
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None

@@ -148,6 +148,12 @@ class DocumentRows:
         return rows
 
 
+def document_rows(arrays: Sequence[np.ndarray]) -> tuple[DocumentRows, DocumentRows]:
+    """Return the rows to train on and the held-out rows of `arrays`, in the order of `ARRAYS`."""
+    train, heldout = map(DocumentRows, arrays[:2], arrays[2:4], arrays[4:] or (None, None))
+    return train, heldout
+
+
 def row_weights(rows_EL: np.ndarray, sequence_length: int) -> np.ndarray:
     """Return the sum of the weights of each row's tokens, float [E]; one if they have none."""
     width = sequence_length + 1
