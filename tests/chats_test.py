@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from adloco_jax import main as cli
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus, rows
-from adloco_jax.data.prepared import DocumentRows
+from adloco_jax.data.prepared import DocumentRows, row_weights
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import sequence_losses
@@ -154,6 +154,21 @@ def test_all_tokens_count_but_the_first_if_asked(tmp_path, tokenizer):
     corpus = load(path, tokenizer, loss="all")
     assert chats_in(corpus) == [(ids, ids[1:]) for ids, _ in expected(tokenizer, chats)]
     assert " tokens count;" in corpus.describe()
+
+
+def test_fewer_rows_of_a_prepared_folder_have_a_weight_of_one_on_average(tmp_path, tokenizer):
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(60)])
+    folder = tmp_path / "rows"
+    words = ["--tokenizer", str(tokenizer), "--sequence-length", "400", "--heldout-frac", "0.2"]
+    assert (
+        cli.main(["prepare", str(path), "--text-column", "messages", "--out", str(folder), *words])
+        == 0
+    )
+    corpus = load(folder, tokenizer, source="tokens", num_sequences=3)
+    rows_EL = corpus.rows[np.arange(3)]
+    assert len(corpus.rows) == 3 and np.isclose(row_weights(rows_EL, 400).mean(), 1)
+    count = np.count_nonzero(rows_EL[:, 2 * 401 :])
+    assert f"; {count:,} and " in corpus.describe()
 
 
 def test_if_a_later_turn_changes_earlier_ones_only_the_last_answer_counts(tmp_path, tokenizer):

@@ -177,7 +177,7 @@ def load_corpus(
                 raise DataError(f"{where}: token id {array.max()}; prepare the data again")
             if (np.diff(starts, prepend=0, append=array.size) < 0).any():
                 raise DataError(f"{where}: the documents' starts do not ascend; prepare it again")
-        arrays[0] = arrays[0][: data.num_sequences]
+        arrays[::4] = [array[: data.num_sequences] for array in arrays[::4]]  # rows and answers
     rows_of: list[np.ndarray | DocumentRows] = [*arrays[:2]]
     if data.row_parts > 1:
         if not data.is_chat and manifest.documents[0] < 2:
