@@ -121,9 +121,8 @@ class Call(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The inputs of a round: the sizes of each trainer's round, and sequences on their devices."""
+    """The inputs of a round: groups with the sizes of their round, sequences on their devices."""
 
-    plans: Mapping[int, RoundPlan]
     groups: list[Group]
     calls: list[list[Call]]  # for each group: all calls of the first turn, then of the next
     extras: dict[str, dict[int, float]]  # extra arguments of the outer optimizer, for each trainer
@@ -294,7 +293,7 @@ def make_batch(
         name: {m: EXTRAS[name](rates[m], plans[m], settings) for m in plans} for name in spec.extras
     }
     lines = {m: planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()}
-    return Batch(plans, groups, calls, extras, tests, lines)
+    return Batch(groups, calls, extras, tests, lines)
 
 
 def calls_of(
