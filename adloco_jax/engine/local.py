@@ -301,13 +301,9 @@ def _by_trainer(tests: Sequence[Test], measured: Sequence[GradientStats]) -> Sta
     """Wait for gradient statistics, and return those of each trainer that measured some."""
     stats = {}
     for test, stats_R in zip(tests, measured, strict=True):
-        fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
-        first = 0
-        for trainer, size in zip(test.group.trainers, test.group.sizes, strict=True):
-            if test.count_R[first]:
-                parts = {name: values[first : first + size] for name, values in fields.items()}
-                stats[trainer] = GradientStats(**parts)
-            first += size
+        fields = (np.asarray(value, np.float64) for value in vars(stats_R).values())
+        parts = _split(test.group, test.count_R, *fields)
+        stats |= {m: GradientStats(*own) for m, count_W, *own in parts if count_W[0]}
     return stats
 
 
@@ -319,12 +315,15 @@ def _outcomes(measured: Measured, norms: Norms) -> dict[int, Outcome]:
         norm_M = np.linalg.norm(np.asarray(jax.device_get(parts), np.float64), axis=0).tolist()
         norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
     for group, pairs in measured:
-        loss_SR, skipped_SR = by_update(group, pairs)
-        ends = np.cumsum(group.sizes)[:-1]
-        parts = (np.split(values_SR, ends, axis=1) for values_SR in (loss_SR, skipped_SR))
-        for m, loss, skipped in zip(group.trainers, *parts, strict=True):
-            outcomes[m] = Outcome(loss, skipped, norm_of[m])
+        for m, loss_SW, skipped_SW in _split(group, *by_update(group, pairs)):
+            outcomes[m] = Outcome(loss_SW, skipped_SW, norm_of[m])
     return {m: outcomes[m] for m in sorted(outcomes)}
+
+
+def _split(group: Group, *arrays_R: np.ndarray) -> Iterator[tuple]:
+    """Divide arrays [..., R] of a group's workers: each trainer's id, and its part of each."""
+    ends = np.cumsum(group.sizes)[:-1]
+    return zip(group.trainers, *(np.split(one, ends, axis=-1) for one in arrays_R), strict=True)
 
 
 @functools.partial(jax.jit, static_argnums=1)
