@@ -165,13 +165,13 @@ def _group(
 
 def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
     """Divide each of `classes` by plan: trainers with the same plan form a group."""
-    groups, pool = [], [stream for _, stream, _ in control.reads()]
+    groups, pool = [], control.reads()
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
             trainers = [m for m in group.trainers if plans[m] == plan]
             part = _group(control, trainers, group.devices)._replace(plan=plan)
             if spec.by_position:
-                positions = tuple(pool.index(stream) for _, stream, _ in control.reads(trainers))
+                positions = tuple(map(pool.index, control.reads(trainers)))
                 part = part._replace(pool=len(pool), positions=positions)
             groups.append(part)
     return groups
@@ -264,7 +264,8 @@ def make_batch(
     tested_here = set()
     for group in tested:
         at = _here(placement(spec, group.layout).workers, (sum(group.sizes),), 0)
-        tested_here |= {control.reads(group.trainers)[index] for index in at}
+        reads = control.reads(group.trainers)
+        tested_here |= {reads[index] for index in at}
     rates = {
         m: learning_rates(control, m, plan, settings, round_tokens=round_tokens)
         for m, plan in plans.items()
