@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal
 
-import flax.linen as nn
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import LossFn
@@ -47,23 +46,22 @@ class Architecture:
     label_params: Callable[[PyTree], PyTree] | None = None
 
 
-def _attributes(module: type[nn.Module], given: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(module)}
-    return {name: value for name, value in given.items() if name in names}
+def _attributes(weights: WeightMap, checkpoint: str, given: dict[str, Any]) -> dict[str, Any]:
+    # A checkpoint describes more than sizes, and the settings of sizes agree with it.
+    described = weights.attributes(json.loads(checkpoint)) if checkpoint else {}
+    names = {field.name for field in dataclasses.fields(weights.model)}
+    return described | {name: value for name, value in given.items() if name in names}
 
 
 def _build_llama(
     *, attention: str, checkpoint: str, adapter: Adapter | None = None, **given: Any
 ) -> llama.Llama:
-    # A checkpoint describes more than sizes, and the settings of sizes agree with it.
-    described = LLAMA.attributes(json.loads(checkpoint)) if checkpoint else {}
-    described |= _attributes(llama.Llama, given)
+    described = _attributes(LLAMA, checkpoint, given)
     return llama.Llama(**described, attention=attention, adapter=adapter)
 
 
 def _build_bert(*, checkpoint: str, **given: Any) -> bert.Bert:
-    described = BERT.attributes(json.loads(checkpoint)) if checkpoint else {}
-    return bert.Bert(**described | _attributes(bert.Bert, given))
+    return bert.Bert(**_attributes(BERT, checkpoint, given))
 
 
 ARCHITECTURES: dict[str, Architecture] = {
