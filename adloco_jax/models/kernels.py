@@ -30,6 +30,9 @@ KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
 _NUM_BLOCKS = 4
 _MIN_BLOCK = 32  # queries
 
+# A frozen weight is in this Flax collection, and needs no gradient and no tap (`models.layers`).
+BASE = "base"
+
 # Before jax 0.12 the function is named `compute_on2`.
 _as_function: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
@@ -218,7 +221,7 @@ def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., n
     """
     return nn.scan(
         block,
-        variable_axes={"params": 0, "base": 0},
+        variable_axes={"params": 0, BASE: 0},
         split_rngs={"params": True},
         in_axes=nn.broadcast,
         length=num_layers,

@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from adloco_jax.models.kernels import multiply_float32
+from adloco_jax.models.kernels import BASE, multiply_float32
 
 DTYPES = ("float32", "bfloat16")  # the dtypes in which a model may compute
 
@@ -58,8 +58,6 @@ class Adapter(NamedTuple):
         return self if self.layers in (part, "all") else None
 
 
-# A frozen weight is in this Flax collection, and needs no gradient and no tap.
-BASE = "base"
 _LOW_RANK = ("lora_a", "lora_b")
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from adloco_jax.models.kernels import (
     ATTENTION,
+    BASE,
     KEEP_NAMED,
     kept,
     pick,
@@ -25,7 +26,6 @@ from adloco_jax.models.kernels import (
     swiglu,
 )
 from adloco_jax.models.layers import (
-    BASE,
     HEADS_DIVIDE_WIDTH,
     Adapter,
     Embed,
