@@ -86,7 +86,7 @@ def observed(settings, control, noise, signal, scale=1.0):
         m: stats(noise, signal, workers=size, scale=scale)
         for m, size in zip(control.trainers, control.sizes, strict=True)
     }
-    return adloco.with_batch_sizes(control, measured, settings)
+    return adloco.with_batch_sizes(control, measured, settings, control.trainers)
 
 
 class InMemory:
@@ -268,7 +268,7 @@ def test_a_round_too_short_for_a_test_skips_it_and_says_so():
     settings = settings_of(inner={"steps_per_round": 1}, batching=batching)
     control = a_control(batches=(1,), sizes=(1,))
     assert planning.test_count(plans_of(control, settings)[0], 1, settings) == 0
-    after, (decision,) = adloco.with_batch_sizes(control, {}, settings)
+    after, (decision,) = adloco.with_batch_sizes(control, {}, settings, control.trainers)
     assert decision.reason == "skipped" and decision.size.batch_size == 1
     assert after.counts == {"skipped": 1}
 
@@ -286,7 +286,8 @@ def test_a_trainers_statistics_are_its_own_whatever_class_it_was_tested_in():
     ]
     tested = _by_trainer(tests, measured)
     control = a_control(batches=(4, 4, 4, 4), sizes=(1, 2, 1, 1))
-    _, decisions = adloco.with_batch_sizes(control, tested, settings_of(batching=FREELY))
+    settings = settings_of(batching=FREELY)
+    _, decisions = adloco.with_batch_sizes(control, tested, settings, control.trainers)
     assert [d.noise for d in decisions] == [10.0, 40.0, 70.0, None]
 
 
@@ -437,7 +438,7 @@ def test_ramp_takes_the_declared_batch_of_the_next_round():
     settings = settings_of(batching={"test": "ramp", "ramp": ((0, 2), (2, 6))})
     control, sizes = adloco.start(settings, 4), []
     for control.round in range(1, 4):
-        control, decisions = adloco.with_batch_sizes(control, {}, settings)
+        control, decisions = adloco.with_batch_sizes(control, {}, settings, control.trainers)
         sizes.append(decisions[0].size.batch_size)
     assert sizes == [2, 6, 6]
 

@@ -34,18 +34,18 @@ def measures_gradients(settings: Settings) -> bool:
 
 
 def with_batch_sizes(
-    control: Control, stats: Stats, settings: Settings, trainers: Iterable[int] | None = None
+    control: Control, stats: Stats, settings: Settings, trainers: Iterable[int]
 ) -> tuple[Control, list[Decision]]:
     """Decide the sizes that trainers request for their next rounds.
 
-    The round is already counted in `control`. `trainers` have completed one (None: all); those that
-    were not tested are missing in `stats`. The result has one decision for each, in their order.
+    The round is already counted in `control`. `trainers` have completed one; those that were not
+    tested are missing in `stats`. The result has one decision for each, in their order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
     decisions, free = [], _workers_for_tests(control, settings)
     with np.errstate(all="ignore"):  # values that are not finite keep the batch
-        for m in control.trainers if trainers is None else trainers:
+        for m in trainers:
             trainer, now = control.trainers[m], control.size(m)
             request = _request(control, m, settings)
             if measures:
