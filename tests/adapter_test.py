@@ -13,6 +13,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learners import InBucket
 from toy import tiny_config
+from toy_runs import events
 from trees import assert_close, assert_equal
 
 from adloco_jax import hf
@@ -31,7 +32,6 @@ from adloco_jax.models.layers import Adapter, split_adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
 from adloco_jax.run.assemble import configured_model, frozen, pretrained_params, program_spec
 from adloco_jax.run.folder import completed
-from adloco_jax.run.ledger import read
 from adloco_jax.settings import SIZES as KNOWN
 from adloco_jax.training import train
 
@@ -73,9 +73,7 @@ def test_the_loss_and_gradient_are_those_of_the_merged_weights(form, remat):
     given = base if form == "scan" else split_layers(base)
     found = jax.jit(jax.value_and_grad(loss_fn))(adapter, ROWS, base=given)
     np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8), found[1], grad
-    )
+    assert_close(found[1], grad, rtol=2e-5, atol=1e-8)
     assert jax.tree.structure(adapter) == jax.tree.structure(grad)
     whole = with_adapter(base, adapter)
     np.testing.assert_allclose(next_token_loss(NETWORK)(whole, ROWS), wanted, rtol=1e-6)
@@ -89,7 +87,7 @@ def test_taps_measure_the_adapters_gradients_alone(layers):
     by_taps, by_vmap = (
         gradient_stats(loss_fn, adapter, ROWS, estimator=kind) for kind in ("taps", "vmap")
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), by_taps, by_vmap)
+    assert_close(by_taps, by_vmap, rtol=1e-5, atol=0)
     modules = {path[:2] for path in flatten_dict(adapter)}
     assert modules == {("layers", part) for part in ("attention", "mlp") if layers in (part, "all")}
 
@@ -133,7 +131,7 @@ def weights(tmp_path_factory):
 def adapted(init_from, **groups):
     """A config of two rounds of two trainers, which then merge."""
     pool = {"num_trainers": 2, "num_workers": 2}
-    config = tiny_config(
+    return tiny_config(
         ensemble=pool | groups.pop("ensemble", {}),
         model=dict.fromkeys(KNOWN) | {"init_from": str(init_from)},
         adapter={"rank": 2, "alpha": 3.0} | groups.pop("adapter", {}),
@@ -143,7 +141,6 @@ def adapted(init_from, **groups):
         num_rounds=2,
         **groups,
     )
-    return config
 
 
 @pytest.fixture(scope="module")
@@ -158,19 +155,15 @@ def spread(weights, tmp_path_factory):
     return train(config, tmp_path_factory.mktemp("spread") / "r")
 
 
-def events(run, name):
-    return [line for line in read(run.workdir / "ledger.jsonl") if line["event"] == name]
-
-
 def test_a_run_trains_measures_merges_and_saves_the_adapter_alone(spread, trained, weights):
-    assert len(events(trained, "merge")) == 1
+    assert len(events(trained.workdir, "merge")) == 1
     leaves = flatten_dict(trained.params)
     assert {path[-1] for path in leaves} == {"lora_a", "lora_b"} and all(
         map(np.any, leaves.values())
     )
     sizes = [leaf.size for leaf in leaves.values()]
-    assert events(trained, "start")[0]["num_params"] == sum(sizes)
-    assert all(line["signal"] is not None for line in events(trained, "round")[:2])
+    assert events(trained.workdir, "start")[0]["num_params"] == sum(sizes)
+    assert all(line["signal"] is not None for line in events(trained.workdir, "round")[:2])
     # Devices that share workers and weights compute the same.
     assert_close(spread.params, trained.params, rtol=1e-3, atol=1e-4)
     assert abs(spread.loss - trained.loss) < 1e-4

@@ -15,7 +15,7 @@ from hlo import collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of, spec_of
-from toy_runs import Signalling
+from toy_runs import Signalling, events, lines
 from trees import same
 
 from adloco_jax import (
@@ -38,7 +38,6 @@ from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
 from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
@@ -233,10 +232,6 @@ def run(workdir, configured, *, linear=False, table=None, num_devices=1):
         )
 
 
-def events(workdir, name):
-    return [e for e in read(workdir / "ledger.jsonl") if e["event"] == name]
-
-
 ONE_TRAINER = {
     "num_rounds": 2,
     "batching": {
@@ -296,15 +291,11 @@ RUN = {
 }
 
 
-def lines_of(workdir):
-    return deterministic_lines(read(workdir / "ledger.jsonl"))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The run that is never interrupted."""
     result = run(tmp_path_factory.mktemp("whole") / "r", settings_of(**RUN))
-    assert max(line.get("num_accum_steps", 0) for line in lines_of(result.workdir)) > 1
+    assert max(line.get("num_accum_steps", 0) for line in lines(result.workdir)) > 1
     return result
 
 
@@ -315,7 +306,7 @@ def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
     assert len(events(tmp_path / "r", "start")) == 2
     assert result.controller == whole.controller and result.loss == whole.loss
     assert same(result.ensemble, whole.ensemble)
-    assert lines_of(result.workdir) == lines_of(whole.workdir)
+    assert lines(result.workdir) == lines(whole.workdir)
 
 
 def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole):
