@@ -23,7 +23,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run.assemble import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
-from adloco_jax.run.folder import recorded_settings
+from adloco_jax.run.folder import check_config, completed, recorded_settings, write_config
 from adloco_jax.run.ledger import read
 from adloco_jax.settings import KNOBS, SIZES, Settings
 from adloco_jax.training import train
@@ -211,6 +211,18 @@ def test_a_bucket_is_compared_with_what_a_run_records(trained, tmp_path, monkeyp
     config.num_rounds = 1
     run = train(config, tmp_path / "r")
     assert asked == [recorded_settings(run.workdir)] and asked[0].data.tokenizer
+
+
+def test_the_command_that_began_a_run_resumes_it_with_the_checkpoints_tokenizer(trained, tmp_path):
+    config = tiny(init_from=str(trained.workdir / "export"))
+    write_config(tmp_path, completed(validate(config)))
+    check_config(tmp_path, validate(config), accept=False)
+    config.data.tokenizer = "bytes"
+    with pytest.raises(ConfigError, match=r"data.tokenizer: was .*export', is 'bytes'"):
+        check_config(tmp_path, validate(config), accept=True)
+    write_config(tmp_path, validate(config).model_copy(update={"model": validate(tiny()).model}))
+    with pytest.raises(ConfigError, match="data.tokenizer: was 'bytes', is None"):
+        check_config(tmp_path, validate(tiny()), accept=True)
 
 
 def test_sizes_that_are_unset_are_the_checkpoints(trained):

@@ -288,6 +288,8 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 def changes(recorded: Settings, settings: Settings) -> dict[Change, list[str]]:
     """Describe the settings that differ from a record, by kind: harmless, accepted, refused."""
     before, now = flat_settings(recorded), flat_settings(settings)
+    if settings.model.init_from:  # an unset tokenizer is the recorded one, as in `completed`
+        now["data.tokenizer"] = now["data.tokenizer"] or before["data.tokenizer"]
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
         if before[key] != now[key]:
