@@ -35,13 +35,6 @@ _stops: list[threading.Event] = []  # the event of the present `stop_requests`
 _num_sent: Counter[str] = Counter()  # for each name of an exchange, how many values were sent
 
 
-def machine_id() -> str:
-    """Return an id of this machine since its last boot; processes of the same can be signalled."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
-    return os.uname().nodename
-
-
 def connect(
     *,
     coordinator: str | None = None,
