@@ -21,7 +21,8 @@ def path(tmp_path):
 
 def test_a_line_is_its_event_and_fields_in_order_and_reopening_appends(path):
     written = []
-    ledger = Ledger(path, lambda line: written.append((line, read(path)[-1])))
+    ledger = Ledger(path)
+    ledger.listeners.append(lambda line: written.append((line, read(path)[-1])))
     ledger.write("note", round=1, loss=np.float32(2.5), noise=float("nan"), done=True)
     line = '{"event": "note", "round": 1, "loss": 2.5, "noise": null, "done": true}\n'
     assert path.read_text() == line  # the line is there before the ledger is closed

@@ -34,18 +34,14 @@ _ADVICE = "restore the file from a copy; `adloco export` makes a model of a chec
 class Ledger(contextlib.AbstractContextManager):
     """Appends lines to a run's ledger file, unbuffered, so that a killed process loses none."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        on_write: Callable[[dict], None] = lambda line: None,
-    ):
+    def __init__(self, path: str | os.PathLike[str]):
         """Open or create the file at `path`, in an existing folder, for appending.
 
-        `on_write` is called with each line, as a dict, on the thread that called `write`; so is
-        each function that is added to `listeners`.
+        Each function that is added to `listeners` is called with each line, as a dict, on the
+        thread that called `write`.
         """
         self._path = Path(path)
-        self.listeners = [on_write]
+        self.listeners: list[Callable[[dict], object]] = []
         content = _content(self._path)
         rest = content[content.rfind(b"\n") + 1 :]  # the last line if it has no newline
         with write_errors(self._path):
@@ -153,7 +149,8 @@ def open_ledger(
         note(f"log.{name} is off from here on: {cause}")
 
     trackers = Trackers(log, workdir, kept, drop)
-    ledger = stack.enter_context(Ledger(path, trackers))
+    ledger = stack.enter_context(Ledger(path))
+    ledger.listeners.append(trackers)
     stack.callback(trackers.close)
     return ledger
 
