@@ -75,7 +75,6 @@ def begin(
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     sample = sampler(run)
     restored, damage, end = restore(run)
-    host = restored.host if restored else {"wall_s": 0.0, "loss": None}
     num_rounds = int(settings.last_round) if settings.num_tokens is None else None
     before = restored.state.control if restored else None
     done = share_done(before.round, before.tokens_total, settings) if before else 0.0
@@ -97,9 +96,9 @@ def begin(
     engine = make_engine(run, programs, heldout, on_call)
     stack.callback(engine.close)
     engine.underway = control
-    began_s = start_s - host["wall_s"]
-    loss = float("nan") if host["loss"] is None else host["loss"]
-    recorder = observers.Recorder(settings, engine, ledger, progress, began_s, loss)
+    earlier_s, loss = (restored.host.wall_s, restored.host.loss) if restored else (0.0, None)
+    loss = float("nan") if loss is None else loss
+    recorder = observers.Recorder(settings, engine, ledger, progress, start_s - earlier_s, loss)
     ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
     ended = ended and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again

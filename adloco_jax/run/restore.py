@@ -39,17 +39,16 @@ class HostRecord(Format):
 
 
 class Restored(NamedTuple):
-    """The content of a checkpoint: the state of the run, and all fields of `host.json`."""
+    """The content of a checkpoint: the state of the run, and what is read of `host.json`."""
 
     state: State
-    host: dict
+    host: HostRecord
 
 
 def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     """Read a run's state from a verified checkpoint; raise Damaged if settings do not fit."""
-    host = checkpoint.read_host(path)
-    checked(host, HostRecord, f"{path}: host", Damaged)
-    control = read_control(path, host["control"], settings)
+    host = checked(checkpoint.read_host(path), HostRecord, f"{path}: host", Damaged)
+    control = read_control(path, host.control, settings)
     template = ensemble_spec(spec, Layout(control.sizes))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
@@ -80,7 +79,7 @@ def begin_control(
     settings = run.settings
     allowed = modes(settings, run.spec.machine.platform, can_remat=run.model.can_remat)
     size, control = settings.batching.max_batch_size, restored.state.control if restored else None
-    if restored and control and (size is None or size == restored.host["max_batch_size_given"]):
+    if restored and control and (size is None or size == restored.host.max_batch_size_given):
         size = control.max_batch_size
     size = size if max_batch is None else max_batch
 
@@ -118,9 +117,9 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
             f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
             " copy, or name another folder"
         )
-    recorded = restored.host["data"] if restored and not run.accept_data_change else None
-    if recorded and recorded["fingerprint"] != run.corpus.fingerprint:
-        changes = shard_changes(recorded["shards"], list(run.corpus.shards))
+    recorded = restored.host.data if restored and not run.accept_data_change else None
+    if recorded and recorded.fingerprint != run.corpus.fingerprint:
+        changes = shard_changes(recorded.shards, list(run.corpus.shards))
         advice = (
             f"{run.workdir}: the data have changed since this run began; restore them, or"
             " --accept-data-change to resume with these"
