@@ -516,7 +516,8 @@ class Settings(SettingsGroup):
     """All checked settings of a run as plain Python values; a knob that is unset is None."""
 
     model: Annotated[ModelSettings, "refused"]
-    adapter: Annotated[AdapterSettings, "refused"]
+    # Earlier versions had no such group, and their ledgers are read, too.
+    adapter: Annotated[AdapterSettings, "refused"] = AdapterSettings()
     data: Annotated[DataSettings, "refused"]
     ensemble: Annotated[EnsembleSettings, "refused"]
     inner: Annotated[InnerSettings, "accepted"]
@@ -590,14 +591,16 @@ class Settings(SettingsGroup):
             yield "outer.delay_updates outer.fragments inner.steps_per_round", need
 
 
-GROUPS: dict[str, Any] = {  # only groups have no default
-    name: field.annotation for name, field in Settings.model_fields.items() if field.is_required()
+GROUPS: dict[str, Any] = {
+    name: field.annotation
+    for name, field in Settings.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup)
 }
 KNOBS: dict[str, FieldInfo] = {
     f"{group}.{name}".removeprefix("."): field
     for group, model in [("", Settings), *GROUPS.items()]
     for name, field in model.model_fields.items()
-    if not (field.is_required() or RECORDED in field.metadata)
+    if not (field.annotation in GROUPS.values() or RECORDED in field.metadata)
 }
 ENTRIES: dict[str, Entry] = {
     key: mark for key in KNOBS for mark in KNOBS[key].metadata if isinstance(mark, Entry)
