@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import os
 import re
 import signal
@@ -43,28 +44,27 @@ from side_by_side import (
     settings_of,
     torch_lacks,
 )
-from timing import interleave, machine
+from timing import interleave, machine, per_second
 
 import adloco_jax
 from adloco_jax.engine.spec import Kernel, here
-from adloco_jax.engine.work import Rates
 from adloco_jax.errors import ConfigError, UserError
+from adloco_jax.files import replaced_file
 from adloco_jax.run.assemble import build_model, build_network, inner_transform
 from adloco_jax.run.ledger import read
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Dense bfloat16 FLOP/s and the memory's bytes/s by the vendor's data sheets ("NVIDIA H100", "H200",
-# "A100", "L40S Tensor Core GPU"), which print twice as many FLOP/s, with sparsity. XLA's model of a
-# GPU takes 1 us to start a kernel. The first whose words are in the kind.
-RATES = {
-    "H100 PCIe": Rates(756e12, 2.0e12, 1e-6),
-    "H100 NVL": Rates(835e12, 3.9e12, 1e-6),
-    "H200 NVL": Rates(835e12, 4.8e12, 1e-6),
-    "H100": Rates(989e12, 3.35e12, 1e-6),
-    "H200": Rates(989e12, 4.8e12, 1e-6),
-    "A100": Rates(312e12, 2.04e12, 1e-6),
-    "L40S": Rates(362e12, 0.864e12, 1e-6),
+# Dense bfloat16 FLOP/s by the vendor's data sheets ("NVIDIA H100", "H200", "A100", "L40S Tensor
+# Core GPU"), which print twice as many, with sparsity. The first whose words are in the kind.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
 }
 
 
@@ -96,9 +96,8 @@ class Figures:
             json.dumps(found, default=lambda figure: np.asarray(figure).tolist())
         )
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
-        temporary.replace(self._path)
+        with replaced_file(self._path) as file:
+            file.write(json.dumps(self.known, indent=1).encode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,11 +340,11 @@ def speed(name: str) -> Callable[[Figures, Size, argparse.Namespace], None]:
         figures.write(flops_per_token=flops_per_token(steps.shape, params))
         shipped = compiled(steps, Variant())
 
-        def beside(name: str, run: Timed) -> dict:
+        def beside(name: str, run: InnerSteps) -> dict:
             """Tokens/s of a program, and how many times as fast it is as the one shipped."""
             times = interleave({"shipped": shipped, name: run}, size.repeats)
             rates = {
-                each: call.num_tokens / np.quantile(times[each], (0.75, 0.5, 0.25))
+                each: per_second(call.num_tokens, times[each])
                 for each, call in (("shipped", shipped), (name, run))
             }
             return {"tokens_per_s": rates[name], "ratio": rates[name][1] / rates["shipped"][1]}
@@ -384,26 +383,17 @@ def torch(figures: Figures, size: Size, options: argparse.Namespace) -> None:
             library.cuda.empty_cache()
 
 
-class Timed(InnerSteps):
-    """Inner steps that know how many tokens a call trains on."""
-
-    num_tokens = 0
-
-
-def compiled(steps: Steps, variant: Variant) -> Timed:
+def compiled(steps: Steps, variant: Variant) -> InnerSteps:
     """Compile the inner steps with a variant's settings."""
     settings = settings_of(steps.shape, **(steps.changes | variant.changes))
     sizes = (variant.batch or steps.batch, variant.num_workers or steps.num_workers)
-    tokens_SRBL = random_tokens(steps.shape, *sizes)
-    run = Timed(
+    return InnerSteps(
         settings,
-        tokens_SRBL,
+        random_tokens(steps.shape, *sizes),
         kernel=variant.kernel,
         inner_tx=variant.inner_tx and variant.inner_tx(settings),
         options=variant.options or None,
     )
-    run.num_tokens = tokens_SRBL[..., 1:].size
-    return run
 
 
 # Changes of configs/recommended.py. One worker that skips the outer optimizer is plain AdamW.
@@ -513,9 +503,9 @@ PARTS: dict[str, tuple[Part, float]] = {
 # -- the tables ------------------------------------------------------------------------------
 
 
-def rates_of(kind: str) -> Rates | None:
-    """How fast a kind of device is at most, if it is known."""
-    return next((rates for name, rates in RATES.items() if re.search(rf"\b{name}\b", kind)), None)
+def peak_of(kind: str) -> float:
+    """The FLOP/s of a kind of device; NaN if they are not known."""
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", kind)), math.nan)
 
 
 def read_all(folder: Path) -> dict[str, dict]:
@@ -533,9 +523,7 @@ def _cell(figure: dict | None, form: str, **more: object) -> str:
 
 
 def _share(known: dict, figure: dict) -> float:
-    rates = rates_of(known["device"])
-    flops = figure["tokens_per_s"][1] * known["flops_per_token"]
-    return flops / rates.operations if rates else float("nan")
+    return figure["tokens_per_s"][1] * known["flops_per_token"] / peak_of(known["device"])
 
 
 LIBRARIES = ("adloco_jax", "compile", "eager")
@@ -583,9 +571,14 @@ def communications(name: str, arm: dict) -> list[int]:
     return arm["updates_total"] if name == "data parallel" else arm["syncs_total"]
 
 
+def trained(known: dict) -> dict[str, dict]:
+    """The arms that were trained, in their order."""
+    return {name: known[name] for name in ARMS if "loss" in known.get(name, {})}
+
+
 def training_table(known: dict) -> list[str]:
     """Held-out losses of the arms at equal tokens, with what they cost."""
-    arms = {name: known[name] for name in ARMS if "loss" in known.get(name, {})}
+    arms = trained(known)
     if not arms:
         return ["Training: not measured."]
     last = min(arm["tokens_total"][-1] for arm in arms.values())
@@ -615,8 +608,7 @@ def spent(name: str, arm: dict, loss: float) -> str:
 
 def comparisons(known: dict) -> list[str]:
     """What recommended and each other arm have spent until the higher of their last losses."""
-    arms = {name: known[name] for name in ARMS if "loss" in known.get(name, {})}
-    sentences = []
+    arms, sentences = trained(known), []
     for name in list(arms)[1:] if "recommended" in arms else ():
         pair = {each: arms[each] for each in ("recommended", name)}
         loss = max(arm["loss"][-1] for arm in pair.values())
@@ -654,10 +646,7 @@ def front(found: Mapping[str, dict]) -> str:
     text = f"Inner steps on one {device}: {', '.join(speeds) or 'not measured'}."
     if beside:
         text += f" One worker over `torch.compile` and over eager PyTorch: {', '.join(beside)}."
-    arms = {
-        name: found["training"][name] for name in ARMS if "loss" in found["training"].get(name, {})
-    }
-    if arms:
+    if arms := trained(found["training"]):
         ends = [f"{name} {arm['loss'][-1]:.3f}" for name, arm in arms.items()]
         text += (
             " Last held-out loss of the 35 M model in nats per token, one seed, no rate tuned:"

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
-from timing import interleave
+from timing import interleave, per_second
 
 import adloco_jax
 from adloco_jax import hf
@@ -104,6 +104,7 @@ class InnerSteps:
             outer_tx=inner_tx,
         )
         rates_SR = np.full(tokens_SRBL.shape[:2], settings.inner.learning_rate, np.float32)
+        self.num_tokens = tokens_SRBL[..., 1:].size  # that a call trains on
         self._inputs = jax.device_put((tokens_SRBL, rates_SR))
         self._workers = jax.jit(start_round)(ensemble)
 
@@ -157,26 +158,21 @@ def _is_matrix(path: tuple, leaf: np.ndarray) -> bool:
     return leaf.ndim >= 2 and "embedding" not in jax.tree_util.keystr(path)
 
 
-def measure(
-    shape: Shape, batch: int, num_trainers: int, repeats: int, *, with_torch: bool = True
-) -> dict[str, dict]:
+def measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[str, dict]:
     """Seconds of a call, tokens per second (quartiles), FLOP/s and their share, by library."""
     settings, tokens = settings_of(shape), random_tokens(shape, batch, num_trainers)
-    calls: dict[str, Callable] = {}
     with tempfile.TemporaryDirectory() as folder:
         params = save_weights(settings, folder)
-        calls["adloco_jax"] = InnerSteps(settings, tokens, hf.load(folder).params)
-        if with_torch:
-            calls |= _torch_calls(settings, tokens, folder, calls["adloco_jax"])
-    products = _products(settings.model.dtype, with_torch=with_torch)
+        ours = InnerSteps(settings, tokens, hf.load(folder).params)
+        calls = {"adloco_jax": ours} | _torch_calls(settings, tokens, folder, ours)
+    products = _products(settings.model.dtype)
     times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
-    num_tokens = tokens[..., 1:].size
-    flops = num_tokens * flops_per_token(shape, params)
+    flops = ours.num_tokens * flops_per_token(shape, params)
     return {
         name: {
             "seconds": float(np.median(times[name])),
-            "tokens_per_s": num_tokens / np.quantile(times[name], (0.75, 0.5, 0.25)),
+            "tokens_per_s": per_second(ours.num_tokens, times[name]),
             "flops_per_s": flops / float(np.median(times[name])),
             "share": round(flops / float(np.median(times[name])) / machine, 3),
             "machine": machine,
@@ -305,15 +301,15 @@ def torch_steps(
     return call
 
 
-def _products(dtype: str, *, with_torch: bool) -> dict[str, Callable]:
+def _products(dtype: str) -> dict[str, Callable]:
     """A product of square matrices in either library."""
+    import torch
+
     ours = jnp.ones((_PRODUCT, _PRODUCT), dtype)
     product = jax.jit(jnp.matmul)
-    products: dict[str, Callable] = {"jax": lambda: jax.block_until_ready(product(ours, ours))}
-    if with_torch:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        matrix = torch.ones((_PRODUCT, _PRODUCT), dtype=getattr(torch, dtype), device=device)
-        products["torch"] = lambda: (matrix @ matrix)[0, 0].item()
-    return products
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    matrix = torch.ones((_PRODUCT, _PRODUCT), dtype=getattr(torch, dtype), device=device)
+    return {
+        "jax": lambda: jax.block_until_ready(product(ours, ours)),
+        "torch": lambda: (matrix @ matrix)[0, 0].item(),
+    }
