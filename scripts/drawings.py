@@ -87,17 +87,16 @@ def links(theme: str) -> str:
 def gpu(theme: str) -> str:
     """Held-out loss of the 35 M model on one GPU over tokens and over serial updates."""
     arms = json.loads((STUDIES / "gpu" / "training.json").read_text("utf-8"))
-    shown = {name: arms[name] for name in ("recommended", "DiLoCo", "data parallel")}
     colors = {"recommended": "c0", "DiLoCo": "c4", "data parallel": "c5"}
-    y = chart.axis("nats per token", [loss for arm in shown.values() for loss in arm["loss"]])
+    y = chart.axis("nats per token", [loss for name in colors for loss in arms[name]["loss"]])
     panels = []
     for name, label, unit in (
         ("tokens_total", "million tokens", 1e6),
         ("updates_total", "serial updates", 1),
     ):
         curves = [
-            Curve([count / unit for count in arm[name]], arm["loss"], colors[each], each)
-            for each, arm in shown.items()
+            Curve([count / unit for count in arms[each][name]], arms[each]["loss"], color, each)
+            for each, color in colors.items()
         ]
         x = chart.axis(label, [value for curve in curves for value in curve.x])
         title = f"35 M parameters, over {label}"

@@ -221,8 +221,9 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
 
 def serial_updates(events: Sequence[dict]) -> dict[int, int]:
     """Updates that were made one after another until each round's end; trainers work at once."""
-    longest = [max(e["updates"] for e in found) for found in by_round(events).values()]
-    return dict(zip(by_round(events), itertools.accumulate(longest), strict=True))
+    rounds = by_round(events)
+    longest = (max(e["updates"] for e in found) for found in rounds.values())
+    return dict(zip(rounds, itertools.accumulate(longest), strict=True))
 
 
 def _nan(value: float | None) -> float:

@@ -21,7 +21,7 @@ _COSTS = {
     "bytes": ("Bytes", "B"),
     "simulated_s": ("Simulated time", ""),
 }
-_OTHER_LABELS = {"updates": "serial updates", "simulated_s": "simulated time (s)"}
+_LABELS = curves.COSTS | {"updates": "serial updates", "simulated_s": "simulated time (s)"}
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
@@ -76,7 +76,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
         drawn += [("consensus", "", "c6 bold", whole)] if heldout else []
     made = {}
     for cost, (name, unit) in _COSTS.items():
-        label = curves.COSTS.get(cost, _OTHER_LABELS.get(cost, ""))
+        label = _LABELS[cost]
         shown = [_curve(cost, *item) for item in drawn]
         spent = [value for curve in shown for value in curve.x]
         if not any(spent) and cost != "tokens":

@@ -217,10 +217,9 @@ def _lead(variants: Sequence[Variant]) -> str:
         f"Lowest held-out loss at its end: {summary.number(lowest)} nats, {label}, after"
         f" {summary.short(tokens)} tokens and {syncs:,.0f} communications."
     )
-    serial, total = ([(end[0], end[at]) for end in sorted(ends)] for at in (3, 1))
-    for spent, what in ((serial, "serial updates"), (total, "tokens")):
-        if len({cost for _, cost in spent}) > 1:
-            each = [f"{loss:.2f} after {summary.short(float(cost))}" for loss, cost in spent]
+    for at, what in ((3, "serial updates"), (1, "tokens")):
+        if len({end[at] for end in ends}) > 1:
+            each = [f"{end[0]:.2f} after {summary.short(float(end[at]))}" for end in sorted(ends)]
             each[0] += f" {what}"
             more = ", …" * (len(ends) > _MAX_OPEN)
             return f"{lead} The runs differ in length: {', '.join(each[:_MAX_OPEN])}{more}."
