@@ -168,9 +168,8 @@ class InBucket:
             try:
                 there.give_sign()
                 there.step()
-                if (
-                    there.handle is None or _pair(there.handle) != handle
-                ):  # `open` lets another machine take the number
+                held = there.handle  # `open` lets another machine take the number
+                if held is None or (held.learner, held.life) != handle:
                     self.dead.add(handle)
             except (_Waits, ResourceError):  # here a signal ends their patience, too
                 pass
@@ -232,10 +231,6 @@ class InBucket:
         return self.sites[handle].learner
 
 
-def _pair(handle):
-    return handle.learner, handle.life
-
-
 class _Waits(BaseException):
     """A learner does nothing now."""
 
@@ -257,22 +252,14 @@ def _simulate(monkeypatch, clock, *modules):
     monkeypatch.setattr(learner, "use_compilation_cache", lambda: None)
     for module in (fleet, learner):
         monkeypatch.setattr(module, "versions", dict)
-    made = learner.Programs
-    shared = functools.cache(lambda same: made(same.spec))  # compiled once
-    monkeypatch.setattr(learner, "Programs", lambda spec: shared(_Same(spec)))
+    made, shared = learner.Programs, []
 
+    def programs(spec):
+        """The first learner's: the specs of one run's learners are equal."""
+        shared[:] = shared or [made(spec)]
+        return shared[0]
 
-class _Same:
-    """A spec that equals every other, as those of one run's learners do."""
-
-    def __init__(self, spec):
-        self.spec = spec
-
-    def __hash__(self):
-        return 0
-
-    def __eq__(self, other):
-        return True
+    monkeypatch.setattr(learner, "Programs", programs)
 
 
 def num_updates(inner_state):
