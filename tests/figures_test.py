@@ -72,9 +72,9 @@ def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path, drawn):
     assert points(lines["b"]) == near(TOKENS, CONSENSUS) and lines["b"].band is None
 
 
-def coordinates(html, kind="line"):
+def coordinates(html):
     """The points of each curve's path, as fractions from the left and from the bottom."""
-    paths = [e for e in ET.fromstring(html).iter("path") if e.get("class") == kind]
+    paths = [e for e in ET.fromstring(html).iter("path") if e.get("class") == "line"]
     return [
         [
             (int(a) / chart._UNITS, 1 - int(b) / chart._UNITS)

@@ -90,7 +90,6 @@ def write_run(
     seed=0,
     learning_rate=1e-3,
     loss_shift=0.0,
-    accuracy=None,
 ):
     """Writes the ledger of a run; losses of the rounds `no_loss` are not finite.
 
@@ -98,7 +97,6 @@ def write_run(
     the consensus loss is 0.25 below the best.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    scores = {} if accuracy is None else {"accuracy": accuracy, "classes": []}
     total = Counter()
     with Ledger(workdir / "ledger.jsonl") as ledger:
 
@@ -136,7 +134,7 @@ def write_run(
                 for trainer, loss in (held_out | {"consensus": consensus}).items():
                     line = {"round": number, "trainer": trainer, "loss": loss, "source": "best"}
                     line |= {"perplexity": math.exp(loss), "wall_s": 1.5 * number}
-                    ledger.write("eval", **line, **total, **scores)
+                    ledger.write("eval", **line, **total)
         last = rounds[-1][0]
         for peak in (2, 3) if memory else ():
             device = [None, peak * 2**30, 2**30]

@@ -68,9 +68,9 @@ def bigram_loss(params, tokens):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
-def spec_of(settings, init_fn=init_fn, loss_fn=bigram_loss, row_length=LENGTH + 1) -> Spec:
+def spec_of(settings, init_fn=init_fn, loss_fn=bigram_loss) -> Spec:
     """What the programs of a run of this model share, on the devices that are here."""
-    return program_spec(settings, Model(init_fn, lambda *_: loss_fn, row_length), here())
+    return program_spec(settings, Model(init_fn, lambda *_: loss_fn, LENGTH + 1), here())
 
 
 def config_of(**groups) -> ConfigDict:
