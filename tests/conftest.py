@@ -7,6 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+_kept = Path(__file__).resolve().parents[1] / ".pytest_cache"  # from one session to the next
+# Many containers forbid bytecode; then each command under test compiles JAX and others for 4 s.
+sys.dont_write_bytecode, sys.pycache_prefix = False, str(_kept / "bytecode")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 import hypothesis
 import jax
 import jaxtyping
@@ -22,8 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Many tests compile the same program. A folder keeps them, for later sessions too.
-_programs = Path(__file__).resolve().parents[1] / ".pytest_cache" / "programs"
-jax.config.update("jax_compilation_cache_dir", str(_programs))
+jax.config.update("jax_compilation_cache_dir", str(_kept / "programs"))
 _cache = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _cache.name  # rows of text are prepared once per session
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
