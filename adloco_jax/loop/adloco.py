@@ -300,7 +300,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
     if ensemble.spawn_frac is None:
         wanted = tuple(trainer.requested_workers for trainer in trainers.values())
     elif share_done(control.round, control.tokens_total, settings) >= ensemble.spawn_frac:
-        wanted = allocate_workers([1] * len(trainers), ensemble.num_workers)
+        wanted = even_sizes(len(trainers), ensemble.num_workers)  # as the plan has them
     else:
         wanted = sizes
     joining = []
