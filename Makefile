@@ -12,7 +12,7 @@
 #             the same command continues
 # make accelerators-short  checks the programs of a small model, compiled for GPUs
 # make conformance  compares results with published figures (docs/conformance.md)
-# make docs   builds the site in docs/_build/html and executes notebooks/
+# make docs   builds the site in docs/_build/html and executes the notebooks
 # make faults  kills and corrupts runs, fills disk and memory, and prints the outcomes (hours)
 # make mutants  makes realistic mistakes in the code, one at a time, and prints those that no
 #             test notices (hours)
@@ -54,7 +54,7 @@ test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py
 
 notebooks: $(WITH)-docs
-	for script in notebooks/*.py; do $(RUN) $$script || exit; done
+	for script in docs/notebooks/*.py; do $(RUN) $$script || exit; done
 
 parity: $(WITH)-parity
 	$(RUN) -m pytest -q tests/parity_*_test.py

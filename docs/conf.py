@@ -1,13 +1,12 @@
 """Sphinx settings of the documentation; `make docs` builds it."""
 
 import re
+import shutil
 
 from docutils import nodes
 from latex2mathml.converter import convert
 
 import adloco_jax
-from adloco_jax.cli.parser import allowed
-from adloco_jax.settings import KNOBS, meaning
 
 project = "adloco_jax"
 author = "the authors of adloco_jax"
@@ -60,24 +59,9 @@ def readable(app, what, name, obj, options, lines):
             verbatim = indent
 
 
-def tables(app, docname, source):
-    """Fills in the table of every key of a config, by group, where a page asks for it."""
-    if "<!-- KNOBS -->" not in source[0]:
-        return
-    rows, group = [], None
-    for key in KNOBS:
-        if key.rpartition(".")[0] != group:
-            group = key.rpartition(".")[0]
-            rows += [
-                "",
-                f"## {group or 'The run'}",
-                "",
-                "| key | meaning | values |",
-                "|---|---|---|",
-            ]
-        cells = [f"`{key}`", meaning(key), allowed(key)]
-        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    source[0] = source[0].replace("<!-- KNOBS -->", "\n".join(rows))
+def pictures(app, exception):
+    """Copies the pictures that a page names in HTML."""
+    shutil.copytree(app.srcdir / "images", app.outdir / "images", dirs_exist_ok=True)
 
 
 def inline_math(translator, node):
@@ -96,4 +80,4 @@ def setup(app):
     """Registers the functions above."""
     app.add_html_math_renderer("mathml", (inline_math, None), (displayed_math, None))
     app.connect("autodoc-process-docstring", readable, priority=100)  # before napoleon
-    app.connect("source-read", tables)
+    app.connect("build-finished", pictures)

@@ -1,10 +1,12 @@
-"""Draw the documentation's pictures as SVG files, each for light and for dark pages.
+"""Draw the documentation's pictures as SVG files, in the light or dark colours of the reader.
 
 python scripts/drawings.py
 
-`method` shows the algorithm over time, and `architecture` the parts of the library. `front` shows
-the study of docs/RESULTS.md: communications against serial updates at equal loss. `barrier` shows
-the cost of merging, `links` training over slow links, and `gpu` training on a GPU. Letters have at
+`seconds` is the picture of the README: time to the same loss, by the rate of the links. `method`
+shows the algorithm over time, and `architecture` the parts of the library. `front` shows the study
+of docs/RESULTS.md: synchronisations against sequential steps at equal loss. `barrier` shows the
+cost of merging, `links` training over slow links, and `gpu` training on a GPU. Pictures of several
+panels are drawn twice: side by side, and for narrow screens below one another. Letters have at
 least 11 pixels on a phone.
 """
 
@@ -12,7 +14,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from adloco_jax.study import chart, results
@@ -25,6 +27,7 @@ from studies.tables import by_method  # noqa: E402
 OUT = ROOT / "docs" / "images"
 STUDIES = ROOT / "studies"
 WIDTH, FONT = 540, 17  # pixels; a phone shows two thirds of them
+WIDE = 1100  # pixels of panels side by side; a page shows two thirds of them
 # Panels of the study: what is trained on what, its runs, and the loss to reach.
 PANELS = (
     ("0.08 M parameters, code", "small", 1.6),
@@ -44,29 +47,53 @@ LINKED = {"one worker": "one worker", "data parallel": "data parallel"}
 LINKED |= {"DiLoCo": "DiLoCo", "recommended": "ours"}
 
 
-def front(theme: str) -> str:
-    """Communications (logarithmic) against serial updates to the same loss, a panel per study."""
+def seconds() -> str:
+    """Bars: seconds to the same loss on the first seed, one machine alone and a group per rate."""
+    runs = [json.loads(line) for line in (STUDIES / "links.jsonl").read_text("utf-8").splitlines()]
+    left, limit, row = 206, 1_900, 27  # pixels, seconds at the right edge, pixels
+    parts, y = [], 8.0
+    for rate in (None, 10, 50, 200):
+        y += 30
+        parts.append(text(14, y, f"links of {rate} Mbit/s" if rate else "no link", "heading"))
+        for run in runs:
+            if (run["seed"], run["rate"]) != (runs[0]["seed"], rate) or run["method"] not in LINKED:
+                continue
+            label, color = SHOWN[LINKED[run["method"]]]
+            label = label.replace("one worker", "one machine alone")
+            time, end = run["seconds"], min(run["seconds"], limit) / limit * 235
+            bar = f'<rect x="{left}" y="{y + 8:g}" width="{end:.1f}" height="19" rx="3"'
+            parts.append(f'<g class="{color}">{bar} fill="currentColor"/></g>')
+            if time > limit:  # the bar is cut
+                gap = f'<path d="M{left + end - 34:.1f} {y + 30:g}l10 -25" stroke="var(--paper)"'
+                parts.append(f'{gap} stroke-width="5"/>')
+            parts.append(text(30, y + 23, label))
+            parts.append(text(left + end + 8, y + 23, f"{time:,.0f} s", "heading"))
+            y += row
+    return chart.svg(WIDTH, round(y + 18), "Seconds to the same loss", parts, font_px=FONT)
+
+
+def front(columns: int) -> str:
+    """Synchronisations (logarithmic) against sequential steps to a loss, a panel per study."""
     panels = []
-    x = chart.axis("serial updates", [0, 9_500], max_ticks=4)
-    y = chart.axis("communications", [0.9, 5_000], base=10)
+    x = chart.axis("sequential steps", [0, 9_500], max_ticks=4)
+    y = chart.axis("synchronisations", [0.9, 5_000], base=10)
     y = y._replace(low=0.2, ticks=[0, *y.ticks])
     for title, name, target in PANELS:
         costs = by_method(results.read(STUDIES / f"{name}.jsonl").values(), target)
         curves = []
-        for method, (label, color) in SHOWN.items():
+        for method, (_, color) in SHOWN.items():
             reached = [cost for cost in costs[method].values() if cost is not None]
             updates, syncs, _ = (
                 (min(column), statistics.median_low(column), max(column))
                 for column in zip(*reached, strict=True)
             )
-            curves += chart.points([updates], [syncs], color, label)
-        title = f"{title}, to {target:g} nats"
-        panels.append(chart.chart(x, y, curves, title=title, height=150, label_px=FONT + 3))
-    title = "Communications against serial updates at equal loss"
-    return document(panels, title, theme)
+            curves += chart.points([updates], [syncs], color)
+        panels.append(chart.chart(x, y, curves, title=f"{title}, to {target:g}", height=190))
+    key = [(label, f"{color} mark") for label, color in SHOWN.values()]
+    return document(panels, "Synchronisations against sequential steps", columns, key)
 
 
-def links(theme: str) -> str:
+def links(columns: int) -> str:
     """Held-out loss over measured seconds, a panel for each rate of the links, for one seed."""
     runs = [json.loads(line) for line in (STUDIES / "links.jsonl").read_text("utf-8").splitlines()]
     shown = [run for run in runs if run["seed"] == runs[0]["seed"] and run["method"] in LINKED]
@@ -76,35 +103,35 @@ def links(theme: str) -> str:
     for rate in sorted({run["rate"] for run in shown if run["rate"]}):
         curves = []
         for run in (run for run in shown if run["rate"] in (rate, None)):
-            label, color = SHOWN[LINKED[run["method"]]]
             points = ([point[name] for point in run["curve"]] for name in ("seconds", "loss"))
-            curves.append(Curve(*points, color, label))
-        title = f"links of {rate} Mbit/s"
-        panels.append(chart.chart(x, y, curves, title=title, height=150, label_px=FONT + 3))
-    return document(panels, "Held-out loss over seconds, by the rate of the links", theme)
+            curves.append(Curve(*points, SHOWN[LINKED[run["method"]]][1]))
+        panels.append(chart.chart(x, y, curves, title=f"links of {rate} Mbit/s", height=190))
+    key = [SHOWN[method] for method in LINKED.values()]
+    return document(panels, "Held-out loss over seconds, by the rate of the links", columns, key)
 
 
-def gpu(theme: str) -> str:
-    """Held-out loss of the 35 M model on one GPU over tokens and over serial updates."""
+def gpu(columns: int) -> str:
+    """Held-out loss of the 35 M model on one GPU over tokens and over sequential steps."""
     arms = json.loads((STUDIES / "gpu" / "training.json").read_text("utf-8"))
     colors = {"recommended": "c0", "DiLoCo": "c4", "data parallel": "c5"}
     y = chart.axis("nats per token", [loss for name in colors for loss in arms[name]["loss"]])
     panels = []
     for name, label, unit in (
         ("tokens_total", "million tokens", 1e6),
-        ("updates_total", "serial updates", 1),
+        ("updates_total", "sequential steps", 1),
     ):
         curves = [
-            Curve([count / unit for count in arms[each][name]], arms[each]["loss"], color, each)
+            Curve([count / unit for count in arms[each][name]], arms[each]["loss"], color)
             for each, color in colors.items()
         ]
         x = chart.axis(label, [value for curve in curves for value in curve.x])
         title = f"35 M parameters, over {label}"
-        panels.append(chart.chart(x, y, curves, title=title, height=190, label_px=FONT + 3))
-    return document(panels, "Held-out loss on one GPU over tokens and over serial updates", theme)
+        panels.append(chart.chart(x, y, curves, title=title, height=230))
+    title = "Held-out loss on one GPU over tokens and over sequential steps"
+    return document(panels, title, min(columns, 2), [*colors.items()])
 
 
-def barrier(theme: str) -> str:
+def barrier() -> str:
     """The cost of averaging four trainers, by updates apart and starting point."""
     apart_of = re.compile(r"(.+), (\d+) updates apart")
     found: dict[str, dict[int, list[float]]] = {"random weights": {}, "a trunk": {}}
@@ -123,13 +150,16 @@ def barrier(theme: str) -> str:
     )
     title = "What averaging four trainers costs"
     panel = chart.chart(x, y, curves, title=title, height=300, label_px=FONT + 3)
-    return document([panel], title, theme)
-
-
-def document(panels: Sequence[chart.Panel], title: str, theme: str) -> str:
-    """The panels below one another."""
     how = {"width": WIDTH, "font_px": FONT, "right_px": 165}
-    return chart.document(panels, title=title, theme=theme, **how)
+    return chart.document([panel], title=title, **how)
+
+
+def document(
+    panels: Sequence[chart.Panel], title: str, columns: int, key: Sequence[tuple[str, str]]
+) -> str:
+    """The panels side by side, or below one another for one column."""
+    how = {"columns": columns, "width": WIDE if columns > 1 else WIDTH, "font_px": FONT}
+    return chart.document(panels, title=title, right_px=30, key=key, **how)
 
 
 def line(points: Sequence[tuple[float, float]], classes: str, *, arrow: bool = False) -> str:
@@ -159,7 +189,7 @@ def trainer_round(x: float, y: float, workers: int, batch: int, micro: int, colo
     return f'<g class="{color}">{"".join([*parts, dot])}</g>'
 
 
-def method(theme: str) -> str:
+def method() -> str:
     """Trainers, workers, growing batches and merges; time to the right."""
     left, pitch, base = 62, 94, 404
     parts = [text(14, 26, "trainers")]
@@ -191,7 +221,7 @@ def method(theme: str) -> str:
         "two dots that join: merge, batch-weighted mean",
     )
     parts += [text(14, base + 48 + 26 * row, words) for row, words in enumerate(notes)]
-    return svg(560, "AdLoCo over time", parts, theme)
+    return svg(560, "AdLoCo over time", parts)
 
 
 # Of the architecture: column, row, colour of the title, title, lines.
@@ -220,7 +250,7 @@ ARROWS = (
 )
 
 
-def architecture(theme: str) -> str:
+def architecture() -> str:
     """Callers of the loop, its engine, and the line between the host and pure functions."""
     parts = []
 
@@ -244,29 +274,31 @@ def architecture(theme: str) -> str:
     x, y = at(0, 4.2)
     words = ("above the dashed line:", "files, clocks, devices", "below: pure functions")
     parts += [text(x, y + 24 * n, row, "tick start") for n, row in enumerate(words)]
-    return svg(676, "The parts of adloco_jax", parts, theme)
+    return svg(676, "The parts of adloco_jax", parts)
 
 
-def svg(height: int, title: str, parts: list[str], theme: str) -> str:
+def svg(height: int, title: str, parts: list[str]) -> str:
     """A drawing's file, with an arrow's head for its lines."""
     head = (
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
         ' markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="var(--ink)"/>'
         "</marker></defs>"
     )
-    return chart.svg(WIDTH, height, title, [head, *parts], font_px=FONT, theme=theme)
+    return chart.svg(WIDTH, height, title, [head, *parts], font_px=FONT)
 
 
-DRAWINGS: dict[str, Callable[[str], str]] = {
-    drawing.__name__: drawing for drawing in (method, architecture, front, barrier, links, gpu)
-}
+def files() -> dict[str, str]:
+    """The text of each picture's file."""
+    drawn = {drawing.__name__: drawing() for drawing in (seconds, method, architecture, barrier)}
+    for drawing in (front, links, gpu):
+        drawn |= {drawing.__name__: drawing(3), f"{drawing.__name__}-narrow": drawing(1)}
+    return {f"{name}.svg": text for name, text in drawn.items()}
 
 
 def main() -> None:
-    """Write every drawing in both themes."""
-    for name, drawing in DRAWINGS.items():
-        for theme in ("light", "dark"):
-            (OUT / f"{name}-{theme}.svg").write_text(drawing(theme), encoding="utf-8")
+    """Write every picture."""
+    for name, drawn in files().items():
+        (OUT / name).write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":

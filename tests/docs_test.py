@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "docs").glob("[!_n]*/*.md"))  # without docs/_build and docs/notebooks
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
+PAGES += sorted((ROOT / "docs").glob("[!_n]*/*.md"))
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 
 
 def blocks(language):
@@ -65,11 +65,24 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
 
 
 def test_the_readme_is_short_and_files_that_the_pages_name_exist():
-    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 110
+    readme = PAGES[0].read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 110 and len(readme.split()) <= 700
     pattern = r"`((?:adloco_jax|configs|scripts|studies|docs|notebooks|tests)/[\w./]+\.\w+)`"
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_address_of_the_repository_is_written_once():
+    """Until there is one, pages say ADDRESS and a notebook asks for it."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    address = tomllib.loads(text)["project"]["urls"].get("Repository", "")
+    clones = [
+        line for page in PAGES for line in re.findall("git clone (\\S+)", page.read_text("utf-8"))
+    ]
+    assert clones and set(clones) == {address or "ADDRESS"}
+    for notebook in NOTEBOOKS:
+        assert f'repository = "{address}"' in notebook.read_text(encoding="utf-8")
 
 
 def test_every_extra_is_explained_and_all_is_what_needs_no_accelerator():
@@ -107,12 +120,29 @@ def test_every_public_name_is_in_the_reference():
 
 def test_the_drawings_are_what_their_script_draws():
     script = runpy.run_path(str(ROOT / "scripts" / "drawings.py"))
-    for name, drawing in script["DRAWINGS"].items():
-        for theme in ("light", "dark"):
-            file = script["OUT"] / f"{name}-{theme}.svg"
-            assert file.read_text(encoding="utf-8") == drawing(theme), (
-                "run: python scripts/drawings.py"
-            )
+    drawn = script["files"]()
+    assert {path.name for path in script["OUT"].glob("*.svg")} == set(drawn)
+    for name, text in drawn.items():
+        found = (script["OUT"] / name).read_text(encoding="utf-8")
+        assert found == text, "run: python scripts/drawings.py"
+
+
+def test_the_page_of_keys_is_what_its_script_writes():
+    script = runpy.run_path(str(ROOT / "scripts" / "knobs.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), (
+        "run: python scripts/knobs.py"
+    )
+
+
+def test_pages_read_the_same_on_a_git_host():
+    """Only the index and the reference have Sphinx's directives; every link has its file."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if page.parent.name != "api" and page.name != "index.md":
+            assert not re.search(r"^(```|:::)\{|\{[a-z:]+\}`|^\([\w-]+\)=$", text, re.M), page
+        links = re.findall(r"\]\(([^()#\s]+)[)#]|(?:src|srcset)=\"([^\"]+)\"", text)
+        local = [a or b for a, b in links if not re.match(r"https?:", a or b)]
+        assert [name for name in local if not (page.parent / name).exists()] == [], page
 
 
 def cells_of_script(text):
@@ -138,7 +168,7 @@ def test_a_notebook_is_its_script_without_outputs(script):
         for cell in notebook["cells"]
     ]
     assert cells == cells_of_script(script.read_text(encoding="utf-8")), (
-        "run: jupytext --to ipynb --update notebooks/*.py"
+        "run: jupytext --to ipynb --update docs/notebooks/*.py"
     )
     ran = [cell for cell in notebook["cells"] if cell.get("outputs") or cell.get("execution_count")]
     assert ran == []
@@ -148,6 +178,8 @@ def test_a_notebook_is_its_script_without_outputs(script):
 
 def test_every_notebook_has_a_script_and_is_listed():
     page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
-    listed = re.findall(r"\{doc\}`/notebooks/(\w+)`", page)
+    listed = re.findall(r"\(notebooks/(\w+)\.ipynb\)", page)
     assert sorted(listed) == [path.stem for path in NOTEBOOKS]
-    assert [path.with_suffix(".py") for path in sorted(ROOT.glob("notebooks/*.ipynb"))] == NOTEBOOKS
+    assert [
+        path.with_suffix(".py") for path in sorted(ROOT.glob("docs/notebooks/*.ipynb"))
+    ] == NOTEBOOKS

@@ -277,7 +277,7 @@ def document(
     width: int = 1000,
     right_px: int = 40,
     font_px: int = 13,
-    theme: str | None = None,
+    key: Sequence[tuple[str, str]] = (),
 ) -> Figure:
     """Make an SVG file with panels in a grid, row by row, and a caption below.
 
@@ -289,9 +289,18 @@ def document(
       width: Width of the figure, in pixels.
       right_px: Room for labels to the right of each box, in pixels.
       font_px: Size of the text, in pixels.
-      theme: As in `svg`.
+      key: Names and CSS classes of curves that have no labels, shown above the panels.
     """
-    em, top, parts = font_px, 0.0, []
+    em, top, parts, x = font_px, 0.0, [], font_px
+    for label, classes in key:
+        room = (3.2 + 0.55 * len(label)) * em
+        if x + room > width:
+            x, top = em, top + 1.6 * em
+        line = f'<path class="line" d="M{x:g} {top + 1.4 * em:g}h{1.4 * em:g}"/>'
+        name = text(x + 2 * em, top + 1.4 * em, label, "end")
+        parts.append(f'<g class="{classes}">{line}{name}</g>')
+        x += room
+    top += 2 * em if key else 0
     for row in (panels[first : first + columns] for first in range(0, len(panels), columns)):
         top += 3.6 * em
         for column, panel in enumerate(row):
@@ -309,7 +318,7 @@ def document(
     for line in textwrap.wrap(caption, int(width / em / 0.55)):
         top += 1.5 * em
         parts.append(text(em, top, line, "tick start"))
-    return svg(width, math.ceil(top + em), title, parts, font_px=font_px, theme=theme)
+    return svg(width, math.ceil(top + em), title, parts, font_px=font_px)
 
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:
@@ -317,27 +326,16 @@ def text(x: float, y: float, words: str, classes: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{classes}">{escaped(words)}</text>'
 
 
-def svg(
-    width: int,
-    height: int,
-    title: str,
-    parts: Sequence[str],
-    *,
-    font_px: int = 13,
-    theme: str | None = None,
-) -> Figure:
+def svg(width: int, height: int, title: str, parts: Sequence[str], *, font_px: int = 13) -> Figure:
     """Make the text of an SVG file of `width` by `height` pixels from SVG elements.
 
-    With the `theme` "light" or "dark" it has no background; with None it has one, and the colours
-    that the reader's system prefers.
+    Its colours are those that the reader's system prefers, light or dark.
     """
-    style = {None: STYLE, "light": _LIGHT + _RULES, "dark": _DARK + _RULES}[theme]
-    paper = '<rect width="100%" height="100%" class="paper"/>' if theme is None else ""
     return Figure(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
         f' width="{width}" height="{height}" role="img">\n<title>{escaped(title)}</title>\n'
-        f"<style>{style}\nsvg {{ font: {font_px}px system-ui, sans-serif; }}</style>\n"
-        f"{paper}{''.join(parts)}\n</svg>\n"
+        f"<style>{STYLE}\nsvg {{ font: {font_px}px system-ui, sans-serif; }}</style>\n"
+        f'<rect width="100%" height="100%" class="paper"/>{"".join(parts)}\n</svg>\n'
     )
 
 
