@@ -20,9 +20,8 @@ from typing import Any
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which would look for others
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from hlo import collectives  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from adloco_jax.cli.names import load_config  # noqa: E402
@@ -35,6 +34,7 @@ from adloco_jax.errors import UserError  # noqa: E402
 from adloco_jax.run.assemble import spec_of  # noqa: E402
 from adloco_jax.run.choose import Mode  # noqa: E402
 from adloco_jax.run.plan import described, device_plan  # noqa: E402
+from probes.hlo import collectives  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)
 TEXT = {"data.path": "texts", "data.tokenizer": "bytes"}  # never read

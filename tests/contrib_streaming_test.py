@@ -11,7 +11,6 @@ import optax
 import pytest
 import trees
 from ensembles import NESTEROV, SGD, draw, ensemble_of, filled
-from hlo import collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of, spec_of
@@ -41,6 +40,7 @@ from adloco_jax.run import plan as plan_module
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
+from probes.hlo import collectives
 
 SHAPES = {"layers": (6, 3, 2), "embed": (7, 4), "norm": (4,), "tiny": (2, 3), "gain": ()}
 

@@ -8,7 +8,6 @@ import numpy as np
 import oracle
 import pytest
 from ensembles import draw
-from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from nets import per_example_products
@@ -29,6 +28,7 @@ from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.types import norms
 from adloco_jax.models.layers import apply_gain, project
 from adloco_jax.run.assemble import build_model
+from probes.hlo import collectives
 
 PARAMS = jax.tree.map(jnp.asarray, draw({"w": (3, 2), "gain": (2,)}))
 

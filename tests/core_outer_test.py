@@ -19,12 +19,12 @@ from ensembles import (
     loss_fn,
     params_of,
 )
-from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from trees import assert_close, assert_equal, at, same
 
 from adloco_jax import inner_steps, outer_step, outer_update, start_round
+from probes.hlo import collectives
 
 grad_fn = jax.jit(jax.grad(loss_fn))
 

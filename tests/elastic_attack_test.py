@@ -4,7 +4,6 @@ import json
 import math
 import random
 
-import chaos
 import jax
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from toy import settings_of
 from toy_runs import events, lines, run
 
 from adloco_jax.elastic import store
+from probes import runs
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -100,7 +100,7 @@ def test_no_field_of_an_answer_ends_the_driver_or_changes_what_counts(monkeypatc
     refused = events(tmp_path / "attacked", "learner", what="refused")
     assert len(refused) == NUM_SEEDS and {e["learner"] for e in refused} == {1}
     assert all(e["why"].isprintable() and len(e["why"]) < 400 for e in refused)
-    assert chaos.audit(tmp_path / "attacked") == []
+    assert runs.audit(tmp_path / "attacked") == []
 
 
 def forged(rng, name, data):
@@ -154,6 +154,6 @@ def test_no_field_of_an_object_in_the_bucket_ends_the_driver(monkeypatch, tmp_pa
 
     (calm, _), (hit, count) = ended("calm", None), ended("hit", 1)
     assert hit.controller.round == 8 and count > 4
-    assert chaos.audit(tmp_path / "hit") == []
+    assert runs.audit(tmp_path / "hit") == []
     if "answers" in what:  # what is read again only delays
         assert hit.loss == calm.loss and hit.controller == calm.controller

@@ -2,8 +2,6 @@
 
 import datetime
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from learners import InBucket
@@ -14,10 +12,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from adloco_jax.elastic import store  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import chaos  # noqa: E402
-import faulty_store  # noqa: E402
+from probes import faulty_store, runs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
 REPAIRED = ("503", "reset", "lost", "cut", "slow")  # what a repeated request repairs
@@ -62,7 +57,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
             engine={"kind": "bucket", "address": f"s3://bkt/run{seed}", "heartbeat_s": 4.0},
         )
         ended = run(tmp_path, settings)
-    assert ended.controller.round == 6 and chaos.audit(tmp_path) == []
+    assert ended.controller.round == 6 and runs.audit(tmp_path) == []
     lines = events(tmp_path, "round")
     assert ended.controller.tokens_total == sum(line["tokens"] for line in lines)
     if is_repaired:

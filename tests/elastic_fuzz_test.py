@@ -4,7 +4,6 @@ import contextlib
 import math
 import random
 
-import chaos
 import jax
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from toy_runs import events, run
 
 from adloco_jax.elastic import fleet
 from adloco_jax.errors import DivergedError, ResourceError
+from probes import runs
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -180,7 +180,7 @@ def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path
         here.alive.clear()
     assert ended is not None
     assert not here.alive
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
     merged = {e["round"] for e in [*events(tmp_path, "merge"), *events(tmp_path, "refusal")]}
     assert misplaced(fates.record, merged, moves_fresh=kind == "bucket") == []
     lines = events(tmp_path, "round")

@@ -9,7 +9,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-import chaos
 import jax
 import numpy as np
 import obstore
@@ -26,6 +25,7 @@ from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Peak
 from adloco_jax.run.observers import Evaluator
 from adloco_jax.training import train
+from probes import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -142,7 +142,7 @@ def test_an_answer_after_the_quorum_does_not_count_and_its_sequences_are_read_ag
     assert [a[2] for a in asked[:2]] == [1, 2] and 3 not in [a[2] for a in asked]
     assert asked[1][3] == asked[2][3]  # from the same sequence, with the state that it had there
     assert [a[4] is None for a in asked[:3]] == [False, True, True]
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 @both
@@ -157,7 +157,7 @@ def test_a_lost_worker_runs_again_with_a_fresh_inner_state(monkeypatch, tmp_path
     lost = events(tmp_path, "learner", what="lost")
     assert [e["learner"] for e in lost] == [1]
     assert lost[0]["why"] == DIED or "no sign" in lost[0]["why"]
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 def test_a_learner_that_dies_between_its_answer_and_the_end_of_the_round_costs_only_its_state(
@@ -178,7 +178,7 @@ def test_a_learner_that_dies_between_its_answer_and_the_end_of_the_round_costs_o
     asked = work_of(here, 1)
     assert [a[:2] for a in asked[:2]] == [(1, 0), (1, 1)] and asked[1][3] > asked[0][3]
     assert num_updates(asked[1][4]) == 0  # a fresh one for the next sequences
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(monkeypatch, tmp_path):
@@ -193,7 +193,7 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(mon
     assert [e["learner"] for e in events(tmp_path, "learner", what="left")] == [1]
     asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each life
     assert num_updates(asked[1][4]) == 3 * (asked[1][2] - 1) and counted(tmp_path)[1] == 3
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_path):
@@ -208,7 +208,7 @@ def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_pa
     assert [a[0] for a in work_of(here, 1)] == [1, 1, 3, 3, 3]
     prepared = [handle for handle, method, _ in here.calls.values() if method == "prepare"]
     assert prepared == [(3, 0)]  # once, before its first round
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(monkeypatch, tmp_path):
@@ -234,7 +234,7 @@ def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(mon
     kept = here.learner((0, 0)).held[0, 1, start]
     assert life > 0
     jax.tree.map(np.testing.assert_array_equal, state, kept)
-    assert chaos.audit(tmp_path) == [] and counted(tmp_path)[-1] == 2
+    assert runs.audit(tmp_path) == [] and counted(tmp_path)[-1] == 2
 
 
 @both
@@ -251,7 +251,7 @@ def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, facto
     assert [(e["learner"], e["trainer"]) for e in rejected] == [(2, 0)]
     norm = float(rejected[0]["why"].rpartition(" ")[2])
     assert math.isnan(norm) if math.isnan(factor) else norm > factor / 10
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 def test_of_two_workers_the_one_far_beyond_the_last_accepted_updates_is_rejected(
@@ -305,7 +305,7 @@ def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
     lost = events(tmp_path, "learner", what="lost")
     assert [e["learner"] for e in lost] == [1] and lost[0]["why"].startswith("gave no sign for")
     assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 def test_a_round_that_cannot_begin_ends_the_run_after_the_last_one_is_recorded(
@@ -389,7 +389,7 @@ def test_a_later_learner_that_differs_is_lost_and_the_run_goes_on(monkeypatch, t
     assert lost == [DIED, others]
     assert [life for number, life, _ in here.starts if number == 1] == [0, 1]
     assert counted(tmp_path)[-1] == 3  # its worker runs in another learner
-    assert chaos.audit(tmp_path) == []
+    assert runs.audit(tmp_path) == []
 
 
 def test_a_learner_that_cannot_start_is_tried_after_growing_pauses_and_its_time_counts(
@@ -490,7 +490,7 @@ def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(monkeypa
     far = run(tmp_path / "far", settings_of(**GROWING | {"engine": engine}))
     assert_same_rounds(far, local)
     assert far.loss == pytest.approx(local.loss, abs=1e-5)
-    assert chaos.audit(far.workdir) == []
+    assert runs.audit(far.workdir) == []
     left = sorted(path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file())
     assert left == ["1.json", "run.json"]
 
@@ -513,7 +513,7 @@ def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
         elastic = train(config, tmp_path / "learners")
     assert_same_rounds(elastic, local)
     assert elastic.loss == pytest.approx(local.loss, abs=1e-3)
-    assert chaos.audit(elastic.workdir) == []
+    assert runs.audit(elastic.workdir) == []
 
 
 def assert_same_rounds(elastic, local):

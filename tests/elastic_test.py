@@ -21,13 +21,13 @@ import yaml
 if importlib.util.find_spec("ray") is None:  # imported by the first run, with its environment
     pytest.skip("the extra `ray` is not installed", allow_module_level=True)
 
-import chaos
 import toy_runs
 from toy import Table, corpus, settings_of
 from toy_runs import events, run
 
 from adloco_jax.elastic import cluster
 from adloco_jax.errors import ConfigError, ResourceError
+from probes import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,7 +67,7 @@ def when_it_has_read(workdir, number, rounds, act):
 
     def watch():
         for _ in range(1200):
-            found = chaos.living(Path(workdir)).get(number)
+            found = runs.living(Path(workdir)).get(number)
             if found and found["rounds"] >= rounds:
                 act(found["pid"])
                 return
@@ -81,14 +81,14 @@ def when_it_has_read(workdir, number, rounds, act):
 def ends(run, seconds=10.0):
     """Whether all processes of a run's cluster end."""
     until_s = time.time() + seconds
-    while chaos.left_running(run) and time.time() < until_s:
+    while runs.left_running(run) and time.time() < until_s:
         time.sleep(0.1)
-    return not chaos.left_running(run)
+    return not runs.left_running(run)
 
 
 def folder_of_cluster(run):
     pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
-    (folder,) = {chaos.cluster_folder(pid, run) for pid in pids} - {None}
+    (folder,) = {runs.cluster_folder(pid, run) for pid in pids} - {None}
     return Path(folder)
 
 
@@ -123,7 +123,7 @@ def test_a_run_in_learners_decides_reads_and_counts_as_a_local_one(tmp_path):
     assert merged[0] == merged[1] != []
     assert elastic.loss == pytest.approx(local.loss, abs=1e-5)
     assert elastic.controller == local.controller
-    assert chaos.audit(elastic.workdir) == [] and ends(tmp_path)
+    assert runs.audit(elastic.workdir) == [] and ends(tmp_path)
 
 
 @slow
@@ -145,24 +145,24 @@ def test_learners_that_die_or_hang_are_replaced_and_every_sequence_is_read(tmp_p
     counted = sum(e["tokens"] for e in events(tmp_path, "round"))
     assert counted == ended.controller.tokens_total
     assert len(events(tmp_path, "end", reason="finished")) == 1
-    assert chaos.audit(tmp_path) == [] and ends(tmp_path)
+    assert runs.audit(tmp_path) == [] and ends(tmp_path)
 
 
 @slow
 def test_a_killed_drivers_processes_end_and_its_command_goes_on(tmp_path):
     folder, short = tmp_path / "run", ["inner.steps_per_round=2", "checkpoint.every_rounds=2"]
-    with chaos.driver(folder, ["num_rounds=100000", *short]) as process:
-        saved = chaos.wait_for(lambda: chaos.events(folder, "checkpoint"), process, 300)
-        assert saved and chaos.left_running(folder) > 4
+    with runs.driver(folder, ["num_rounds=100000", *short]) as process:
+        saved = runs.wait_for(lambda: runs.events(folder, "checkpoint"), process, 300)
+        assert saved and runs.left_running(folder) > 4
         left = folder_of_cluster(folder)
         process.kill()
         assert ends(folder, 60)
     shutil.rmtree(left)  # as the guide says
-    last = chaos.events(folder, "checkpoint")[-1]["round"]
-    with chaos.driver(folder, [f"num_rounds={last + 2}", *short]) as process:
+    last = runs.events(folder, "checkpoint")[-1]["round"]
+    with runs.driver(folder, [f"num_rounds={last + 2}", *short]) as process:
         assert process.wait(400) == 0
     assert f"resuming after round {last}" in (tmp_path / "run.log").read_text()
-    assert chaos.audit(folder) == [] and ends(tmp_path)
+    assert runs.audit(folder) == [] and ends(tmp_path)
 
 
 @slow
@@ -175,7 +175,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_refuses_a_client_without_t
         listeners = {}  # Ray's processes by port
         for line in found.splitlines():
             address_of, owner = line.split()[3], re.search(r"pid=(\d+)", line)
-            if owner and chaos.is_of(int(owner[1]), tmp_path):
+            if owner and runs.is_of(int(owner[1]), tmp_path):
                 host, _, port = address_of.rpartition(":")
                 listeners[int(port)] = host
         assert int(address.rpartition(":")[2]) in listeners and len(listeners) >= 4
@@ -310,7 +310,7 @@ def two_nodes():
     try:
         yield folder, port, environ, f"{token}\n{train}"
     finally:
-        for pid in {*chaos.with_open_files(str(folder)), *(node.pid for node in nodes)}:
+        for pid in {*runs.with_open_files(str(folder)), *(node.pid for node in nodes)}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for node in nodes:
@@ -349,6 +349,6 @@ def test_the_commands_of_the_guide_and_of_the_files_train_on_two_nodes(two_nodes
     workdir = tmp_path / "runs" / "ray"
     assert len({e["learner"] for e in events(workdir, "learner", what="joined")}) == 2
     assert [e["reason"] for e in events(workdir, "end")] == ["finished"]
-    assert chaos.audit(workdir) == [] and not chaos.living(workdir)  # no learner, but the cluster
+    assert runs.audit(workdir) == [] and not runs.living(workdir)  # no learner, but the cluster
     with socket.create_connection(("127.0.0.2", port), timeout=5):
         pass

@@ -9,12 +9,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import chaos  # noqa: E402
+from probes import runs
 
 OTHER = os.environ.get("OTHER_PYTHON")
 SHORT = """
@@ -27,10 +25,10 @@ SHORT = """
 @pytest.mark.skipif(OTHER is None, reason="OTHER_PYTHON is not set")
 def test_learners_of_two_versions_train_the_model_of_a_local_run(tmp_path):
     address = f"file://{tmp_path}/bucket"
-    docs = chaos.ROOT / "docs" / "*.md"
+    docs = runs.ROOT / "docs" / "*.md"
     short = [f"--config.{option}" for option in (*SHORT, f"data.path={docs}")]
     engine = f"--config.engine.kind=bucket --config.engine.address={address}".split()
-    environ = os.environ | {"PYTHONPATH": str(chaos.ROOT), "JAX_PLATFORMS": "cpu"}
+    environ = os.environ | {"PYTHONPATH": str(runs.ROOT), "JAX_PLATFORMS": "cpu"}
     commands = {
         "elastic": [sys.executable, "train", "quickstart", *short, *engine],
         "own": [sys.executable, "join", address, "--workdir", tmp_path / "elastic" / "learners"],
@@ -54,14 +52,14 @@ def test_learners_of_two_versions_train_the_model_of_a_local_run(tmp_path):
         for process in processes.values():
             process.kill()
             process.wait()
-    learners = chaos.events(tmp_path / "elastic", "learner")
+    learners = runs.events(tmp_path / "elastic", "learner")
     assert [event["what"] for event in learners] == ["joined"] * 2, learners
     assert len({event["why"] for event in learners}) == 2, "the interpreters have equal versions"
-    rounds = chaos.events(tmp_path / "elastic", "round")
+    rounds = runs.events(tmp_path / "elastic", "round")
     assert [line["workers_counted"] for line in rounds] == [2] * 3
-    assert chaos.audit(tmp_path / "elastic") == []
+    assert runs.audit(tmp_path / "elastic") == []
     losses = {
-        name: [e["loss"] for e in chaos.events(tmp_path / name, "eval")]
+        name: [e["loss"] for e in runs.events(tmp_path / name, "eval")]
         for name in ("elastic", "local")
     }
     assert losses["elastic"] == pytest.approx(losses["local"], rel=1e-4), json.dumps(losses)

@@ -6,7 +6,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from hlo import collectives
 from toy import settings_of
 
 from adloco_jax.config import default_config, validate
@@ -20,6 +19,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run import choose
 from adloco_jax.run.assemble import configured_model, program_spec
+from probes.hlo import collectives
 
 SCALARS = 1024  # bytes: losses, norms, flags
 

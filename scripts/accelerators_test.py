@@ -11,7 +11,6 @@ from pathlib import Path
 import accelerators
 import jax
 import jax.numpy as jnp
-import pytest
 
 from adloco_jax.config import validate
 from adloco_jax.engine.programs import lower
@@ -20,8 +19,6 @@ from adloco_jax.engine.work import Work
 from adloco_jax.run.assemble import configured_model, program_spec
 
 ROOT = Path(__file__).resolve().parents[1]
-
-pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_products_of_float32_matrices_are_found():
@@ -41,7 +38,8 @@ def test_what_is_wrong_with_a_program_is_named(monkeypatch):
     config.model.width, config.model.vocab_size, config.model.mlp_width = 48, 257, 64
     config.data.sequence_length, config.inner.steps_per_round = 16, 2
     settings = validate(config)
-    spec = program_spec(settings, configured_model(settings, here()), here())
+    machine = dataclasses.replace(here(), devices=here().devices[:1])
+    spec = program_spec(settings, configured_model(settings, machine), machine)
     key = ProgramKey("steps", (8,), 16)
     program = lower(dataclasses.replace(spec, in_turn=True), key).compile()
     monkeypatch.setattr(accelerators, "float32_products", lambda text: [])
