@@ -18,7 +18,7 @@ from moto.server import ThreadedMotoServer
 from toy import settings_of
 from toy_runs import GROWING, events, run
 
-from adloco_jax.elastic import engine, learner
+from adloco_jax.elastic import engine, learner, store
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.run import processes
 from adloco_jax.run.checkpoint import list_rounds
@@ -435,7 +435,8 @@ def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch,
     leaves = jax.tree.leaves(sent[0].differences._replace(usable_R=None))
     assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
     (first, _) = events(tmp_path, "round")
-    assert first["wire_bytes"] == (1 + 2 + 1) * 144 + 4 + 1  # and a count, and what is usable
+    arrays = 4 + 3 * 4, 1 + 3 * (8 + 1)  # a count and rates; what is usable, losses and skips
+    assert first["wire_bytes"] == (1 + 2 + 1) * 144 + sum(arrays)
 
 
 def test_a_driver_that_was_cut_off_waits_as_long_for_learners_as_before(monkeypatch, tmp_path):
@@ -481,6 +482,26 @@ def test_learners_begin_the_next_round_while_the_driver_evaluates(monkeypatch, t
     (merge, *_) = events(merging.workdir, "merge")
     assert merge["round"] == 3  # a merge waits for all rounds, and rounds wait for a merge
     assert [begun[number] for number in (1, 2, 3)] == [2, 3, 3]
+
+
+def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tmp_path):
+    here, put, written = InBucket(monkeypatch, tmp_path / "bucket"), store.Store.put, [0]
+
+    def putting(self, name, data):
+        is_sent = name.startswith(("params/", "orders/", "answers/"))
+        if name.startswith("params/") and name.split("/")[-1] != "0.safetensors":
+            written.append(0)
+        written[-1] += is_sent * len(data)
+        put(self, name, data)
+
+    monkeypatch.setattr(store.Store, "put", putting)
+    engine = {"kind": "bucket", "address": here.url}
+    run(tmp_path / "far", settings_with(num_workers=2, **engine))
+    assert [e["wire_bytes"] for e in events(tmp_path / "far", "round")] == written
+    written[:], here.url = [0], f"file://{tmp_path}/growing-bucket"
+    engine["address"] = here.url
+    growing = run(tmp_path / "growing", settings_of(**GROWING | {"engine": engine}))
+    assert sum(e["wire_bytes"] for e in events(growing.workdir, "round")) == sum(written)
 
 
 def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(monkeypatch, tmp_path):

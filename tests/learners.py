@@ -19,6 +19,7 @@ from adloco_jax.elastic import (
     rounds,
     store,
 )
+from adloco_jax.elastic.formats import array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
 from adloco_jax.errors import ResourceError
 
@@ -55,7 +56,7 @@ class Here:
         return contextlib.nullcontext(self)
 
     def put(self, value, trainer):
-        return value
+        return value, 0  # its bytes are those of an argument
 
     def start(self, number, life):
         handle = number, life
@@ -69,7 +70,7 @@ class Here:
         self.calls[call] = handle, method, arguments
         if method == "play":
             self.orders.append((*handle, arguments[0]))
-        return call
+        return call, array_bytes(arguments)
 
     def poll(self, calls, timeout_s):
         ended = {}
@@ -82,7 +83,8 @@ class Here:
                 continue
             if fate == "answer" or callable(fate):
                 value = getattr(self.learner(handle), method)(*arguments)
-                ended[call] = Reply(fate(value) if callable(fate) else value, "")
+                value = fate(value) if callable(fate) else value
+                ended[call] = Reply(value, "", array_bytes(value))
             else:
                 ended[call] = Reply(None, fate)
         self.now_s += 0.01 if ended else timeout_s

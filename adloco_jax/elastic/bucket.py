@@ -43,7 +43,7 @@ from adloco_jax.elastic.formats import (
     Refused,
     RunDescription,
     WorkerPart,
-    form_bytes,
+    array_bytes,
     said,
 )
 from adloco_jax.elastic.learner import Given, Order, Reply, WorkerOrder, answer_form
@@ -92,7 +92,7 @@ def order_form(spec: Spec, parts: Sequence[WorkerPart]) -> Any:
 
 def limit(form: Any) -> int:
     """Return the largest accepted size of an object of this form, in bytes."""
-    return form_bytes(form) + _SLACK
+    return array_bytes(form) + _SLACK
 
 
 def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) -> None:
@@ -242,14 +242,6 @@ class _Exchange:
     pause_s: float = store.FIRST_PAUSE_S
 
 
-@dataclasses.dataclass
-class Reference:
-    """Where in the bucket a trainer's parameters are, or will be once they are written."""
-
-    name: str
-    sha256: str = ""  # empty until they are packed
-
-
 class BucketTransport:
     """The transport of a run whose learners join by themselves, through a bucket."""
 
@@ -258,7 +250,7 @@ class BucketTransport:
     def __init__(self, bucket: Store, epoch: int, given: Given):
         self._store, self._epoch, self._spec = bucket, epoch, given.spec
         self._exchanges: dict[int, _Exchange] = {}
-        self._params: dict[int, list[Reference]] = {}  # in the bucket, by the trainer's id
+        self._params: dict[int, list[str]] = {}  # names in the bucket, by trainer's id
         self._num_params, self._count = itertools.count(), itertools.count()
         self._id = uuid.uuid4().hex
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
@@ -298,22 +290,22 @@ class BucketTransport:
         with self._writing:
             self._store.put(f"driver/{self._epoch}.json", self.board(is_over=False))
 
-    def put(self, params: Any, trainer: int) -> Reference:
+    def put(self, params: Any, trainer: int) -> tuple[Params, int]:
         """Begin to write a trainer's parameters, and delete those of two rounds ago.
 
         Those of the last round stay, for learners that are late.
         """
-        reference = Reference(f"params/{self._epoch}/{next(self._num_params)}.safetensors")
+        name = f"params/{self._epoch}/{next(self._num_params)}.safetensors"
         there = self._params.setdefault(trainer, [])
-        old, there[:] = there[:-1], [*there[-1:], reference]
+        old, there[:] = there[:-1], [*there[-1:], name]
+        data, sha256 = store.pack(Format(), params)
 
         def write() -> None:
-            self._store.delete(*(each.name for each in old))
-            data, reference.sha256 = store.pack(Format(), params)
-            self._store.put(reference.name, data)
+            self._store.delete(*old)
+            self._store.put(name, data)
 
         self._begin(write)
-        return reference
+        return Params(name=name, sha256=sha256), len(data)
 
     def _begin(self, write: Callable[[], None]) -> None:
         self._writes.put(write)
@@ -336,13 +328,12 @@ class BucketTransport:
 
     def submit(
         self, handle: OrderId, method: str, *arguments: Any, aside: bool = False
-    ) -> OrderCall:
-        """Call a method of a learner without waiting for the result, which `poll` returns."""
+    ) -> tuple[OrderCall, int]:
+        """Call a method of a learner; return the call, for `poll`, and the order's bytes."""
         exchange = self._exchanges[handle.learner]
         if method in ("hello", "ping"):
-            return OrderCall(
-                method, handle.of(0 if exchange.board is None else exchange.board.count)
-            )
+            count = 0 if exchange.board is None else exchange.board.count
+            return OrderCall(method, handle.of(count)), 0
         exchange.num_asked += 1
         call = OrderCall(method, handle.of(exchange.num_asked))
         tree, *more = arguments
@@ -358,17 +349,17 @@ class BucketTransport:
             call.form = [answer_form(self._spec, tree, work) for work in tree.work]
         if method == "prepare":
             fields["tests"], call.form = more[0], None
+        if method == "play":
+            fields["params"] = more[0]
+        data, _ = store.pack(OrderMessage(id=call.id, **fields), tree)
 
         def write() -> None:
-            if method == "play":
-                fields["params"] = Params(name=more[0].name, sha256=more[0].sha256)
-            message = OrderMessage(id=call.id, **fields)
-            self._store.put(call.id.order_name(), store.pack(message, tree)[0])
+            self._store.put(call.id.order_name(), data)
             exchange.num_sent = call.id.order
             self._write_board()
 
         self._begin(write)
-        return call
+        return call, len(data)
 
     def poll(self, calls: Sequence[OrderCall], timeout_s: float) -> dict[OrderCall, Reply]:
         """Wait until a call has ended or the time is over.
@@ -450,10 +441,11 @@ class BucketTransport:
             return [each if there else None for each, there in pairs]
 
         try:
-            message, value, _ = self._store.read(name, limit(call.form), AnswerMessage, form_of)
+            message, value, size = self._store.read(name, limit(call.form), AnswerMessage, form_of)
             if message.refused:
-                return Reply(Refused(f"it refused the order: {said(message.error)}"))
-            return Reply(value, said(message.error) if message.error else "")
+                value = Refused(f"it refused the order: {said(message.error)}")
+            error = said(message.error) if message.error and not message.refused else ""
+            return Reply(value, error, size)
         except (Refused, ResourceError) as error:
             return Reply(Refused(str(error)))
         finally:

@@ -304,10 +304,7 @@ class BucketLearner:
             return answer, None
         name = message.params.name
         with concurrent.futures.ThreadPoolExecutor(1) as aside:
-            how = name, limit(spec.params), Format, lambda _: spec.params
+            how = name, limit(spec.params), Format, lambda _: spec.params, message.params.sha256
             reading = aside.submit(self._store.read, *how)
             self.learner.prepare(order, any(work.num_tested for work in order.work))
-        _, params, found = reading.result()
-        if found != message.params.sha256:
-            raise Refused(f"{name}: other parameters than the order names")
-        return answer, self.learner.play(order, params)
+        return answer, self.learner.play(order, reading.result()[1])

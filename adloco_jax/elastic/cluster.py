@@ -21,7 +21,7 @@ from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.decisions import NEAR
-from adloco_jax.elastic.formats import Refused, said
+from adloco_jax.elastic.formats import Refused, array_bytes, said
 from adloco_jax.elastic.learner import Given, Learner, Reply
 from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -142,7 +142,8 @@ def _reply(call: Any) -> Reply:
     import ray
 
     try:
-        return Reply(ray.get(call))
+        value = ray.get(call)
+        return Reply(value, num_bytes=array_bytes(value))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, Refused):
             return Reply(Refused(f"it refused the order: {said(str(error.cause))}"))
@@ -161,14 +162,17 @@ class RayTransport:
     reach = NEAR
 
     def __init__(self, num_learners: int, given: Given | None):
-        self._num_learners, self._given = num_learners, self.put(given, None)
+        self._num_learners, (self._given, _) = num_learners, self.put(given, None)
 
-    def put(self, value: Any, trainer: int | None) -> Any:
-        """Store a value once for several calls; ConfigError if it cannot be pickled."""
+    def put(self, value: Any, trainer: int | None) -> tuple[Any, int]:
+        """Store a value once for several calls; return a reference, and the bytes of its arrays.
+
+        Raises ConfigError if it cannot be pickled.
+        """
         import ray
 
         try:
-            return ray.put(value)
+            return ray.put(value), array_bytes(value)
         except TypeError as error:  # the message of Ray would list the whole value
             raise ConfigError(
                 "engine.kind = ray: functions and rows that learners are sent must be picklable"
@@ -190,15 +194,17 @@ class RayTransport:
         }
         return ray.remote(**options)(RayLearner).remote(number, life, self._given)
 
-    def submit(self, handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
-        """Call a method of a learner without waiting; return a reference for `poll`.
+    def submit(
+        self, handle: Any, method: str, *arguments: Any, aside: bool = False
+    ) -> tuple[Any, int]:
+        """Call a method of a learner without waiting; return a reference for `poll`, and bytes.
 
         Calls run one after another, but with `aside` beside the others, in another thread.
         """
         function = getattr(handle, method)
         if aside:
             function = function.options(concurrency_group="aside")
-        return function.remote(*arguments)
+        return function.remote(*arguments), array_bytes(arguments)
 
     def poll(self, calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
         """Wait until a call has ended or the time is over; ResourceError if the cluster is gone."""

@@ -30,7 +30,6 @@ from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.local import Metrics, count_skips, without_broken
 from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
-from adloco_jax.engine.spec import num_bytes
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import Boundary, Decide, State, Stats, joining_workers, merge_due
 from adloco_jax.loop.control import Control, count_round
@@ -106,11 +105,13 @@ class ElasticEngine:
         control.round = min(trainer.rounds for trainer in control.trainers.values())
         control, decided = decide(control, _by_trainer(ended), plans)
         ensemble, outcomes = self._outer_updates(state, ended)
-        up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
+        before_s, self._up_s = self._up_s, self.fleet.up_s()
+        # Trainers whose rounds end together share alike.
+        up_s = round((self._up_s - before_s) / len(ended), 6)
+        wire_bytes, self.fleet.wire_bytes = divmod(self.fleet.wire_bytes, len(ended))
         lines = [
             planned(state.control, m, each.plan, each.rate_T)
-            | {"workers_counted": len(each.counted), "wire_bytes": each.wire_bytes}
-            | {"up_s": round(up_s / len(ended), 6)}
+            | {"workers_counted": len(each.counted), "wire_bytes": wire_bytes, "up_s": up_s}
             | spent[m]
             | {"skipped_updates": int(outcomes[m].skipped_SR.sum())}
             for m, each in ended.items()
@@ -262,8 +263,7 @@ class ElasticEngine:
             order = Order(m, number, *plan[:2], is_single=is_single, work=())
             (position,) = control.positions([m])
             params = jax.device_get(trainer_params(state.ensemble, position))
-            sent_bytes = num_bytes(params)
-            each = Round(plan, order, rate_T, now_s, sent_bytes * len(set(free.values())))
+            each = Round(plan, order, rate_T, now_s)
             reference = self.fleet.put(params, m)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
@@ -275,7 +275,6 @@ class ElasticEngine:
                 work = []
                 for stream in (stream for stream, host in free.items() if host == number):
                     inner_state = self._states.to_send(stream, self.fleet.learners[number])
-                    each.wire_bytes += num_bytes(inner_state)
                     tested = min(count, updates[stream] * plan.num_sequences // plan.num_updates)
                     how = updates[stream], tested, rate_T, inner_state
                     work.append(WorkerOrder(stream, starts[stream], *how))

@@ -57,9 +57,7 @@ class Event(NamedTuple):
     """Something that the driver must process: an answer of a learner, or the loss of a learner."""
 
     what: str  # "lost", or the method that was answered: "play", "states" or "prepare"
-    learner: (
-        decisions.LearnerRecord
-    )  # the record of the learner's process that has answered or ended
+    learner: decisions.LearnerRecord  # of the process that has answered or ended
     about: Any  # the field `about` of the answered call; None for a loss
     value: Any  # the answer, or the cause of the loss
 
@@ -80,6 +78,7 @@ class Fleet:
         self._looked_s = time.monotonic()  # when the driver last looked for answers
         self.back_s = 0.0  # when it could look again after a time in which it could not
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
+        self.wire_bytes = 0  # sent to learners and received from them, until the engine resets it
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
@@ -122,13 +121,13 @@ class Fleet:
 
     def _wait(self) -> None:
         """Wait until all learners have joined, or at least enough when the time is over."""
-        rule, count, said = self._settings.engine, len(self.learners), -1
+        rule, count, told = self._settings.engine, len(self.learners), -1
         wanted, least, seconds = self.reach.at_start(rule, count)
         until_s = time.monotonic() + seconds
         while (there := count - len(self._absent())) < wanted and time.monotonic() < until_s:
-            if self.reach.joins_itself and there != said:
+            if self.reach.joins_itself and there != told:
                 print(f"learners: {there} of {wanted} have joined", flush=True)
-                said = there
+                told = there
             if not self.reach.joins_itself and len(self._causes) == count:
                 break
             if processes.is_asked_to_stop():
@@ -156,6 +155,7 @@ class Fleet:
             if asked is None:
                 continue  # a call to a process that has ended
             learner = self.learners[asked.learner]
+            self.wire_bytes += reply.num_bytes
             if reply.error:
                 events.append(self._lose(learner, reply.error, has_run=True))
             elif asked.what == "hello":
@@ -210,7 +210,9 @@ class Fleet:
 
     def put(self, params: PyTree, trainer: int) -> Any:
         """Store a trainer's parameters for learners; return a reference to pass in calls."""
-        return self._transport.put(params, trainer)
+        reference, sent_bytes = self._transport.put(params, trainer)
+        self.wire_bytes += sent_bytes
+        return reference
 
     def asked(self, what: str) -> set[int]:
         """Return the numbers of the learners that have not answered a call of `what` yet."""
@@ -219,7 +221,9 @@ class Fleet:
     def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
         """Call a method of a learner; `poll` returns the answer, with `about`, later."""
         aside = what in ("ping", "states")
-        call = self._transport.submit(self._handles[number], what, *arguments, aside=aside)
+        handle = self._handles[number]
+        call, sent_bytes = self._transport.submit(handle, what, *arguments, aside=aside)
+        self.wire_bytes += sent_bytes
         self._calls[call] = PendingCall(number, what, about)
 
     def host(self, stream: int) -> int | None:

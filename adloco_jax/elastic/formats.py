@@ -27,10 +27,9 @@ def said(text: str) -> str:
     return f"it says {' '.join(text.split())[:300]!r}"
 
 
-def form_bytes(form: PyTree) -> int:
-    """Return the size of a form's arrays in bytes."""
-    arrays = [leaf for leaf in jax.tree.leaves(form) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    return num_bytes(arrays)
+def array_bytes(tree: PyTree) -> int:
+    """Return the size in bytes of the arrays of a tree or of a form, beside plain values."""
+    return num_bytes([leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")])
 
 
 def check_value(value: Any, want: Any, name: str) -> None:

@@ -96,6 +96,7 @@ class Reply(NamedTuple):
 
     value: Any  # the result, or why it is `Refused`; None if the learner has ended
     error: str = ""  # why the learner has ended, in one line; empty if it goes on
+    num_bytes: int = 0  # size of what was received
 
 
 class Learner:

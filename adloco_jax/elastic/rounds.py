@@ -11,7 +11,7 @@ from adloco_jax.elastic import decisions
 from adloco_jax.elastic.formats import Refused, check_form
 from adloco_jax.elastic.learner import Answer, Order, answer_form
 from adloco_jax.engine.round import Outcome
-from adloco_jax.engine.spec import Spec, num_bytes
+from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import EngineSettings
 
@@ -24,7 +24,6 @@ class Round:
     order: Order  # the request to the learners; its field `work` is empty
     rate_T: np.ndarray  # learning rate of each micro-batch
     start_s: float  # when the round was started, on the clock `time.monotonic`
-    wire_bytes: int  # bytes sent to and received from learners in the round so far
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
     reported: set[int] = field(default_factory=set)  # learners that have answered
     # By the worker's stream: the answers, the norms of their differences, and who has sent them.
@@ -49,7 +48,6 @@ class Round:
             self.norms[answer.stream] = norm
             if not (answer.differences.usable_R.all() and math.isfinite(norm)):
                 self.broken.add(answer.stream)
-            self.wire_bytes += num_bytes(answer.differences)
 
     def is_over(
         self, rule: EngineSettings, learners: Mapping[int, decisions.LearnerRecord]

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import PyTree
 from safetensors.numpy import save
 
-from adloco_jax.elastic.formats import Refused, check_value, form_bytes
+from adloco_jax.elastic.formats import Refused, array_bytes, check_value
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
 from adloco_jax.run import processes
@@ -119,23 +119,26 @@ class Store:
         return None if data is None else bytes(data)
 
     def read(
-        self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree]
-    ) -> tuple[F, PyTree, str]:
+        self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree], sha256: str = ""
+    ) -> tuple[F, PyTree, int]:
         """Read what `pack` made (see `get`, `unpack`), again if it was damaged on its way.
 
-        Raises Refused if it is missing, refused each time, or its arrays have more than `limit`
-        bytes.
+        Also returns its size in bytes. Raises Refused if it is missing, refused each time, not the
+        one with a `sha256`, or its arrays have more than `limit` bytes.
         """
 
         def small_form(message: F) -> PyTree:
-            if form_bytes(wanted := form(message)) > limit:
-                raise Refused(f"{name}: for {form_bytes(wanted)} bytes, expected at most {limit}")
+            if (size := array_bytes(wanted := form(message))) > limit:
+                raise Refused(f"{name}: for {size} bytes, expected at most {limit}")
             return wanted
 
-        def once() -> tuple[F, PyTree, str]:
+        def once() -> tuple[F, PyTree, int]:
             if (data := self.get(name, limit=limit)) is None:
                 raise Refused(f"{name}: missing")
-            return unpack(data, name, kind, small_form)
+            message, tree, found = unpack(data, name, kind, small_form)
+            if sha256 not in ("", found):
+                raise Refused(f"{name}: another object than the order names")
+            return message, tree, len(data)
 
         for pause_s in _READ_PAUSES_S:
             with contextlib.suppress(Refused):
