@@ -4,8 +4,12 @@ Command:   python -m adloco_jax.main --config configs/recommended.py
            --config.data.path='texts/*.jsonl.gz' --config.data.tokenizer=TOKENIZER
 Hardware:  one GPU or more; before you train, `adloco plan` shows the memory and communication.
            configs/recommended_quick.py shows the method on a CPU
-Model:     a Llama of 35.2 M parameters with a vocabulary of 32,000 tokens. Replace it by your own
-           model, with a learning rate for that model.
+Model:     a Llama with a vocabulary of 32,000 tokens, of 35.2 M parameters or, with --size 10M or
+           --size 100M, of 8.6 M or 89.9 M. Replace it by your own model, with a learning rate for
+           that model.
+Sizes:     all follow from the number of layers: width 64 a layer, one head for 128 of it, rate 1e-3
+           at width 384 and in inverse proportion to it, 20 tokens a parameter. Batch and rounds
+           stay: the noise decides how many workers share an update. 35M alone has been trained
 Expected:  docs/GPU.md has a run of 91 M tokens in rounds of 110 updates, 2.42 nats per token;
            docs/RESULTS.md has results of these settings at 0.08 M parameters
 See also:  docs/choosing.md says when another method is a better choice
@@ -15,21 +19,24 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import default_config
 
+LAYERS = {"10M": 2, "35M": 6, "100M": 10}  # by the name of a size
+MILLION_TOKENS = {"10M": 172, "35M": 704, "100M": 1_798}  # 20 for each parameter
 
-def get_config() -> ConfigDict:
+
+def get_config(size: str = "35M") -> ConfigDict:
     """Return a config with one trainer, which starts with one of its eight workers.
 
     The command line must set `data.path` and `data.tokenizer`.
     """
-    config = default_config()
-    config.num_tokens = 704_000_000  # 20 tokens for each parameter
+    config, layers = default_config(), LAYERS[size]
+    config.num_tokens = MILLION_TOKENS[size] * 1_000_000
 
     config.model.vocab_size = 32_000
-    config.model.width = 384
-    config.model.num_layers = 6
-    config.model.num_heads = 3  # 128 numbers per head, as fast attention kernels want
-    config.model.num_kv_heads = 3
-    config.model.mlp_width = 1024
+    config.model.width = 64 * layers
+    config.model.num_layers = layers
+    # 128 numbers per head, as fast attention kernels want
+    config.model.num_heads = config.model.num_kv_heads = layers // 2
+    config.model.mlp_width = 8 * config.model.width // 3 // 16 * 16
     config.model.max_length = 512  # tokens
     config.model.dtype = "bfloat16"
 
@@ -44,7 +51,7 @@ def get_config() -> ConfigDict:
     config.ensemble.initial_workers = 1  # gradient noise decides when the others join
 
     config.inner.steps_per_round = 220  # as in docs/RESULTS.md; use fewer steps if links are fast
-    config.inner.learning_rate = 1e-3
+    config.inner.learning_rate = round(0.384 / config.model.width, 6)
     config.inner.warmup_updates = 200
     config.inner.schedule = "constant"  # a falling rate needs outer.tx="nesterov_by_interval"
     config.inner.clip_norm = 1.0

@@ -2,6 +2,7 @@ import collections
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from unittest import mock
 
+import jax
 import pytest
 from filelock import FileLock
 
@@ -25,6 +27,7 @@ from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import folder as run_folder
+from adloco_jax.run.assemble import build_model
 from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, default_of, meaning
 
@@ -330,6 +333,30 @@ def test_one_key_sets_the_first_batch_of_every_shipped_config(elsewhere, name, f
     for key in ("max_batch_size", "batch_cap"):  # a batch that stays constant stays so
         if getattr(before, key) == before.initial_batch_size:
             assert getattr(after, key) == first
+
+
+@pytest.mark.parametrize("size", ["10M", "35M", "100M"])
+def test_one_size_sets_the_recommended_model_its_rate_and_its_tokens(elsewhere, capsys, size):
+    (elsewhere / "a.txt").touch()
+    text = ["--config.data.path=a.txt", "--config.data.tokenizer=bytes"]
+    settings = validate(configured(f"--size={size}", *text, config="recommended"))
+    params = jax.eval_shape(build_model(settings)[0], jax.random.key(0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert 0.85 < count / (1e6 * int(size[:-1])) < 1.02
+    assert 0.99 < settings.num_tokens / (20 * count) < 1.01
+    model = settings.model
+    assert model.width == 64 * model.num_layers == 128 * model.num_heads
+    assert math.isclose(settings.inner.learning_rate * model.width, 0.384, rel_tol=1e-3)
+    assert (
+        f"size {size}: {model.num_layers} layers of width {model.width}" in capsys.readouterr().out
+    )
+
+
+def test_a_config_of_one_size_and_an_unknown_size_are_refused():
+    with pytest.raises(ConfigError, match=r"quickstart.py: TypeError: .* 'size'"):
+        configured("--size=10M")
+    with pytest.raises(ConfigError, match="12M: expected for instance 35M"):
+        configured("--size=12M", config="recommended")
 
 
 def test_no_line_and_no_traceback_shows_a_secret(capfd, monkeypatch):

@@ -46,14 +46,16 @@ def find_config(name: str) -> Path:
     )
 
 
-def load_config(path: Path, function: str, kind: type[T]) -> T:
+def load_config(path: Path, function: str, kind: type[T], **given: str) -> T:
     """Run the Python file of a config, call one of its functions, and return the result.
+
+    The function gets the arguments `given`.
 
     Raises:
       ConfigError: If the file raises an error or lacks the function, or the result's type is not
         `kind` itself.
     """
-    made = _run(path, function)
+    made = _run(path, function, **given)
     if type(made) is not kind:
         hint = "start it from adloco_jax.config.default_config()"
         for other, verb in (("get_config", "train"), ("get_comparison", "compare")):
@@ -69,7 +71,7 @@ def add_entries(name: str | None) -> None:
         _run(find_config(name), "get_config", "get_comparison")
 
 
-def _run(path: Path, *functions: str) -> object:
+def _run(path: Path, *functions: str, **given: str) -> object:
     # The parent of the config's folder is added to the import path, so that a config can import
     # other configs in this folder.
     root = str(path.resolve().parent.parent)
@@ -77,7 +79,7 @@ def _run(path: Path, *functions: str) -> object:
     try:
         names = runpy.run_path(str(path))
         found = [names[name] for name in functions if callable(names.get(name))]
-        return found[0]() if found else None
+        return found[0](**given) if found else None
     # Deliberately broad, because a config file is arbitrary Python.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)

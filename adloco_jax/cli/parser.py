@@ -165,6 +165,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "SIZE": _shaped(r"[1-9]\d*[KMGT]B", "500MB"),
     "OWNER/NAME": _shaped(r"[\w-][\w.-]*/[\w-][\w.-]*", "OWNER/NAME"),
     "DTYPE": _shaped("float32|bfloat16", "bfloat16"),
+    "PARAMETERS": _shaped("10M|35M|100M", "35M"),
 }
 _ENTRIES = """
 --config FILE: the run's config file, to execute if it adds an entry of a table that the run uses"""
@@ -180,6 +181,7 @@ processes, start each with this command and --distributed (under Slurm, Open MPI
 --coordinator, --num-processes and --process-id.
 
 --workdir DIR: the run's folder; by default a new one in runs/
+--size PARAMETERS: of the config recommended: a model of about 10M, 35M or 100M parameters
 --plan: print the plan of the run, as adloco plan does, and stop
 --memory: with plan: compile, and print each program's memory
 --device [KINDxN]: with plan: compile for devices that are not here; without a value: list them

@@ -54,6 +54,8 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
         if run is not None:
             from adloco_jax.run.folder import recorded_config
 
+            if options.size:
+                raise ConfigError(f"--size {options.size}: {run} keeps its size; leave it out")
             add_entries(options.config)
             path, made = Path(run), recorded_config(Path(run))
         else:
@@ -63,7 +65,8 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
                     " lists, or a file"
                 )
             path = find_config(options.config)
-            made = load_config(path, "get_config", ConfigDict)
+            given = {"size": options.size} if options.size else {}
+            made = load_config(path, "get_config", ConfigDict, **given)
     except ConfigError as error:
         raise ConfigError("\n".join([str(error), *faults])) from error
     values = {key: vars(options)[f"config.{key}"] for key in KNOBS}
@@ -104,6 +107,14 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
         raise ConfigError("\n".join(faults))
     if sizes:
         print(sizes)
+    if options.size:
+        print(
+            f"size {options.size}: {settings.model.num_layers} layers of width"
+            f" {settings.model.width}, {settings.model.num_heads} heads, learning rate"
+            f" {settings.inner.learning_rate:.3g}, {settings.batching.initial_batch_size}"
+            f" sequences of {settings.data.sequence_length} for a worker's update,"
+            f" {settings.num_tokens:,} tokens"
+        )
     if guessed is not None:
         print(f"data.source={guessed}, by the name {at}; --config.data.source names another")
     return path, made, settings
