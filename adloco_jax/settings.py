@@ -321,6 +321,9 @@ class OuterSettings(SettingsGroup):
     """Micro-batches from the sending of a fragment to its arrival; Streaming DiLoCo: 1."""
     mixing: Decay = 0.0
     """Share of a worker's own parameters in a synchronised fragment; Streaming DiLoCo: 0.5."""
+    average: Annotated[Decay, "refused"] = 0.0
+    """Share of the old in a running average of each trainer's parameters over rounds, evaluated and
+    exported in place of the last ones; workers do not train on it. 0: off."""
 
     @property
     def own_params(self) -> bool:

@@ -284,7 +284,8 @@ RUN = {
     "num_rounds": 4,
     "ensemble": {"num_trainers": 2, "num_workers": 3},
     "inner": {"steps_per_round": 6, "learning_rate": 0.05},
-    "outer": {"fragments": 3, "delay_updates": 1, "mixing": 0.5, "precision": "int4"},
+    "outer": {"fragments": 3, "delay_updates": 1, "mixing": 0.5, "precision": "int4"}
+    | {"average": 0.5},
     "batching": {"eta": 0.5},
     "merge": {"every_rounds": 2},
     "eval": {"every_rounds": 2, "num_sequences": 8},
@@ -324,8 +325,9 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
         ]
     )
     assert [line["bytes"] for line in syncs] == [2 * all_of_it, 2 * 2 * all_of_it]
-    # The trainer sends parameters and momentum; a joining worker gets parameters and moments.
-    assert merges[0]["bytes"] == 2 * 144 + (144 + 2 * 144)
+    # The trainer sends parameters, their running average and momentum; a joining worker gets
+    # parameters and moments.
+    assert merges[0]["bytes"] == 3 * 144 + (144 + 2 * 144)
     (end,) = events(whole.workdir, "end")
     everything = [*rounds, *syncs, *merges]
     assert end["syncs_total"] == sum(line.get("syncs", 0) for line in everything)

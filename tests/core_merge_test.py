@@ -73,7 +73,7 @@ def test_impossible_allocations_are_refused(batches, num_workers, words):
 
 def different(sizes, **txs):
     params = {"w": jnp.zeros((2, 3)), "deep": {"b": jnp.zeros(())}}
-    return filled(ensemble_of(sizes, params, **txs))
+    return filled(ensemble_of(sizes, params, average=True, **txs))
 
 
 # without jit each operation compiles separately
@@ -102,7 +102,7 @@ def test_merge_is_the_weighted_mean_of_usable_members_and_keeps_the_order_of_the
     sick = jax.tree.map(lambda leaf: leaf.at[member].add(broken), getattr(ensemble, where))
     merged = merge(ensemble.replace(**{where: sick}), members, weights)
     assert merged.num_trainers == 2
-    for name in ("params_M", "outer_state_M"):
+    for name in ("params_M", "outer_state_M", "average_M"):
         before, after = getattr(ensemble, name), getattr(merged, name)
         mean = jax.tree.map(
             lambda leaf: np.tensordot(shares, np.asarray(leaf)[list(members)], 1), before
@@ -132,6 +132,7 @@ def test_merging_equal_trainers_is_exactly_the_identity():
     ensemble = ensemble.replace(
         params_M=jax.tree.map(alike, ensemble.params_M),
         outer_state_M=jax.tree.map(alike, ensemble.outer_state_M),
+        average_M=jax.tree.map(alike, ensemble.average_M),
     )
     merged = merge(ensemble, (1, 2), weights=(0.1, 0.7))
     assert_equal(merged.params_M, rows(ensemble.params_M, 0, 1))
@@ -157,6 +158,7 @@ def test_spawning_and_averaging_at_once_changes_nothing():
     ensemble = different([1, 2])
     spawned = jax.jit(adloco_jax.spawn, static_argnums=(1, 2))(ensemble, 1, 4)
     assert spawned.sizes == (1, 4)
+    assert_equal(spawned.average_M, ensemble.average_M)
     spawned = spawned.replace(outer_state_M=PLAIN.init(None))
     update = jax.jit(functools.partial(adloco_jax.outer_update, outer_tx=PLAIN))
     after, _ = update(spawned, adloco_jax.start_round(spawned))

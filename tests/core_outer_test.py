@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+import oracle
 import pytest
 from ensembles import (
     ADAMW,
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from trees import assert_close, assert_equal, at, same
 
 from adloco_jax import inner_steps, outer_step, outer_update, start_round
+from adloco_jax.core.outer import running_average
 from probes.hlo import collectives
 
 grad_fn = jax.jit(jax.grad(loss_fn))
@@ -584,3 +586,28 @@ def test_sharded_over_workers_is_unsharded_and_communicates_only_between_rounds(
     found = collectives(compiled.as_text())
     assert found, "the outer update of a sharded round must communicate: the reading is broken"
     assert not any(collective.in_loop for collective in found)
+
+
+# --- The running average
+
+
+@pytest.mark.parametrize("average", [running_average, jax.jit(running_average)])
+def test_a_running_average_is_a_mean_at_first_and_then_exponential(average):
+    rounds = np.random.default_rng(0).normal(size=(5, 2, 3)).astype(np.float32)
+    found = {"w": jnp.full((2, 3), 7.0), "step": jnp.zeros(2, jnp.int32)}
+    for number, new_M in enumerate(rounds, 1):
+        # The second trainer is still in its round after the third.
+        share_M = [min(0.7, 1 - 1 / number), 1.0 if number > 3 else min(0.7, 1 - 1 / number)]
+        params_M = {"w": jnp.asarray(new_M), "step": jnp.full(2, number)}
+        found = average(found, params_M, jnp.array(share_M, jnp.float32))
+    assert found["step"].tolist() == [5, 5]  # what is not trained is that of the parameters
+    expected = [oracle.running_averages(rounds[:, m], 0.7) for m in (0, 1)]
+    assert_close(found["w"], np.stack([expected[0][4], expected[1][2]]), rtol=1e-6, atol=1e-7)
+
+
+def test_a_running_average_keeps_the_old_or_takes_the_new_bit_for_bit_in_its_dtype():
+    old_M, new_M = (params_of(seed)["w"][None].astype(jnp.bfloat16) for seed in (1, 2))
+    for share, expected in ((0.0, new_M), (1.0, old_M)):
+        found = running_average([old_M], [new_M], [share])[0]
+        assert found.dtype == jnp.bfloat16
+        assert_equal(found, expected)

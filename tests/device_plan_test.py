@@ -83,6 +83,7 @@ def test_what_does_not_fit_is_said_with_a_change_that_would(monkeypatch):
 @pytest.mark.parametrize(
     ("fits", "expected"),
     [
+        (lambda settings, machine: settings.outer.average == 0, "outer.average=0.0"),
         (lambda settings, machine: settings.model.remat is None, "model.remat=auto"),
         (lambda settings, machine: settings.batching.max_batch_size is None, "{}=3"),
         (lambda settings, machine: settings.ensemble.model_shards == 4, "ensemble.model_shards=4"),
@@ -94,6 +95,7 @@ def test_what_does_not_fit_is_said_with_a_change_that_would(monkeypatch):
 def test_the_smallest_change_that_fits_is_named(monkeypatch, fits, expected):
     config = tiny_config(initial_workers=4)
     config.model.remat, config.batching.max_batch_size = False, 4
+    config.outer.average = 0.5
     tried = []
 
     def choice(settings, machine, on_compile):
@@ -110,7 +112,7 @@ def test_the_smallest_change_that_fits_is_named(monkeypatch, fits, expected):
     _, record = device_plan(config, "h100x4")
     if expected is None:
         assert "take more or larger devices" in record["change"]
-        assert [count for _, count in tried] == [4] * 5 + [5, 6, 7, 8, 4, 4]
+        assert [count for _, count in tried] == [4] * 6 + [5, 6, 7, 8, 4, 4]
         pools = [(s.ensemble.num_workers, s.ensemble.initial_workers) for s, _ in tried[-3:]]
         assert pools == [(6, 4), (4, 4), (2, 2)]
     else:

@@ -1,6 +1,7 @@
 """Runs in learners of this process, without Ray: what becomes of late, lost and broken answers."""
 
 import contextlib
+import itertools
 import math
 import runpy
 import signal
@@ -502,6 +503,19 @@ def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tm
     engine["address"] = here.url
     growing = run(tmp_path / "growing", settings_of(**GROWING | {"engine": engine}))
     assert sum(e["wire_bytes"] for e in events(growing.workdir, "round")) == sum(written)
+
+
+def test_a_driver_averages_over_the_rounds_of_each_trainer(monkeypatch, tmp_path):
+    settings = settings_of(**GROWING | {"outer": {"average": 0.5}})
+    local = run(tmp_path / "local", settings)
+    # Trainers run at their own pace: the last learner answers later.
+    Here(monkeypatch, lambda n, *_: "wait" if n == 3 and next(turns) % 3 else "answer")
+    turns = itertools.count()
+    far = run(tmp_path / "far", settings.model_copy(update={"engine": settings_with().engine}))
+    assert far.loss == pytest.approx(local.loss, abs=1e-5)
+    np.testing.assert_allclose(far.params["w"], local.params["w"], atol=1e-5)
+    moved = far.ensemble.params_M["w"] - far.ensemble.average_M["w"]
+    assert np.abs(moved).max() > 1e-3
 
 
 def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(monkeypatch, tmp_path):

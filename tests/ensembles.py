@@ -37,7 +37,7 @@ def loss_fn(params, batch):
     return jnp.mean(jnp.square(output - batch["y"]))
 
 
-def ensemble_of(sizes, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_params=False):
+def ensemble_of(sizes, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, **how):
     """An ensemble of equal trainers, each with the given number of workers."""
     return init(
         params_of() if params is None else params,
@@ -46,7 +46,7 @@ def ensemble_of(sizes, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_pa
         inner_tx=inner_tx,
         outer_tx=outer_tx,
         sizes=sizes,
-        own_params=own_params,
+        **how,
     )
 
 
@@ -69,5 +69,5 @@ def filled(ensemble, seed=0):
             return 10 * jnp.arange(len(leaf), dtype=jnp.int32)
         return jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
 
-    names = ("params_M", "outer_state_M", "inner_state_R", "params_R")
+    names = ("params_M", "outer_state_M", "inner_state_R", "params_R", "average_M")
     return ensemble.replace(**{name: jax.tree.map(fill, getattr(ensemble, name)) for name in names})

@@ -42,6 +42,7 @@ def trained(tmp_path_factory):
     """A run of two rounds, whose two trainers have not merged."""
     config = tiny()
     config.num_rounds, config.eval.sample_tokens, config.seed = 2, 5, 2
+    config.outer.average = 0.5
     return train(config, tmp_path_factory.mktemp("trained") / "r")
 
 
@@ -82,7 +83,7 @@ def test_each_evaluation_continues_the_same_heldout_text_with_the_consensus(trai
 def test_any_trainer_of_any_checkpoint_is_read_and_the_consensus_is_the_runs_own(trained):
     one = read_trained(trained.workdir, here(), trainer=1)
     assert (one.round, one.source) == (2, "trainer 1")
-    assert_equal(one.params, trainer_of(trained.ensemble.params_M, 1))
+    assert_equal(one.params, trainer_of(trained.ensemble.average_M, 1))
     again = read_trained(trained.workdir, here())
     (last,) = [
         e["source"]

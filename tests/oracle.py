@@ -526,3 +526,12 @@ def radial_directional(differences, weights):
         length += weight / total * norm
     size = np.linalg.norm(direction)
     return mean if size < 1e-6 else length * direction / size
+
+
+def running_averages(rounds, keep):
+    """The running average of an array after each of its rounds; the first is the first round's."""
+    averages = [rounds[0]]
+    for number, new in enumerate(rounds[1:], 2):
+        share = min(keep, 1 - 1 / number)
+        averages.append(share * averages[-1] + (1 - share) * new)
+    return averages

@@ -54,6 +54,12 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     settings = settings_of(outer={"tx": outer}, inner={"state": state})
     spec = spec_of(settings)
     assert spec.state_bytes == expected
+    averaging = settings_of(outer={"tx": outer, "average": 0.5}, inner={"state": state})
+    copied = spec_of(averaging).state_bytes
+    assert copied == (expected[0], expected[1] + 144, expected[2])
+    assert "running average 144 bytes per trainer" in "".join(
+        describe.plan_lines(averaging, spec_of(averaging))
+    )
     params, momentum, moments = expected
     assert describe._merge_lines(settings, spec) == [
         f"bytes of a merge, one communication: {params + momentum} bytes per absorbed trainer"

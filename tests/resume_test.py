@@ -9,6 +9,7 @@ import threading
 
 import jax
 import numpy as np
+import oracle
 import pytest
 from toy import corpus, settings_of
 from toy_runs import GROWING, Signalling, assert_same_end, events, lines, run, stop_at
@@ -53,6 +54,31 @@ def test_a_run_stopped_after_every_round_ends_as_the_uninterrupted_one(tmp_path,
     harmless = {"log": {"every_rounds": 3}, "checkpoint": {"keep": 1, "every_s": 1.0}}
     assert_same_end(run(tmp_path / "r", settings_of(**GROWING, **harmless)), whole)
     assert [e["round"] for e in events(tmp_path / "r", "start")] == list(range(7))
+
+
+def test_a_running_average_is_reported_and_resumed_bit_for_bit(tmp_path, monkeypatch, one_device):
+    monkeypatch.setattr(jax, "devices", lambda: one_device[:2])
+    settings, seen = settings_of(**GROWING | {"outer": {"average": 0.3}}), []
+
+    def on_round(state, _):
+        ensemble = state.ensemble
+        seen.append([np.array(tree["w"]) for tree in (ensemble.params_M, ensemble.average_M)])
+
+    whole = run(tmp_path / "whole", settings, on_round=on_round)
+    assert [len(params_M) for params_M, _ in seen] == [3, 3, 2, 2, 2, 1, 1]  # merges: 3 and 6
+    after = oracle.running_averages([params_M for params_M, _ in seen[:2]], 0.3)
+    np.testing.assert_allclose([average_M for _, average_M in seen[:2]], after, rtol=1e-5)
+    last = 0.3 * seen[-2][1] + 0.7 * seen[-1][0]
+    np.testing.assert_allclose(seen[-1][1], last, rtol=1e-5)
+    np.testing.assert_array_equal(whole.params["w"], seen[-1][1][0])
+    evals = events(tmp_path / "whole", "eval")
+    assert {e["average"] for e in evals} == {0.3} and evals[-1]["loss"] == whole.loss
+    stop_at(tmp_path / "r", at_read=10, settings=settings)
+    assert_same_end(run(tmp_path / "r", settings), whole)
+    # A finished run measures its consensus anew, and gives the same.
+    assert run(tmp_path / "r", settings).loss == whole.loss
+    said = "after round 7, running average over rounds (0.3 of the old)"
+    assert said in (tmp_path / "r" / "report" / "index.html").read_text()
 
 
 def test_a_finished_run_is_left_as_it_is_and_gives_its_result(tmp_path, whole):

@@ -103,12 +103,12 @@ def merge(
 ) -> Ensemble:
     """Merge `members`, at least two, into the first of them, the representative.
 
-    Its parameters and the floating-point part of its outer state become weighted means over the
-    members (the paper's weights are the requested batch sizes), in float32, or float64 for float64
-    arrays; values equal in all members do not change. A member is masked out if its weight is not
-    positive and finite, or if it has a value that is not finite and not the same in all. If no
-    finite member has a usable weight, all finite ones count equally; if no member is finite, the
-    representative does not change.
+    Its parameters, their running average and the floating-point part of its outer state become
+    weighted means over the members (the paper's weights are the requested batch sizes), in float32,
+    or float64 for float64 arrays; values equal in all members do not change. A member is masked out
+    if its weight is not positive and finite, or if it has a value that is not finite and not the
+    same in all. If no finite member has a usable weight, all finite ones count equally; if no
+    member is finite, the representative does not change.
 
     The workers of the other members join the representative, after its own and in the order of
     `members` (`reassign` can move them), with the mean inner state of its workers; if it is masked
@@ -127,7 +127,7 @@ def merge(
         )
     representative, absorbed = chosen[0], chosen[1:]
     survivors = [m for m in range(ensemble.num_trainers) if m not in absorbed]
-    stacked = (ensemble.params_M, ensemble.outer_state_M)
+    stacked = (ensemble.params_M, ensemble.outer_state_M, ensemble.average_M)
     finite_n = jnp.ones(len(chosen), bool)
     for leaf in jax.tree.leaves(stacked):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -151,7 +151,7 @@ def merge(
         mean = jnp.where(jnp.any(usable_n), mean, leaf_M[representative]).astype(leaf_M.dtype)
         return leaf_M.at[representative].set(mean)[np.array(survivors)]
 
-    params_M, outer_state_M = jax.tree.map(merge_leaf, stacked)
+    params_M, outer_state_M, average_M = jax.tree.map(merge_leaf, stacked)
     # The trainer whose workers keep their inner states: the first member that is not masked out,
     # normally the representative.
     heir = jnp.asarray(chosen)[origin]
@@ -161,7 +161,10 @@ def merge(
     trainer_R = of_workers(ensemble.sizes)[source]
     is_member_R = np.isin(trainer_R, chosen)
     after = ensemble.replace(
-        params_M=params_M, outer_state_M=outer_state_M, sizes=tuple(map(len, workers))
+        params_M=params_M,
+        outer_state_M=outer_state_M,
+        average_M=average_M,
+        sizes=tuple(map(len, workers)),
     )
     stays_R = ~is_member_R | (trainer_R == heir)
     return after.replace(

@@ -107,4 +107,5 @@ def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: An
         outer_state_M=ensemble.outer_state_M,
         inner_state_R=ensemble.inner_state_R,
         params_R=ensemble.params_R,
+        average_M=ensemble.average_M,
     )

@@ -318,6 +318,28 @@ def outer_update(
     return ensemble.replace(inner_state_R=workers.inner_state_R), norm_M
 
 
+@on_any_mesh(lambda whole, _, average_M, *args: average_M)
+def running_average(
+    average_M: PyTree, params_M: PyTree, share_M: Float[Array, " M"] | Sequence[float]
+) -> PyTree:
+    """Move each trainer's average to its parameters after a round, in their dtype.
+
+    `share_M`, 0 to 1, is the share of the old average: 0 gives `params_M`, 1 the old average. With
+    the smaller of `keep` and 1 - 1 / n after round n, the average is the plain mean of the first
+    rounds, and then exponential; the initial parameters do not enter. Leaves that are not floats
+    are those of `params_M`.
+    """
+    share_M = jnp.asarray(share_M, jnp.float32)
+
+    def mix(old_M, new_M):
+        dtype = at_least_float32(new_M.dtype)
+        share = share_M.reshape((-1,) + (1,) * (new_M.ndim - 1)).astype(dtype)
+        return (share * old_M.astype(dtype) + (1 - share) * new_M.astype(dtype)).astype(new_M.dtype)
+
+    mixed_M = jax.tree.map(mix, trainable(average_M), trainable(params_M))
+    return with_trainable(params_M, mixed_M)
+
+
 class Differences(NamedTuple):
     """The trainers' parameters minus those of their workers, in the form that is sent; a pytree."""
 

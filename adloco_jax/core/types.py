@@ -46,6 +46,7 @@ class Ensemble(struct.PyTreeNode):
     sizes: tuple[int, ...] = struct.field(pytree_node=False)  # [M] workers of each trainer
     round: Array  # int32 []: rounds completed
     params_R: PyTree = None  # [R, ...] workers' own parameters; None: a round starts at params_M
+    average_M: PyTree = None  # [M, ...] averages of params_M over rounds; None: not kept
 
     def __repr__(self) -> str:
         return (
@@ -232,6 +233,7 @@ def init(
     outer_tx: optax.GradientTransformation,
     sizes: Sequence[int] | np.ndarray | None = None,
     own_params: bool = False,
+    average: bool = False,
 ) -> Ensemble:
     """Stack `num_trainers` trainers that all start from `params`, and a pool of workers.
 
@@ -248,6 +250,7 @@ def init(
       outer_tx: Transformation of the trainers' pseudo-gradients; each trainer has a state of it.
       sizes: Number of each trainer's workers, which sum to R. None divides them evenly.
       own_params: Whether workers keep their own parameters between rounds, as in Streaming DiLoCo.
+      average: Whether trainers have an average of their parameters (`core.outer.running_average`).
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
@@ -276,6 +279,7 @@ def init(
         sizes=sizes,
         round=jnp.zeros((), jnp.int32),
         params_R=stack(params, num_workers) if own_params else None,
+        average_M=stack(params, num_trainers) if average else None,
     )
 
 
@@ -301,6 +305,7 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
         sizes=tuple(ensemble.sizes[m] for m in chosen),
         round=ensemble.round,
         params_R=_pick(ensemble.params_R, workers),
+        average_M=_pick(ensemble.average_M, chosen),
     )
 
 
@@ -333,6 +338,7 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
         inner_state_R=write(ensemble.inner_state_R, workers, sub.inner_state_R),
         round=jnp.maximum(ensemble.round, sub.round),
         params_R=write(ensemble.params_R, workers, sub.params_R),
+        average_M=write(ensemble.average_M, chosen, sub.average_M),
     )
 
 

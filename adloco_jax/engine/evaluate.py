@@ -79,6 +79,13 @@ def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
     return _row(ensemble.params_M, position)
 
 
+def reported(ensemble: Ensemble) -> Ensemble:
+    """Put the running averages, if they are kept, in place of the trainers' parameters."""
+    if ensemble.average_M is None:
+        return ensemble
+    return ensemble.replace(params_M=ensemble.average_M)
+
+
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
     """Compute the parameters that a merge would give; the ensemble does not change."""
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))

@@ -214,7 +214,7 @@ it may reuse (donated arguments); and the shardings of its results."""
 
 def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     bare = ensemble_spec(spec, key.layout)
-    bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None)
+    bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None, average_M=None)
     if spec.outer.own_params:
         bare = bare.replace(params_M=None)
     start = functools.partial(begin_workers, spec, key.layout, accumulates=key.accumulates)

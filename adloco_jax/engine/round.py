@@ -67,7 +67,7 @@ def inner_round(
     workers = Workers(sub.params_R, sub.inner_state_R)
     sub = sub.replace(params_R=None, inner_state_R=None)
     if not spec.outer.own_params or accumulates or spec.reset_inner_state:
-        bare = sub.replace(outer_state_M=None, round=None)
+        bare = sub.replace(outer_state_M=None, round=None, average_M=None)
         if spec.outer.own_params:
             bare = bare.replace(params_M=None, params_R=workers.params_R)
         kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}

@@ -111,6 +111,7 @@ class Placement:
             outer_state_M=self.sharded(shapes.outer_state_M),
             inner_state_R=self.by_worker(shapes.inner_state_R),
             params_R=self.by_worker(shapes.params_R),
+            average_M=self.by_trainer(shapes.average_M),
         )
 
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
@@ -228,6 +229,7 @@ def first_ensemble(spec: Spec, sizes: tuple[int, ...], params: PyTree) -> Ensemb
         outer_tx=spec.outer_tx,
         sizes=sizes,
         own_params=spec.outer.own_params,
+        average=spec.outer.average > 0,
     )
 
 

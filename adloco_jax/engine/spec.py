@@ -183,7 +183,9 @@ class Spec:
     def state_bytes(self) -> StateBytes:
         """Bytes of the parameters and optimizer states that are sent in merges and joins."""
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
-        return StateBytes(self.param_bytes, _sent_bytes(self.outer_tx, self.params), inner_bytes)
+        average_bytes = self.param_bytes if self.outer.average else 0
+        outer_bytes = _sent_bytes(self.outer_tx, self.params) + average_bytes
+        return StateBytes(self.param_bytes, outer_bytes, inner_bytes)
 
     @property
     def num_params(self) -> int:

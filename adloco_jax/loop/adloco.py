@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
+from adloco_jax.core.outer import running_average
 from adloco_jax.core.types import Ensemble, even_sizes
 from adloco_jax.loop.control import (
     Control,
@@ -122,15 +124,16 @@ def adloco(
         return with_batch_sizes(control, stats, settings, plans)  # 4.2, eq. 10-13
 
     while not is_over(state.control, settings):
-        before = state.control.round
+        before = state.control
         state, boundary = engine.round(state, decide)  # 4.4; algorithm 1, lines 5 to 16
         if not state.control.trainers:
             raise Diverged(state, boundary)
         changes, merging = [*boundary.changes], []
-        advanced = state.control.round > before
+        advanced = state.control.round > before.round
         if is_over(state.control, settings):
             state, flushed = engine.flush(state, [*state.control.trainers])
             changes += flushed
+        state = with_average(state, before, settings)  # not in the paper
         if advanced and merge_due(state.control, settings):
             losses = guard_losses(state, engine)
             members = choose_members(state.control, losses, settings)  # algorithm 2, CheckMerge
@@ -145,6 +148,22 @@ def adloco(
         for observer in observers:
             observer(state, boundary._replace(changes=changes, advanced=advanced))
     return state
+
+
+_running_average = jax.jit(running_average, donate_argnums=0)
+
+
+def with_average(state: State, before: Control, settings: Settings) -> State:
+    """Update the running averages of the trainers that completed a round since `before`."""
+    ensemble, control = state
+    if not settings.outer.average:
+        return state
+    share_M = np.ones(len(control.trainers), np.float32)  # trainers that are still in a round
+    for position, m in enumerate(control.trainers):
+        if (done := control.rounds_of(m)) > before.rounds_of(m):
+            share_M[position] = min(settings.outer.average, 1 - 1 / done)
+    average_M = _running_average(ensemble.average_M, ensemble.params_M, share_M)
+    return State(ensemble.replace(average_M=average_M), control)
 
 
 def first_sizes(settings: Settings, *, whole_pool: bool = False) -> tuple[int, ...]:

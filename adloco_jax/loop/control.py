@@ -138,7 +138,7 @@ class StateBytes(NamedTuple):
     """Sizes in bytes of what is sent when trainers merge or workers move to other trainers."""
 
     params: int  # parameters of one trainer, in their own dtype
-    outer_state: int  # the part of one trainer's outer state that a merge averages: momentum
+    outer_state: int  # what else of a trainer a merge averages: momentum, the running average
     inner_state: int  # inner state that a worker receives when it joins a trainer: AdamW's moments
 
 

@@ -271,14 +271,16 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
     return dataclasses.replace(template, **_read_fields(checkpoint, _fields(template)))
 
 
-def read_params(checkpoint: Path, template: PyTree) -> PyTree:
-    """Read only the trainers' parameters, [M, ...]; raises as `read_arrays`."""
-    return _read_fields(checkpoint, {"params_M": template})["params_M"]
+def read_field(checkpoint: Path, name: str, template: PyTree) -> PyTree:
+    """Read only one field of the saved dataclass; raises as `read_arrays`."""
+    return _read_fields(checkpoint, {name: template}, partial=True)[name]
 
 
-def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Read arrays of a checkpoint: all fields of the saved dataclass, or only `params_M`."""
-    arrays, partial = checkpoint.absolute() / _ARRAYS, [*expected] == ["params_M"]
+def _read_fields(
+    checkpoint: Path, expected: dict[str, PyTree], *, partial: bool = False
+) -> dict[str, PyTree]:
+    """Read arrays of a checkpoint: all fields of the saved dataclass, or with `partial` some."""
+    arrays = checkpoint.absolute() / _ARRAYS
     # Each process reads by itself: in a joint read, the others would wait for one that failed.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})

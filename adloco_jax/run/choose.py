@@ -46,9 +46,9 @@ MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, Tr
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
     "start": ("params_M",),
     "steps": ("inner_state_R", "params_R"),
-    "outer": ("params_M", "outer_state_M"),
-    "fragment": ("params_M", "outer_state_M", "inner_state_R", "params_R"),
-    "flush": ("params_M", "outer_state_M", "params_R"),
+    "outer": ("params_M", "outer_state_M", "average_M"),
+    "fragment": ("params_M", "outer_state_M", "inner_state_R", "params_R", "average_M"),
+    "flush": ("params_M", "outer_state_M", "params_R", "average_M"),
     "stats": ("params_M",),
     "loss": (),
 }

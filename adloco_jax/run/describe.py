@@ -123,7 +123,9 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     return [
         *run_header(settings, spec, batching.max_batch_size),
         f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"
-        f" inner {in_bytes(inner_bytes)} per worker",
+        f" inner {in_bytes(inner_bytes)} per worker"
+        + f"; running average {in_bytes(spec.param_bytes)} per trainer"
+        * bool(spec.outer.average),
         f"state between rounds: {in_bytes(num_bytes(state))} for"
         f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
         "placement in the first round:",

@@ -106,6 +106,7 @@ class Eval(Format):
     bytes_total: Count
     updates_total: Count = 0
     source: str = ""
+    average: float | None = None
     perplexity: float | None = None
     wall_s: Seconds | None = None
     accuracy: float | None = None

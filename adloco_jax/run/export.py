@@ -134,7 +134,8 @@ def read_trained(
             ),
             spec.params,
         )
-        params_M = checkpoint.read_params(path, shapes)
+        name = "average_M" if settings.outer.average else "params_M"
+        params_M = checkpoint.read_field(path, name, shapes)
         ensemble = Ensemble(params_M, (), (), (1,) * len(control.trainers), jnp.int32(0))
     except checkpoint.Damaged as error:
         refuse_fit(workdir)

@@ -180,9 +180,9 @@ class Evaluator:
         recorder, control = self.recorder, state.control
         is_due = control.round % recorder.settings.eval.every_rounds == 0
         if is_due or is_over(control, recorder.settings):
-            losses = []
+            losses, ensemble = [], evaluate.reported(state.ensemble)
             for position, trainer in enumerate(control.trainers):
-                params = evaluate.trainer_params(state.ensemble, position)
+                params = evaluate.trainer_params(ensemble, position)
                 losses.append(self._record(control, trainer, params))
             self.consensus(state, losses)
             recorder.write_memory(control)
@@ -192,7 +192,10 @@ class Evaluator:
         """Choose the consensus and measure its loss; record it if given the trainers' losses."""
         engine = self.recorder.engine
         self.params, source = evaluate.consensus(
-            state.ensemble, engine.programs, engine.heldout, state.control.demands
+            evaluate.reported(state.ensemble),
+            engine.programs,
+            engine.heldout,
+            state.control.demands,
         )
         if losses:
             more: dict[str, Any] = {"source": source}
@@ -228,6 +231,8 @@ class Evaluator:
             more |= evaluate.class_report(*self._given(params), self.num_classes)
         fields = {"round": control.round, "trainer": trainer, "loss": loss}
         fields |= _totals(control) | more
+        if average := self.recorder.settings.outer.average:
+            fields["average"] = average
         self.recorder.ledger.write("eval", **fields, wall_s=self.recorder.wall_s())
         return loss
 

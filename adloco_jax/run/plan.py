@@ -178,6 +178,8 @@ def _changes(
         part = getattr(settings, group).model_copy(update=values)
         return settings.model_copy(update={group: part})
 
+    if settings.outer.average:
+        yield "outer.average=0.0", changed("outer", average=0.0), machine
     if settings.model.remat is False:
         yield "model.remat=auto", changed("model", remat=None), machine
     if settings.batching.max_batch_size is not None:

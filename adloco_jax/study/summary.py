@@ -111,6 +111,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "loss_unit": unit,
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
+        "loss_average": final.get("average"),
         "chance_loss": math.log(guesses) if guesses else None,  # loss of a uniform guess
         **{name: final.get(name) for name in ("perplexity", "accuracy", "classes")},
         "nats_per_byte": nats_per_byte,
@@ -197,6 +198,8 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
     measured = f"{source} after round {t['loss_round']}"
+    if t["loss_average"]:
+        measured += f", running average over rounds ({t['loss_average']:g} of the old)"
     if t["loss"] is None:
         return [("held-out loss", f"not finite, {measured}")]
     names = ("accuracy", "perplexity", "nats_per_byte", "bits_per_byte")
