@@ -26,10 +26,11 @@ ZERO_IS_ALLOWED = """
     adapter.rank
     checkpoint.every_s engine.grace_s eval.sample_tokens seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum
-    outer.delay_updates outer.mixing batching.smoothing merge.max_barrier""".split()
+    outer.average outer.delay_updates outer.mixing batching.smoothing merge.max_barrier""".split()
 ONE_IS_REFUSED = """
     model.vocab_size model.num_classes model.norm_eps data.heldout_frac inner.beta1 inner.beta2
-    inner.final_lr_frac outer.momentum outer.mixing batching.smoothing batching.test_batch_size
+    inner.final_lr_frac outer.average outer.momentum outer.mixing batching.smoothing
+    batching.test_batch_size
     merge.width ensemble.spawn_frac""".split()
 
 
