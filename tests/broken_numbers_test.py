@@ -31,20 +31,18 @@ RUN = {
 
 
 def loss_fn(params, tokens):
-    """The toy's loss; a row whose first id is a marker makes it NaN or a thousand times larger."""
+    """The toy's loss; a row whose first id is the marker VOCAB makes it NaN."""
     factor = jnp.where(jnp.any(tokens[:, 0] == VOCAB), jnp.nan, 1.0)
-    factor = jnp.where(jnp.any(tokens[:, 0] == VOCAB + 1), 1000.0, factor)
     return factor * bigram_loss(params, jnp.minimum(tokens, VOCAB - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """The toy's rows; some rows of a trainer get a marker as their first id."""
+    """The toy's rows; some rows of a trainer get the marker as their first id."""
 
     trainers: tuple[int, ...]
     first: int  # first marked row of each stream
     last: int = 10**9
-    marker: int = VOCAB  # VOCAB gives NaN; VOCAB + 1 gives a spike
 
     def __getattr__(self, name):
         return getattr(corpus(), name)
@@ -53,7 +51,7 @@ class Marked:
         rows = corpus().batch(trainer, stream, start, count).copy()
         place = start + np.arange(count)
         if trainer in self.trainers:
-            rows[(self.first <= place) & (place < self.last), 0] = self.marker
+            rows[(self.first <= place) & (place < self.last), 0] = VOCAB
         return rows
 
 
@@ -123,29 +121,6 @@ def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
     assert events(tmp_path / "r", "end")[-1]["reason"] == "diverged"
     assert [e["round"] for e in events(tmp_path / "r", "round", skipped_updates=6)] == [2] * 3
     assert [e["trainer"] for e in events(tmp_path / "r", "fault", kind="quarantine")] == [0, 1, 2]
-
-
-def test_a_run_recovers_from_a_spike(tmp_path):
-    groups = {
-        "num_rounds": 14,
-        "ensemble": {"num_trainers": 2, "num_workers": 2},
-        # Without clipping, a gradient a thousand times too large stays in AdamW's second moment
-        # for 1/(1 - beta2) updates, and parameters hardly move.
-        "inner": {"steps_per_round": 6, "learning_rate": 0.02, "clip_norm": 1.0},
-        "outer": {"tx": "sgd", "learning_rate": 0.7},
-        "batching": {"test": "constant"},
-        "merge": {"policy": "none"},
-        "eval": {"every_rounds": 1, "num_sequences": 8},
-    }
-    control_run = run(tmp_path / "control", corpus(), groups)
-    spiked = run(tmp_path / "spiked", Marked((1,), 60, 62, marker=VOCAB + 1), groups)
-
-    def losses(result):
-        return np.array([e["loss"] for e in events(result.workdir, "eval", trainer=1)])
-
-    excess = losses(spiked) / losses(control_run) - 1
-    assert excess[5] != 0 and (excess[10:] < 0.02).all()
-    assert spiked.loss <= 1.02 * control_run.loss
 
 
 def alone(num_workers=1):

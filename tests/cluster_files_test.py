@@ -62,20 +62,6 @@ def test_a_signal_to_the_batch_shell_waits_for_the_processes(tmp_path):
     assert requeued == "requeue 17\n"
 
 
-def test_the_pods_find_each_other():
-    job, service = KINDS["Job"], KINDS["Service"]
-    pod = job["spec"]["template"]["spec"]
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert job["spec"]["completionMode"] == "Indexed"
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] > 1
-    assert job["metadata"]["labels"]
-    account = KINDS["ServiceAccount"]["metadata"]["name"]
-    assert pod["serviceAccountName"] == account == KINDS["RoleBinding"]["subjects"][0]["name"]
-    assert KINDS["RoleBinding"]["roleRef"]["name"] == KINDS["Role"]["metadata"]["name"]
-
-
 def test_systemd_and_kubernetes_know_the_exit_codes():
     job = KINDS["Job"]["spec"]
     [container] = job["template"]["spec"]["containers"]

@@ -34,12 +34,8 @@ def corpus(path, **options):
 
 
 BAD_ROWS = {
-    "cut": (b'{"text": "abc', "not one JSON object per line"),
-    "two": (b'{"text": "a"} {"text": "b"}', "not one JSON object"),
-    "a list": (b'[{"text": "a"}]', "have a JSON list, need an object"),
     "no text": (b'{"body": 1, "id": 3}', "have body, id; set --config.data.text_column=body"),
     "null": (b'{"text": null}', "'text' must be a string, have None"),
-    "a number": (b'{"text": 5}', "'text' must be a string, have 5"),
     "invalid UTF-8": (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
     "half a surrogate pair": (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
     "a key twice": (b'{"text": "a", "text": "b"}', "2 fields are named 'text'"),
@@ -50,15 +46,11 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize(("bad", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_refused_by_line(tmp_path, bad, message, suffix):
-    path, content = (
-        tmp_path / f"a.jsonl{suffix}",
-        b'{"text": "one"}\n' + bad + b'\n{"text": "two"}\n',
-    )
-    path.write_bytes(gzip.compress(content) if suffix else content)
-    with pytest.raises(DataError, match=rf"a\.jsonl{suffix}:2: .*{message}") as error:
+def test_a_bad_row_is_refused_by_line(tmp_path, bad, message):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n' + bad + b'\n{"text": "two"}\n'))
+    with pytest.raises(DataError, match=rf"a\.jsonl.gz:2: .*{message}") as error:
         jsonl(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
@@ -88,9 +80,7 @@ def test_two_thousand_random_rows_are_read_or_refused(tmp_path):
 WHOLE = gzip.compress(lines_of(GOOD))
 DAMAGED = {
     "truncated": (WHOLE[:-20], r"damaged or unreadable \(Compressed"),
-    "flipped": (WHOLE[:100] + bytes([WHOLE[100] ^ 1]) + WHOLE[101:], "damaged or unreadable"),
     "trailing junk": (WHOLE + b"junk", "damaged or unreadable"),
-    "plain": (lines_of(GOOD), r"damaged or unreadable \(Not a gzip"),
     "no rows": (gzip.compress(b""), "empty"),
 }
 

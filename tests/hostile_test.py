@@ -276,11 +276,3 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused_at_the_start(tmp_path, monk
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith("not UTF-8; name another")
     assert os.listdir() == ["tiny.py"]
-
-
-def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("a\0b", "/dev/null/run", "x" * 300):
-        assert cli.main(["--config=faults", f"--workdir={folder}"]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []

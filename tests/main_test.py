@@ -167,38 +167,26 @@ assert not {{"jax", "numpy"}} & set(sys.modules)
 # First guesses of a new user, and the command that the answer names.
 GUESSES = {
     "export": "write: adloco export runs/first",
-    "export --run runs/first": "write: adloco export runs/first",
-    "export runs/first --trainer x": "write: adloco export runs/first",
     "export quickstart": "write: adloco export runs/first",
     "export runs/first --out runs": "--out runs: exists already and is not empty",
     "export runs/first --workdir runs/first": "name one run; write: adloco export runs/first",
     "generate runs/first --sample 5": "did you mean --samples?",
-    "generate --prompt x": "write: adloco generate runs/first --prompt",
     "generate runs/first": "write: adloco export runs/first",
     "report": "write: adloco report runs/first",
-    "report runs/second": "write: adloco report runs/first",
     "runs/first": "write: adloco report runs/first",
-    "quickstart": "write: adloco train quickstart",
-    "configs/recommended.py": "write: adloco train configs/recommended.py",
-    "compare_quick": "write: adloco compare compare_quick",
-    "train": "write: adloco train quickstart",
     "train runs/first --workdir runs/second": "runs/first: a run, which stays in its folder",
     "train compare_quick": "write: adloco compare ",
     "train quickstart --confg.seed=3": "did you mean --config.seed?",
-    "train quickstart --lr=1": "did you mean --config.inner.learning_rate or --config.outer.lea",
     "train quickstart --config.inner.lr=1": "did you mean inner.learning_rate?",
     "train quickstart --config.data.source=csv --config.data.path=x.csv": "hf reads such files",
     "compare": "write: adloco compare compare_quick",
     "compare quickstart": "write: adloco train ",
-    "compare runs/first runs/first": "write: adloco report runs/first runs/first --out report",
-    "train quickstart --config.batch_size=16": "did you mean batching.initial_batch_size or",
     "train quickstart --data=x.txt": "did you mean --config.data.source or --config.data.path?",
     "train quickstart --config.batching.initial_batch_size=16 --config.batching.max_batch_size=8": (
         "set --config.batching.max_batch_size=16"
     ),
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
     "exprt runs/first": "did you mean adloco export runs/first?",
-    "configs --stray": "--stray; write: adloco configs (",
 }
 
 
@@ -418,34 +406,6 @@ def test_errors_end_with_their_own_code_and_one_line(capsys, monkeypatch):
 
 # --- As a process ---------------------------------------------------------------------------
 
-# Twenty values out of range in one command (docs/RELIABILITY.md).
-OUT_OF_RANGE = """
-    num_rounds=0 model.num_layers=-1 model.norm_eps=0 data.heldout_frac=1 data.subset_frac=1.5
-    ensemble.num_trainers=0 inner.steps_per_round=0 inner.learning_rate=-1 inner.warmup_updates=-1
-    inner.weight_decay=inf inner.beta2=1.0 outer.learning_rate=nan outer.momentum=1 batching.eta=0
-    batching.initial_batch_size=0 batching.max_batch_size=9223372036854775808 switch.multiplier=0
-    merge.every_rounds=0 merge.width=1 merge.max_barrier=-0.1""".split()
-
-
-def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere):
-    given = [*OUT_OF_RANGE, "inner.learning_rat=1", "seed=x"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "adloco_jax.main", "--config=configs/quickstart.py"]
-    done = subprocess.run(
-        [*command, *(f"--config.{words}" for words in given)],
-        cwd=elsewhere,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == sorted(
-        words.partition("=")[0] for words in given
-    )
-    assert "Traceback" not in done.stderr and list(elsewhere.iterdir()) == []
-
 
 def test_a_platform_that_is_not_here_is_one_line(elsewhere):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda"}
@@ -474,7 +434,7 @@ main.command()
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("words", [["train", "--help"], ["configs"], ["train", "qickstart"]])
+@pytest.mark.parametrize("words", [["configs"], ["train", "qickstart"]])
 def test_a_closed_pipe_ends_a_command_quietly(words):
     read, write = os.pipe()
     os.close(read)

@@ -104,21 +104,13 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
     for wrong, expected in (
         (dict(settings={"a": 1}), "settings: a dict; give a config, or validate"),
         (dict(workdir=3), "workdir: an int; give the path of a folder"),
-        (dict(corpus=np.zeros((9, 9))), "corpus: a ndarray; give ArrayRows"),
         (dict(corpus=object()), "corpus: an object without heldout_rows, fingerprint, sha"),
         (
             dict(corpus=dataclasses.replace(corpus(), rows=np.zeros((32, 9)))),
             r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",
         ),
         (dict(init_fn=lambda key: {}), "init_fn: its parameters hold no array"),
-        (
-            dict(init_fn=lambda key: {"w": jnp.zeros(3), "f": jnp.tanh}),
-            r"init_fn: .*'f'.* its leaves must all be arrays: leave others out of the tree",
-        ),
         (dict(inner_tx=0.1), "inner_tx: a float; give a transformation, such as optax.adamw"),
-        (dict(outer_tx=optax.sgd), "outer_tx: a function; give a transformation"),
-        (dict(init_fn={}), "init_fn: a dict; give params, or a function of a PRNG key that"),
-        (dict(init_fn=None), "init_fn: a NoneType; give params, or a function"),
         (
             dict(init_fn=None, params={"w": jnp.zeros(3), "f": jnp.tanh}),
             r"params: .*'f'.* its leaves must all be arrays",
@@ -190,9 +182,7 @@ TREES = {
     "bfloat16": ({"w": W.astype(jnp.bfloat16)}, lambda p: p["w"].astype(jnp.float32)),
     "empty leaf": ({"w": W, "e": NOTHING}, None),
     "key": ({"w": W, "k": KEY}, None),
-    "nnx with its keys": (nnx.state(Net(nnx.Rngs(0))), None),
     "dots": ({"a.b": W, "a": {"b": W}}, None),
-    "slashes": ({"a": {"b": W}, "a/b": W}, None),
 }
 
 
@@ -233,8 +223,6 @@ NOISE = optax.chain(optax.sgd(1.0), optax.add_noise(0.1, 0.1, 0))
 @pytest.mark.parametrize(
     ("tx", "fault"),
     [
-        (optax.contrib.sophia(1.0), "obj_fn must be provided .* use one that needs no other"),
-        (optax.lbfgs(1.0), "missing 3 required .* use one that needs no other"),
         (NOISE, "rng_key: a PRNG key, which cannot be trained or saved"),
         (
             optax.scale(1.0)._replace(init=lambda params: NOTHING),
