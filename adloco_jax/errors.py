@@ -1,4 +1,4 @@
-"""Errors that a user can correct, each with its exit code (docs/folder.md, "Exit codes")."""
+"""Errors that a user can correct, each with its exit code (docs/guides/running.md)."""
 
 import errno
 import os

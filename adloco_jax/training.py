@@ -184,7 +184,7 @@ def fit(
       loss_of: `loss_of(mode) -> loss_fn`, for a model that recomputes layers in the backward pass
         if `mode.remat` (`run.choose.Mode`) says so. None: `loss_fn`, without.
       on_round: `on_round(state, lines)` is called after each round; `lines` are the ledger's since
-        the last call, such as `round` and `eval` (docs/folder.md). A failed round is repeated.
+        the last call, such as `round` and `eval`. A failed round is repeated.
       command: As in `train`.
       accept_config_change: As in `train`.
       accept_data_change: As in `train`.

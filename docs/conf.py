@@ -15,6 +15,7 @@ release = adloco_jax.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 extensions += ["sphinx_copybutton"]
 exclude_patterns = ["_build"]
+suppress_warnings = ["toc.not_included"]  # the index links to more pages than the sidebar
 
 html_theme = "furo"
 html_title = f"adloco_jax {release}"

@@ -1,12 +1,8 @@
-"""Rows from an array: how they are cut, held out, sampled and refused; docs/guides/own_loss.md."""
-
-import re
-from pathlib import Path
+"""Rows from an array: how they are cut, held out, sampled and refused."""
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from toy import LENGTH, bigram_loss, init_fn, settings_of
 
 from adloco_jax import ArrayRows, fit, hf
@@ -16,8 +12,6 @@ from adloco_jax.run.export import write_consensus
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "own_loss.md"
-(SNIPPET,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
 NUMBERED = np.arange(40 * (LENGTH + 1)).reshape(40, LENGTH + 1)  # no two rows are equal
 
 
@@ -93,21 +87,6 @@ def test_fit_refuses_rows_of_another_length_before_it_makes_a_folder(tmp_path):
     with pytest.raises(UserError, match="data.sequence_length = 8: .* have 4; set it to 4"):
         fit(settings_of(), corpus=ArrayRows(NUMBERED[:, :5]), workdir=tmp_path / "r", **functions)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_guides_program_trains_and_leaves_report_table_and_parameters(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(compile(SNIPPET, str(PAGE), "exec"), names)
-    printed, loss = capsys.readouterr().out, names["result"].loss
-    assert loss < 2.0 and f"held-out loss   {loss:.4f} nats/token" in printed
-    assert "export: runs/own/export/params.safetensors" in printed
-    assert "report: runs/own/report/index.html" in printed
-    assert "Held-out loss" in Path("runs/own/report/index.html").read_text(encoding="utf-8")
-    exported = load_file("runs/own/export/params.safetensors")
-    np.testing.assert_array_equal(exported["next/logits"], names["result"].params["next"]["logits"])
 
 
 def test_the_configured_model_is_exported_for_transformers_whatever_its_loss(tmp_path):

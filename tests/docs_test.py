@@ -140,9 +140,36 @@ def test_pages_read_the_same_on_a_git_host():
         text = page.read_text(encoding="utf-8")
         if page.parent.name != "api" and page.name != "index.md":
             assert not re.search(r"^(```|:::)\{|\{[a-z:]+\}`|^\([\w-]+\)=$", text, re.M), page
-        links = re.findall(r"\]\(([^()#\s]+)[)#]|(?:src|srcset)=\"([^\"]+)\"", text)
-        local = [a or b for a, b in links if not re.match(r"https?:", a or b)]
-        assert [name for name in local if not (page.parent / name).exists()] == [], page
+        links = re.findall(r"\]\(([^()\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+        local = [(a or b) for a, b in links if not re.match(r"https?:", a or b)]
+        assert [link for link in local if not leads_somewhere(page, link)] == [], page
+
+
+def leads_somewhere(page, link):
+    """Whether the file of a link exists, and has the heading after #."""
+    name, _, anchor = link.partition("#")
+    file = page.parent / name if name else page
+    if not anchor or not file.exists():
+        return file.exists()
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+    return anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_the_sidebar_has_22_pages_and_links_lead_to_all_others():
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    sidebar = re.findall(
+        r"^[\w/]+$", "\n".join(re.findall(r"(?<=```\{toctree\}).*?```", index, re.S)), re.M
+    )
+    assert 15 < len(sidebar) <= 22
+    shown = {page.resolve() for page in [*docs.rglob("*.md"), *docs.glob("notebooks/*.ipynb")]}
+    shown = {page for page in shown if "_build" not in page.parts}
+    found = [docs / "index.md"]
+    for page in found:
+        links = re.findall(r"\]\(([^()#\s]+)[)#]", page.read_text(encoding="utf-8"))
+        links = [(page.parent / link).resolve() for link in links]
+        found += [link for link in dict.fromkeys(links) if link in shown and link not in found]
+    assert shown <= {page.resolve() for page in found}
 
 
 def cells_of_script(text):

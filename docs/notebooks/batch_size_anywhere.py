@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # Batch-size control in a training loop of your own
+# # Batch size from noise, in your own loop
 #
 # Two training loops that do not use this package's runner measure their gradient noise with a few
 # of its functions, and choose batch size and accumulation from it. The first, in `flax.nnx` and
@@ -196,3 +196,16 @@ for step in range(num_steps):
         )
         print(f"step {step + 1:4}: {size} examples x {num_accum}; next {batch_size}")
 assert batch_size > 2
+
+# %% [markdown]
+# ## How good the estimates are
+#
+# - **Bias**: noise and signal are unbiased (McCandlish et al. 2018, appendix A), their ratio is
+#   not; smoothing reduces its bias. `in_units_of(1.0)` brings statistics to one scale first.
+# - **Spread**: N mean gradients (or examples, for `gradient_stats`) give the noise a relative
+#   standard error of sqrt(2 / ((N - 1) d)), with the effective number d of dimensions of the noise.
+# - **One mean gradient** shows no noise: `norm_test` returns NaN, `next_batch_size` keeps the
+#   batch. Begin with two micro-batches of one example.
+# - **One pass** is enough for `norm_test` with `inner_products=False`. With `estimator="taps"` it
+#   is a plain backward pass, if the loss has a keyword `tap_B` through which layers return
+#   per-example norms, as those of this package do.

@@ -1,0 +1,74 @@
+"""docs/guides/loop.md: the loop, and the programs that its diffs make of it."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "loop.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+(LOOP,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+NOISE, WORKERS, PROCESSES, FIT = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def changed(program, diff):
+    """The program after a diff, whose parts between lines of @@ are each found once."""
+    for part in re.split(r"^@@\n", diff, flags=re.M):
+        lines = [line.rstrip("\n") or " " for line in part.splitlines()]
+        old, new = (
+            "".join(line[1:] + "\n" for line in lines if line[0] in signs) for signs in (" -", " +")
+        )
+        assert program.count(old) == 1, old
+        program = program.replace(old, new)
+    return program
+
+
+def run(program, capsys):
+    """The program's variables, its output and the loss in it."""
+    names: dict = {}
+    exec(compile(program, str(PAGE), "exec"), names)
+    printed = capsys.readouterr().out
+    return names, printed, loss_in(printed)
+
+
+def loss_in(printed):
+    return float(re.search(r"held-out loss ([\d.]+)", printed)[1])
+
+
+def test_the_loop_and_its_two_workers_learn_and_the_noise_asks_for_more(capsys):
+    assert run(LOOP, capsys)[2] < 1.2  # log 3 = 1.099 is the lowest, log 16 untrained
+    names, _, loss = run(changed(LOOP, NOISE), capsys)
+    assert names["size"] > 4 and loss < 1.2
+    names, _, loss = run(changed(LOOP, WORKERS), capsys)
+    assert names["ensemble"].sizes == (2,) and loss < 1.15
+
+
+def test_fit_leaves_report_table_and_parameters(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names, printed, _ = run(changed(LOOP, FIT), capsys)
+    loss = names["result"].loss
+    assert loss < 1.2 and f"held-out loss   {loss:.4f} nats/token" in printed
+    assert "export: runs/own/export/params.safetensors" in printed
+    assert "report: runs/own/report/index.html" in printed
+    assert "Held-out loss" in Path("runs/own/report/index.html").read_text(encoding="utf-8")
+    exported = load_file("runs/own/export/params.safetensors")
+    np.testing.assert_array_equal(exported["next/logits"], names["result"].params["next"]["logits"])
+
+
+@pytest.mark.slow
+def test_two_processes_hold_one_worker_each_and_end_with_equal_parameters(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = changed(changed(LOOP, WORKERS), PROCESSES).replace(":9911", f":{port}")
+    (tmp_path / "loop.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "loop.py")]
+    started = [subprocess.Popen([*command, n], stdout=subprocess.PIPE, text=True) for n in "01"]
+    losses = [loss_in(process.communicate(timeout=300)[0]) for process in started]
+    assert losses[0] == losses[1] < 1.15
