@@ -142,7 +142,8 @@ def barrier() -> str:
     curves = []
     for (start, by_apart), color in zip(found.items(), ("c1", "c0"), strict=True):
         middles = [statistics.median(seeds) for seeds in by_apart.values()]
-        curves.append(Curve([*by_apart], middles, color, start))
+        label = start.replace("a trunk", "one worker first")
+        curves.append(Curve([*by_apart], middles, color, label))
         curves += [Curve([n], [v], f"{color} mark") for n, seeds in by_apart.items() for v in seeds]
     x = chart.axis("updates apart", [100, 4_000], base=10)._replace(ticks=[110, 440, 1760])
     y = chart.axis(

@@ -567,7 +567,7 @@ def speed_table(found: Mapping[str, dict]) -> list[str]:
 
 
 def communications(name: str, arm: dict) -> list[int]:
-    """Communications until each evaluation; data parallelism was computed by one worker."""
+    """Synchronisations until each evaluation; data parallelism was computed by one worker."""
     return arm["updates_total"] if name == "data parallel" else arm["syncs_total"]
 
 
@@ -582,7 +582,7 @@ def training_table(known: dict) -> list[str]:
     if not arms:
         return ["Training: not measured."]
     last = min(arm["tokens_total"][-1] for arm in arms.values())
-    lines = ["| | loss | tokens | updates | communications | loss at the end | tokens/s |"]
+    lines = ["| | loss | tokens | updates | synchronisations | loss at the end | tokens/s |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, arm in arms.items():
         # the evaluation nearest to the tokens that all arms have
@@ -603,7 +603,7 @@ def spent(name: str, arm: dict, loss: float) -> str:
     at = next(at for at, found in enumerate(arm["loss"]) if found <= loss)
     tokens, updates = arm["tokens_total"][at] / 1e6, arm["updates_total"][at]
     cost = f"{tokens:.1f} M tokens, {updates:,} updates, {communications(name, arm)[at]:,}"
-    return f"{name} {cost} communications"
+    return f"{name} {cost} synchronisations"
 
 
 def comparisons(known: dict) -> list[str]:

@@ -135,7 +135,7 @@ def test_the_page_gets_its_front_and_tables(tmp_path):
     found = " ".join(text.split())
     assert "`recommended` 2.00 and 4.0." in found
     # at the first evaluation of each with the higher of both last losses
-    assert "To 4.250: recommended 0.0 M tokens, 1 updates, 0 communications; DiLoCo 0.0" in found
+    assert "To 4.250: recommended 0.0 M tokens, 1 updates, 0 synchronisations; DiLoCo 0.0" in found
     rows = rows_of(text.partition("<!-- end of the table -->")[0])
     beside = [f"{rate} (1 to 3)" for rate in ("2,000,000", "1,000,000", "500,000")]
     assert rows[gpu.TITLES["recommended"]] == ["1,000,000", "0.500", *beside]

@@ -4,8 +4,8 @@ python studies/tables.py choose studies/small_tuning.jsonl --target 1.6
 python studies/tables.py claims studies/small.jsonl --target 1.6
 
 Variants have names of the form "method: setting". For each method, `choose` prints its best trial:
-the one whose median seed reaches a loss with the fewest serial updates. Among trials within 5 % of
-it, the one with the fewest communications wins, then the one with the fewest tokens. `claims`
+the one whose median seed reaches a loss with the fewest sequential steps. Among trials within 5 %
+of it, the one with the fewest synchronisations wins, then the one with the fewest tokens. `claims`
 prints what each method spends until it reaches the loss, over seeds. It also prints this cost
 divided by the cost of DiLoCo, and by the cost of the trunk, for the same seed. A method named "data
 parallel" runs as one worker with the batch of all workers, so each of its updates counts as one
@@ -24,9 +24,9 @@ from adloco_jax.errors import UserError
 from adloco_jax.study import results
 from adloco_jax.study.summary import markdown_table
 
-CHOICE = ("method", "setting", "updates", "communications", "tokens", "trials that did")
-SPENT = ("method", "serial updates", "communications", "tokens", "seeds that did")
-RATIOS = ("method", "seed", "serial updates", "communications", "tokens")
+CHOICE = ("method", "setting", "updates", "synchronisations", "tokens", "trials that did")
+SPENT = ("method", "sequential steps", "synchronisations", "tokens", "seeds that did")
+RATIOS = ("method", "seed", "sequential steps", "synchronisations", "tokens")
 TIE = 1.05
 
 
@@ -53,7 +53,7 @@ def cost(line: dict, target: float) -> Cost | None:
 
 
 def middle(costs: Sequence[Cost | None]) -> Cost | None:
-    """Return the cost of the median seed. Seeds are ranked by their serial updates.
+    """Return the cost of the median seed. Seeds are ranked by their sequential steps.
 
     Runs that never reached the loss rank last.
     """

@@ -148,7 +148,7 @@ def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     assert (first["syncs"], first["bytes"]) == (1, 80)  # the best trainer needs no average
     assert (first["updates"], first["rounds"], first["tokens"]) == (5, 1, 480)
     assert (second["syncs"], second["bytes"]) == (3, 160 + 40)
-    assert second["updates"] == 5 + 9  # serial updates are those of the trainer with the most
+    assert second["updates"] == 5 + 9  # sequential steps are those of the trainer with the most
     totals = summary.totals(events)
     assert second["syncs"] == totals["syncs_total"] + totals["consensus_syncs"]
     assert second["bytes"] == totals["bytes_total"] + totals["consensus_bytes"]
@@ -195,8 +195,8 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
         " llama of 10 parameters. Data: stdlib, rows of 16 tokens."
     )
     assert conclusion == (
-        "**To reach the final loss of DiLoCo, AdLoCo needed the fewest communications of the"
-        " others, 2 against 3: 0.67 times the communications, 0.67 times the bytes moved, 0.67"
+        "**To reach the final loss of DiLoCo, AdLoCo needed the fewest synchronisations of the"
+        " others, 2 against 3: 0.67 times the synchronisations, 0.67 times the bytes moved, 0.67"
         " times the tokens, 0.67 times the simulated seconds (medians over seeds).**"
     )
     assert drawn_as.endswith("(front.svg)")

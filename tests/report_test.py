@@ -33,7 +33,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "updates         60",
         # 500,000 bytes x (3 rounds x 2 workers + 3 rounds x 3 workers) + the merge's 250,000
         # + 125,000 of the refused merge
-        "communications  8 blocking, summed over trainers; 7.51 MiB moved",
+        "synchronisations  8 blocking, summed over trainers; 7.51 MiB moved",
         "merges          1, 1 refused",
         "batch growths   6, accumulating from round 4",
         "programs        2 compiled, 1 from the cache; rounds waited 0.0 s",
@@ -99,7 +99,7 @@ def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
     start = (tmp_path / "ledger.jsonl").read_text().splitlines()[0]
     (tmp_path / "new" / "ledger.jsonl").write_text(f"{start}\n")
     table = summary.closing_table(tmp_path / "new")
-    assert "communications  0 blocking, summed over trainers; 0 bytes moved\n" in table
+    assert "synchronisations  0 blocking, summed over trainers; 0 bytes moved\n" in table
 
 
 def test_a_finished_run_names_the_next_commands(tmp_path, capsys):
@@ -185,7 +185,7 @@ def test_one_run_leaves_a_page_and_the_totals(single):
     assert len(page.charts) == sum(num_charts.values())
     command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     assert page.text.count(command) == 1
-    assert "C(N)" not in page.text  # the table's communications are of another definition
+    assert "C(N)" not in page.text  # the table's synchronisations are of another definition
     ends = [t["text"] for drawn in page.charts for t in drawn["texts"] if t["class"] == "end"]
     assert not [text for text in ends if text.split()[0].isdecimal()]
 
@@ -225,7 +225,7 @@ def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
 
 def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
     page = Page(many.read_text(encoding="utf-8"))
-    assert "2.1000 nats, a0, after 17.9 k tokens and 7 communications." in page.text
+    assert "2.1000 nats, a0, after 17.9 k tokens and 7 synchronisations." in page.text
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # the final losses
     assert "Never evaluated, so not drawn: b." in page.text
     assert "gathering them is counted too" in page.text

@@ -153,7 +153,7 @@ def count_round(
 ) -> tuple[Control, dict[int, dict[str, int]]]:
     """Count a round that has ended; return the host's data, and the costs of each trainer that ran.
 
-    Costs are updates, tokens, communications (`syncs`) and bytes, by trainer. `sync_bytes` is one
+    Costs are updates, tokens, synchronisations (`syncs`) and bytes, by trainer. `sync_bytes` is one
     worker's outer gradient as it is sent, `num_syncs` the number of fragments. `counted` has the
     updates and sequences of each stream that took part; None: all, as planned.
     """
@@ -190,7 +190,7 @@ def count_flush(
 
 
 def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
-    """Return the host's data with the cost of a communication added to the totals of the run."""
+    """Return the host's data with the cost of a synchronisation added to the totals of the run."""
     return dataclasses.replace(
         control,
         syncs_total=control.syncs_total + cost["syncs"],
@@ -199,7 +199,7 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 
 
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
-    """Return the communications (`syncs`) and `bytes` of a trainer's synchronisations in a round.
+    """Return the synchronisations (`syncs`) and `bytes` of a trainer in a round.
 
     A ring all-reduce among m workers moves 2 (m - 1) times `sync_bytes`, the size of a
     pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6). One worker costs
@@ -214,7 +214,7 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
 def merge_cost(
     state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
 ) -> dict[str, int]:
-    """Return the communications and bytes of a merge with its moves: one blocking communication.
+    """Return the `syncs` and bytes of a merge with its moves: one blocking synchronisation.
 
     Each absorbed trainer sends its parameters and, unless `refused`, its outer momentum. Each
     joining worker receives parameters and an inner state (docs/algorithm.md, section 6).

@@ -171,8 +171,8 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:
         lines.append(
-            f"the pool grows from {counted(ensemble.initial_workers, 'worker')}, in a communication"
-            f" each time: {in_bytes(joining)} per worker that joins"
+            f"the pool grows from {counted(ensemble.initial_workers, 'worker')}, in a"
+            f" synchronisation each time: {in_bytes(joining)} per worker that joins"
         )
     if settings.merge.policy == "none" or ensemble.num_trainers == 1:
         return lines
@@ -180,7 +180,7 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
     tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
     return [
         *lines,
-        f"bytes of a merge, one communication: {in_bytes(absorbed)} per absorbed trainer"
+        f"bytes of a merge, one synchronisation: {in_bytes(absorbed)} per absorbed trainer"
         f" ({in_bytes(tried)} if refused), {in_bytes(joining)} per worker that joins a trainer",
     ]
 

@@ -1,6 +1,6 @@
 """Comparisons of variants: configs that differ in some keys, with several seeds, and their tables.
 
-All numbers come from the runs' ledgers, at the evaluations of the consensus model. Communications
+All numbers come from the runs' ledgers, at the evaluations of the consensus model. Synchronisations
 and bytes are counted as in the report (`curves.heldout_points`).
 """
 
@@ -30,9 +30,9 @@ from adloco_jax.study.summary import markdown_table, short
 
 MEASURES = {
     "tokens": "tokens",
-    "syncs": "communications",
+    "syncs": "synchronisations",
     "bytes": "bytes moved",
-    "updates": "serial updates",
+    "updates": "sequential steps",
     "time_s": "simulated seconds",
     "rounds": "rounds",
 }
@@ -40,16 +40,16 @@ MEASURES = {
 # The other measures jump; the loss of an evaluation holds until the next evaluation.
 STEADY = ("tokens", "updates", "time_s")
 CHARGED = (
-    "Communications are blocking and summed over trainers: synchronisations of workers, merges and"
-    " refused attempts, each with the hand-over to workers that join a trainer; where the consensus"
+    "Synchronisations are blocking and summed over trainers: ends of rounds, merges and refused"
+    " attempts, each with the state transfer to workers that join a trainer; where the consensus"
     " is an average of trainers, gathering them is counted too (its time is not)."
 )
 _DECADES = 30  # ratio of largest to smallest value from which an axis is logarithmic
 # A panel of the front for each question: what is across and up.
 _QUESTIONS = {
-    "What do fewer communications cost in tokens?": ("syncs", "tokens"),
+    "What do fewer synchronisations cost in tokens?": ("syncs", "tokens"),
     "What do fewer bytes cost in tokens?": ("bytes", "tokens"),
-    "What do fewer communications cost in time?": ("syncs", "time_s"),
+    "What do fewer synchronisations cost in time?": ("syncs", "time_s"),
 }
 
 
@@ -146,7 +146,7 @@ def tabulate(
 
     Returns:
       - `name`, `baseline`, `seeds` and `target_losses` of the comparison;
-      - `ran`, `simulated`, `charged`: sentences on runs, cluster and counted communications;
+      - `ran`, `simulated`, `charged`: sentences on runs, cluster and counted synchronisations;
       - `budgets`: the budget of each measure;
       - `rows`: for each variant `final`, `at_equal`, `to_target` (a list by target loss) and
         `to_baseline` (the final loss of the baseline with the same seed). Each value is summarised
@@ -254,7 +254,7 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
 
 
 def _conclusion(table: dict) -> str:
-    """State which other variant reached the loss of the baseline with the fewest communications."""
+    """State which other variant reached the baseline's loss with the fewest synchronisations."""
     baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
     costs = {
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
@@ -271,7 +271,7 @@ def _conclusion(table: dict) -> str:
         if charged[measure]
     ]
     return (
-        f"To reach the final loss of {baseline}, {least} needed the fewest communications of the"
+        f"To reach the final loss of {baseline}, {least} needed the fewest synchronisations of the"
         f" others, {short(reached[least]['syncs'])} against {short(charged['syncs'])}:"
         f" {', '.join(prices)} (medians over seeds)."
     )

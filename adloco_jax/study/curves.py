@@ -20,7 +20,7 @@ from adloco_jax.run import ledger
 # Costs over which a curve is drawn: the key of a point, and the label of the axis.
 COSTS = {
     "tokens": "tokens, all trainers",
-    "syncs": "communications (blocking, all trainers)",
+    "syncs": "synchronisations (blocking, all trainers)",
     "bytes": "bytes moved, all trainers",
 }
 

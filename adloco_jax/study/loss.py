@@ -16,12 +16,12 @@ _DECADE = 10  # the ratio of values from which an axis is logarithmic
 # By key of a point: the cost's short name, and the unit of its ticks.
 _COSTS = {
     "tokens": ("Tokens", ""),
-    "updates": ("Serial updates", ""),
-    "syncs": ("Communications", ""),
+    "updates": ("Sequential steps", ""),
+    "syncs": ("Synchronisations", ""),
     "bytes": ("Bytes", "B"),
     "simulated_s": ("Simulated time", ""),
 }
-_LABELS = curves.COSTS | {"updates": "serial updates", "simulated_s": "simulated time (s)"}
+_LABELS = curves.COSTS | {"updates": "sequential steps", "simulated_s": "simulated time (s)"}
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
@@ -152,7 +152,7 @@ def caption(variants: Sequence[Variant], field: str = "loss") -> str:
 def reading() -> str:
     """A text for the reader of the charts: how costs are counted, and what axes and gaps mean."""
     return (
-        "Costs are summed over trainers. Communications are blocking; where the consensus is an"
+        "Costs are summed over trainers. Synchronisations are blocking; where the consensus is an"
         " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"
         " more than a decade apart. A gap is a value that was not finite. Time is simulated from"
         f" the ledger for a cluster {CLUSTER}."

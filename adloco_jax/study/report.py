@@ -27,7 +27,7 @@ _TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "accuracy": ("accuracy", "{:.3f}".format),
     "tokens": ("tokens_total", summary.short),
     "updates": ("updates_total", summary.short),
-    "communications": ("syncs_total", "{:,.0f}".format),
+    "synchronisations": ("syncs_total", "{:,.0f}".format),
     "moved": ("bytes_total", in_bytes),
     "merges": ("num_merges", "{:.0f}".format),
     "wall time": ("wall_s", summary.seconds),
@@ -215,9 +215,9 @@ def _lead(variants: Sequence[Variant]) -> str:
     lowest, tokens, syncs, _, label = min(ends)
     lead = (
         f"Lowest held-out loss at its end: {summary.number(lowest)} nats, {label}, after"
-        f" {summary.short(tokens)} tokens and {syncs:,.0f} communications."
+        f" {summary.short(tokens)} tokens and {syncs:,.0f} synchronisations."
     )
-    for at, what in ((3, "serial updates"), (1, "tokens")):
+    for at, what in ((3, "sequential steps"), (1, "tokens")):
         if len({end[at] for end in ends}) > 1:
             each = [f"{end[0]:.2f} after {summary.short(float(end[at]))}" for end in sorted(ends)]
             each[0] += f" {what}"
@@ -227,7 +227,7 @@ def _lead(variants: Sequence[Variant]) -> str:
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
-    caption = "Communications are blocking and summed over trainers."
+    caption = "Synchronisations are blocking and summed over trainers."
     if len(variants) > 1:
         caption += " Point at a row to see its curve alone."
     if any(len(variant.runs) > 1 for variant in variants):

@@ -168,22 +168,22 @@ def one_round(ensemble, m, batch_size, tests):
 # After four rounds the trainers merge into one (`choose_merge`, `merge`), and the workers are
 # divided again in proportion to the batch sizes of the trainers left (`allocate_workers`,
 # `reassign`). After each round we measure the loss of a merge of all trainers. A round of a trainer
-# with several workers is one communication, and so is a merge.
+# with several workers is one synchronisation, and so is a merge.
 
 # %%
 batch_sizes = [8] * 4
 tests = [[] for _ in batch_sizes]
-samples = communications = 0
+samples = synchronisations = 0
 adloco = [(0, 0, float(heldout_loss(params)))]
 for round_index in range(num_rounds):
     for m in range(ensemble.num_trainers):
         ensemble, batch_sizes[m], used = one_round(ensemble, m, batch_sizes[m], tests[m])
         samples += used
-    communications += sum(size > 1 for size in ensemble.sizes)
+    synchronisations += sum(size > 1 for size in ensemble.sizes)
     if (round_index + 1) % 4 == 0 and ensemble.num_trainers > 1:
         members = al.choose_merge(batch_sizes, policy="worst_with_worst", width=4)
         ensemble = al.merge(ensemble, members, weights=[batch_sizes[m] for m in members])
-        communications += 1
+        synchronisations += 1
         for gone in sorted(members[1:], reverse=True):
             del batch_sizes[gone], tests[gone]
         counts = al.allocate_workers(batch_sizes, ensemble.num_workers)
@@ -191,14 +191,16 @@ for round_index in range(num_rounds):
         print(f"round {round_index + 1}: {members} merge; batches {batch_sizes}, workers {counts}")
     everyone = range(ensemble.num_trainers)
     merged = al.merge(ensemble, everyone, weights=batch_sizes) if len(everyone) > 1 else ensemble
-    adloco.append((samples, communications, float(heldout_loss(trainer_params(merged, 0)))))
-print(f"{samples:,} samples, {communications} communications, held out {adloco[-1][2]:.3f} nats")
+    adloco.append((samples, synchronisations, float(heldout_loss(trainer_params(merged, 0)))))
+print(
+    f"{samples:,} samples, {synchronisations} synchronisations, held out {adloco[-1][2]:.3f} nats"
+)
 
 # %% [markdown]
 # ## The same samples, data-parallel
 #
 # Plain AdamW trains one model on as many samples at the same learning rate, 64 per update, each one
-# communication.
+# synchronisation.
 
 
 # %%
@@ -221,21 +223,23 @@ while parallel[-1][0] < samples:
     before = parallel[-1]
     loss = float(heldout_loss(parallel_params))
     parallel.append((before[0] + batches[1].size, before[1] + 100, loss))
-print(f"{parallel[-1][0]:,} samples, {parallel[-1][1]} communications, {parallel[-1][2]:.3f} nats")
+print(
+    f"{parallel[-1][0]:,} samples, {parallel[-1][1]} synchronisations, {parallel[-1][2]:.3f} nats"
+)
 
 # %%
-by_samples, by_communications = [], []
+by_samples, by_synchronisations = [], []
 for history, color, name in (
     (adloco, "c0", "AdLoCo"),
     (parallel, "c1 d1", "data parallel"),
 ):
-    num_samples, num_communications, losses = np.array(history).T
+    num_samples, num_synchronisations, losses = np.array(history).T
     by_samples.append(Curve(num_samples, losses, color, name))
-    by_communications.append(Curve(num_communications[1:], losses[1:], color, name))
+    by_synchronisations.append(Curve(num_synchronisations[1:], losses[1:], color, name))
 panels = []
 for label, base, curves in (
     ("samples", 0, by_samples),
-    ("communications (blocking, all trainers)", 10, by_communications),
+    ("synchronisations (blocking, all trainers)", 10, by_synchronisations),
 ):
     across = [v for curve in curves for v in curve.x]
     lowest = Curve(
@@ -251,7 +255,7 @@ chart.document(panels, title="AdLoCo and data parallel", columns=2, width=1120, 
 # %% [markdown]
 # With equally many samples data parallel, which makes more updates from all eight workers'
 # gradients, has the lower loss, one that AdLoCo has not reached. To the same loss AdLoCo needs
-# fewer communications by a factor of tens. Which is better depends on the links. One seed and an
+# fewer synchronisations by a factor of tens. Which is better depends on the links. One seed and an
 # untuned learning rate show how the functions are called; they do not decide between the methods.
 #
 # ## Saving, and several devices
