@@ -62,7 +62,7 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     )
     params, momentum, moments = expected
     assert describe._merge_lines(settings, spec) == [
-        f"bytes of a merge, one communication: {params + momentum} bytes per absorbed trainer"
+        f"bytes of a merge, one synchronisation: {params + momentum} bytes per absorbed trainer"
         f" ({params} bytes if refused), {params + moments} bytes per worker that joins a trainer"
     ]
 

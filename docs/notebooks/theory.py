@@ -54,7 +54,7 @@ from adloco_jax.study.chart import Curve
 # bounds the signal: Lemma 2 for $M = S = 1$, else Lemma 1, which the paper has only up to a factor
 # (2 makes it Lemma 2). As $1/b_k$ is proportional to $|G_k|^2$, Jensen's inequality turns it into a
 # lower bound on the mean batch (Theorem 1), linear in $N$, and the sum into an upper bound on the
-# paper's count of synchronisations, $C(N) = \sum_k b_\text{max}/b_k$.
+# paper's count of communications, $C(N) = \sum_k b_\text{max}/b_k$.
 
 
 # %%
@@ -108,7 +108,7 @@ def measured(events):
         with np.errstate(invalid="ignore"):  # until the first test there is none
             return np.nancumsum(steps * values) / np.cumsum(steps * np.isfinite(values))
 
-    synchronisations = over_trainers(events, lambda line: max_batch_size / total(line))
+    communications = over_trainers(events, lambda line: max_batch_size / total(line))
     return {
         "N": np.cumsum(steps),
         "steps": steps,
@@ -116,7 +116,7 @@ def measured(events):
         "signal": mean_so_far(lambda line: line["signal"]),
         "batch": mean_so_far(lambda line: line["requested_batch_size"]),
         "total_batch": mean_so_far(total),
-        "synchronisations": np.cumsum(steps * synchronisations),
+        "communications": np.cumsum(steps * communications),
     }
 
 
@@ -177,12 +177,12 @@ print("true:  ", true)
 print("fitted:", found)
 np.testing.assert_allclose(found, true, rtol=0.05)
 limit = bounds(run, found)
-synchronisations = max_batch_size / batch_bound(found, 1)
+communications = max_batch_size / batch_bound(found, 1)
 assert np.all(run["signal"] <= limit["signal"] * (1 + 1e-9))
 assert np.all(run["batch"] >= limit["batch"])
 assert np.all(run["total_batch"] >= limit["total_batch"])
 assert run["signal"][-1] > 0.85 * limit["signal"][-1]
-assert 0.8 * synchronisations < run["synchronisations"][-1] < synchronisations
+assert 0.8 * communications < run["communications"][-1] < communications
 
 # %% [markdown]
 # ## A run
