@@ -25,8 +25,8 @@ _MOST_LISTED = 2  # with more sizes of batches, the line of a round has the rang
 _CHANGES = {
     "learner": "learner {learner} {what}: {why}",
     "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
-    "merge": "trainers {listed} merge into trainer {into}: guard loss {losses} -> {loss_after:.4f}",
-    "refusal": "trainers {listed} do not merge: the guard loss would rise by {barrier:.4f} over"
+    "merge": "trainers {listed} merge into trainer {into}: decision loss {losses} -> {loss_after:.4f}",
+    "refusal": "trainers {listed} do not merge: the decision loss would rise by {barrier:.4f} over"
     " their mean, more than merge.max_barrier; {why}",
     "fault": "trainer {trainer} leaves the run with its workers: its last {skipped_in_a_row}"
     " updates were not finite",
