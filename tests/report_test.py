@@ -33,7 +33,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "updates         60",
         # 500,000 bytes x (3 rounds x 2 workers + 3 rounds x 3 workers) + the merge's 250,000
         # + 125,000 of the refused merge
-        "synchronisations  8 blocking, summed over trainers; 7.51 MiB moved",
+        "synchronised    8 times, blocking, summed over trainers; 7.51 MiB moved",
         "merges          1, 1 refused",
         "batch growths   6, accumulating from round 4",
         "programs        2 compiled, 1 from the cache; rounds waited 0.0 s",
@@ -99,7 +99,7 @@ def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
     start = (tmp_path / "ledger.jsonl").read_text().splitlines()[0]
     (tmp_path / "new" / "ledger.jsonl").write_text(f"{start}\n")
     table = summary.closing_table(tmp_path / "new")
-    assert "synchronisations  0 blocking, summed over trainers; 0 bytes moved\n" in table
+    assert "synchronised    0 times, blocking, summed over trainers; 0 bytes moved\n" in table
 
 
 def test_a_finished_run_names_the_next_commands(tmp_path, capsys):

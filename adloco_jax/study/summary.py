@@ -169,7 +169,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
         "rounds": "{rounds:,}",
         "tokens": "{tokens_total:,}",
         "updates": "{updates_total:,}",
-        "synchronisations": "{syncs_total:,} blocking, summed over trainers; {moved} moved",
+        "synchronised": "{syncs_total:,} times, blocking, summed over trainers; {moved} moved",
         "": "and {consensus_syncs} with {gathered}, to average the consensus",
         "merges": "{num_merges}" + refused,
         "batch growths": "{num_batch_growths}" + (since if t["first_accumulating_round"] else ""),
