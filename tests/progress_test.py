@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def round_of(*sizes, heldout=math.nan, loss=2.41349, tokens=51234.5, num_trainers=0):
+def round_of(*sizes, heldout=math.nan, loss=2.41349, num_trainers=0):
     """The line of a round, from each trainer's micro-batch, accumulation and workers."""
     names = ("micro_batch_size", "num_accum_steps", "workers")
     lines = [dict(zip(names, size, strict=True)) for size in sizes]
@@ -33,7 +33,6 @@ def round_of(*sizes, heldout=math.nan, loss=2.41349, tokens=51234.5, num_trainer
         heldout=heldout,
         num_trainers=num_trainers or len(sizes),
         pool=6,
-        tokens_per_s=tokens,
     )
 
 
@@ -41,7 +40,7 @@ def show(file, *, num_rounds=4, every=1):
     progress = Progress(num_rounds, every=every, file=file)
     for index in range(1, num_rounds + 1):
         text = round_of((4, 1, 2), (8, 3, 1), loss=2.41349 / index)
-        progress.round(index, index / num_rounds, text)
+        progress.round(index, index / num_rounds, text, "51,234 tok/s")
         if index == 2:
             progress.note("trainer 1 merged into 0")
     progress.close()
@@ -63,10 +62,10 @@ def test_without_a_terminal_each_round_is_one_line():
 
 def test_a_line_says_held_out_loss_equal_sizes_once_and_the_trainers_left_in_100_columns():
     text = round_of(*[(8, 1, 1)] * 4, (8, 2, 1), heldout=2.25, num_trainers=4)
-    assert "held-out 2.25, trainers 5->4, workers 5/6, batch 8 8x2, " in text
+    assert "held-out 2.25, trainers 5->4, workers 5/6, batch 8 8x2" in text
     text = round_of((8, 2, 1), (4, 1, 1), (8, 8, 1), heldout=2.2512, num_trainers=1)
-    assert "trainers 3->1, workers 3/6, batch 4-64, " in text
-    assert len(f"round 1/20: {text}, 00:12 left") <= 104  # 100 without the merge
+    assert "trainers 3->1, workers 3/6, batch 4-64" in text
+    assert len(f"round 1/20: {text}, 51,234 tok/s, 00:12 left") <= 104  # 100 without the merge
 
 
 def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_last_rounds(
@@ -97,6 +96,9 @@ def test_the_bar_moves_within_a_round_and_counts_programs():
     progress.call(0.25, np.array([[2.4, math.nan], [math.inf, 2.42698]]))
     progress.call(0.5, np.ones(2))  # too soon to be shown
     assert re.search(r" 25%.*00:00, loss 2.413, compiling 3 of 6$", terminal.getvalue())
+    progress.round(1, 0.5, "", "12 tok/s")
+    words = r" 50%.*, round 1/2, loss 2.413, 12 tok/s, 00:00 left, compiling 3 of 6\r"
+    assert re.search(words, terminal.getvalue())
 
 
 def test_a_resumed_bar_starts_where_the_run_stopped():
@@ -106,12 +108,15 @@ def test_a_resumed_bar_starts_where_the_run_stopped():
     assert " 50%|" in terminal.getvalue()
 
 
-def test_a_notebook_without_widgets_gets_lines_without_a_bar_and_no_warning():
-    # tqdm.auto warns at import if ipywidgets is missing, and a saved notebook keeps each text bar.
+def test_a_notebook_without_widgets_gets_a_bar_in_one_place_and_no_warning():
+    # tqdm.auto warns at import if ipywidgets is missing, and a notebook keeps all of a stream.
     script = """
 import sys, types
+from unittest.mock import Mock
 sys.modules["ipykernel.zmqshell"] = types.ModuleType("zmqshell")
+display = Mock()
 sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: None)
+sys.modules["IPython.display"] = types.SimpleNamespace(display=display)
 sys.modules["ipywidgets"] = None
 import adloco_jax.data
 from adloco_jax.run.terminal import Progress
@@ -119,6 +124,8 @@ progress = Progress(2)
 progress.round(2, 1.0, "loss 1.5")
 progress.close()
 import tqdm.auto
+(last, raw) = display.return_value.update.call_args
+print(last[0]["text/plain"])
 """
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -127,7 +134,9 @@ import tqdm.auto
         text=True,
         check=True,
     )
-    assert done.stdout == "round 2/2: loss 1.5, 00:00 left\n"
+    line, bar = done.stdout.splitlines()
+    assert line == "round 2/2: loss 1.5, 00:00 left"
+    assert re.fullmatch(r"100%\|█+\| 00:00, round 2/2, 00:00 left", bar)
     assert done.stderr == ""
 
 

@@ -112,12 +112,11 @@ class Recorder:
             heldout=self.loss,
             num_trainers=len(control.trainers),
             pool=self.settings.ensemble.num_workers,
-            tokens_per_s=tokens / seconds,
         )
         self._unshown = np.zeros(2)
         self._newest = {m: self._newest[m] for m in control.trainers if m in self._newest}
         done = share_done(control.round, control.tokens_total, self.settings)
-        self.progress.round(control.round, done, text)
+        self.progress.round(control.round, done, text, f"{tokens / seconds:,.0f} tok/s")
 
     def record(self) -> dict:
         """Return what a checkpoint stores: the last loss and the run's seconds; sync the ledger."""

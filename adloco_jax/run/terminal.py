@@ -39,8 +39,25 @@ _WHY = {
 }
 
 
+class _Cell:
+    """What tqdm writes to in a notebook without ipywidgets: a line that replaces the last one."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        from IPython.display import display
+
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._handle.update({"text/plain": text.strip()}, raw=True)
+
+    def flush(self) -> None: ...
+
+
 class Progress:
-    """Writes the lines of a run, above a progress bar if on a terminal or ipywidgets."""
+    """Writes the lines of a run, above a progress bar if on a terminal or in a notebook."""
 
     def __init__(
         self,
@@ -62,13 +79,17 @@ class Progress:
         self._seconds_per_run: float | None = None
         self._bar = None
         self._next_call_s = 0.0
-        self._shown = {"loss": "", "left": "", "compiling": ""}  # the words beside the bar
+        # The words beside the bar.
+        self._shown = dict.fromkeys(("round", "loss", "speed", "left", "compiling"), "")
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
-        if self._file.isatty() or (in_notebook and importlib.util.find_spec("ipywidgets")):
+        if self._file.isatty() or in_notebook:
             style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
-            initial = min(share_done, 1.0)
             how = {"bar_format": style, "dynamic_ncols": True, "miniters": 0}
-            self._bar = tqdm(total=1.0, initial=initial, file=self._file, **how)
+            if in_notebook and not importlib.util.find_spec("ipywidgets"):
+                how |= {"file": _Cell(), "dynamic_ncols": False, "ncols": 100}
+            self._bar = tqdm(
+                **{"total": 1.0, "initial": min(share_done, 1.0), "file": self._file} | how
+            )
 
     @property
     def shows_bar(self) -> bool:
@@ -107,15 +128,15 @@ class Progress:
         else:
             print(line, file=self._file, flush=True)
 
-    def round(self, index: int, share_done: float, text: str) -> None:
+    def round(self, index: int, share_done: float, text: str, speed: str = "") -> None:
         """Move the bar after a round (from 1), and write `text` about it if a line is due."""
         share = min(share_done, 1.0)
         left = f"{tqdm.format_interval(self._seconds_left(share))} left"
-        self._draw(share, left=left)
+        known = self._num_rounds is not None
+        number = f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the run)"
+        self._draw(share, left=left, speed=speed, round=f"round {number.partition(' ')[0]}")
         if index % self._every == 0 or share >= 1:
-            known = self._num_rounds is not None
-            number = f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the run)"
-            self.note(f"round {number}: {text}, {left}")
+            self.note(f"round {number}: {text}{', ' * bool(speed)}{speed}, {left}")
 
     def close(self) -> None:
         """Stop the progress bar and end its line; the bar stays on the terminal."""
@@ -139,9 +160,8 @@ def describe_round(
     heldout: float,
     num_trainers: int,
     pool: int,
-    tokens_per_s: float,
 ) -> str:
-    """Describe a finished round: loss, trainers, workers, batch x accumulation, and speed.
+    """Describe a finished round: loss, trainers, workers, batch x accumulation.
 
     `lines` are the trainers' ledger lines, `num_trainers` those that are left after the round,
     `pool` the workers once all have started.
@@ -155,8 +175,7 @@ def describe_round(
     left = "" if num_trainers == len(lines) else f"->{num_trainers}"
     return (
         f"loss {loss:.4g}{'' if np.isnan(heldout) else f', held-out {heldout:.4g}'},"
-        f" trainers {len(lines)}{left}, workers {workers}/{pool}, batch {batch},"
-        f" {tokens_per_s:,.0f} tok/s"
+        f" trainers {len(lines)}{left}, workers {workers}/{pool}, batch {batch}"
     )
 
 
