@@ -41,7 +41,7 @@ from adloco_jax.study.summary import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from studies import compare_study_half_seeds, compare_study_small  # noqa: E402
+from studies import track  # noqa: E402
 from studies.compare_study import get_base  # noqa: E402
 from studies.compare_study_again import named  # noqa: E402
 
@@ -58,8 +58,8 @@ CREDENTIALS = {
 }
 # Of each model the names of its trials in studies/, and the loss to reach.
 MODELS = {
-    "small": (compare_study_small.CHOSEN, 1.6),
-    "half": (compare_study_half_seeds.CHOSEN, 1.32),
+    "small": (track.SMALL, 1.6),
+    "half": (track.HALF, 1.32),
 }
 KILLED = "recommended, a learner killed"
 VARIANTS = {"recommended": "ours", KILLED: "ours", "DiLoCo": "DiLoCo"}  # what the studies call them

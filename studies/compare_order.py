@@ -14,7 +14,7 @@ Learning rates are tuned on seed 0. First the inner rate is tuned at the paper's
 M; the best inner rate is 1e-3, except for M = 8. Then the outer rate is tuned at the inner rate
 1e-3. For M = 8 the paper's outer rate of 1 is too high for this model at any inner rate, so the
 inner rate is tuned again at the best outer rate. For each M, the best pair of rates runs with seeds
-1, 2 and 3 in studies/compare_order_seeds.py.
+1, 2 and 3 in studies/track.py.
 
 Command:   adloco compare studies/compare_order.py
              --results studies/order_tuning.jsonl

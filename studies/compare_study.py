@@ -33,7 +33,7 @@ second trial of eta 0.8.
 Command:   adloco compare studies/compare_study.py
              --results studies/small_tuning.jsonl
 Hardware:  two CPU cores, about an hour; the same command continues a stopped comparison
-Then:      studies/compare_study_small.py, compare_study_prose.py and compare_study_half.py
+Then:      studies/track.py
 """
 
 import functools
@@ -214,7 +214,12 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
 
 
 def tuning(
-    size: str, text: str, tried: Mapping[str, Changes], *, seeds: tuple[int, ...] = (0,)
+    size: str,
+    text: str,
+    tried: Mapping[str, Changes],
+    *,
+    seeds: tuple[int, ...] = (0,),
+    to: tuple[float, ...] = (1.7, 1.65, 1.6),
 ) -> Comparison:
     """Return a comparison of trials, with DiLoCo's first trial as the baseline.
 
@@ -223,12 +228,13 @@ def tuning(
       text: "stdlib", or the folder of prepared rows.
       tried: The changes of each trial, by its name "method: setting".
       seeds: The seeds to run.
+      to: The losses to which costs are compared.
     """
     return Comparison(
         base=get_base(size, text),
         variants=tried,
         baseline=next(name for name in tried if name.startswith("DiLoCo")),
-        target_losses=(1.7, 1.65, 1.6),
+        target_losses=to,
         seeds=seeds,
     )
 

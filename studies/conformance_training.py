@@ -7,7 +7,7 @@ from pathlib import Path
 
 from adloco_jax.study import results
 from adloco_jax.study.compare import Comparison, runs_of
-from studies import compare_order_seeds, compare_shakespeare
+from studies import compare_shakespeare, track
 from studies.published import NANOGPT_CHAR_LOSS, SCALING_ORDER, Row
 
 STUDIES = Path(__file__).parent
@@ -34,7 +34,7 @@ def shakespeare() -> list[Row]:
 
 def order() -> list[Row]:
     """A row for each pair of neighbours in the paper's order, the lower loss first."""
-    comparison, rows = compare_order_seeds.get_comparison(), []
+    comparison, rows = track.tracks()["order"], []
     found = {name: _heldout(lines) for name, lines in _recorded(comparison, "order").items()}
     for low, high in itertools.pairwise(SCALING_ORDER):
         first, second = found[low], found[high]

@@ -16,7 +16,7 @@ from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import compare, curves, results, summary
 from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison, curve, front, markdown, runs_of
-from studies import tables
+from studies import tables, track
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,6 +90,12 @@ def test_the_comparisons_of_this_project_can_run_and_their_results_are_theirs(na
     assert len(runs) == len(declared.seeds) * len(declared.variants) > 10
     for file in re.findall(r"studies/\w+\.jsonl", path.read_text("utf-8")):
         assert set(results.read(ROOT / file)) in (set(), {results.key(run) for run in runs})
+
+
+@pytest.mark.parametrize("name", track.tracks())
+def test_the_runs_of_the_track_are_those_of_its_records(name, tmp_path):
+    declared = {results.key(run) for run in runs_of(track.tracks()[name], tmp_path)}
+    assert set(results.read(ROOT / f"studies/{name}.jsonl")) in (set(), declared)
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
