@@ -130,11 +130,8 @@ def _of_checkpoint(
     """
     model = settings.model
     sizes = {name: getattr(model, name) for name in SIZES if name not in model.model_fields_set}
-    if workdir is not None and model.init_from:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # reported later
-            recorded = json.loads(Path(workdir, "config.json").read_bytes())["config"]["model"]
-            if recorded["init_from"] == model.init_from:
-                return {name: recorded[name] for name in sizes}
+    if recorded := _recorded(settings, workdir):
+        return {name: recorded[name] for name in sizes if name in recorded}
     names = architectures[model.arch].weight_map if model.arch in architectures else None
     read = set() if names is None else sizes.keys() & {ours for ours, _ in names.sizes.values()}
     if model.init_from and read:
@@ -146,6 +143,36 @@ def _of_checkpoint(
         sizes |= {name: getattr(found.network, name, sizes[name]) for name in read}
         sizes["checkpoint"] = json.dumps(found.config)
     return sizes
+
+
+def completed(settings: Settings, workdir: str | Path | None = None) -> Settings:
+    """Add the `config.json` of `model.init_from`, or what the run in `workdir` recorded of it.
+
+    Raises UserError if it cannot be read.
+    """
+    model = settings.model
+    if not model.init_from or tables()["ARCHITECTURES"][model.arch].weight_map is None:
+        return settings
+    content = _recorded(settings, workdir).get("checkpoint") or model.checkpoint
+    if not content:
+        from adloco_jax import hf
+
+        content = json.dumps(hf.inspect(model.init_from).config)
+    model = model.model_copy(update={"checkpoint": content})
+    return settings.model_copy(update={"model": model})
+
+
+def _recorded(settings: Settings, workdir: str | Path | None) -> dict[str, Any]:
+    """Return what a run recorded of the same `model.init_from`; empty if there is no such record.
+
+    A record that is damaged is reported later.
+    """
+    if workdir is not None and settings.model.init_from:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            recorded = json.loads(Path(workdir, "config.json").read_bytes())["config"]["model"]
+            if recorded["init_from"] == settings.model.init_from:
+                return recorded
+    return {}
 
 
 def worded(error: ValidationError) -> list[str]:

@@ -72,17 +72,18 @@ def read_json(
     Raises `error`, called with one line of text, if the file is missing, too large, no JSON object,
     or a symbolic link without `links`.
     """
+    fault, limit = "missing or not a regular file", max_bytes or MAX_JSON_BYTES
     try:
-        if not path.is_file() or (path.is_symlink() and not links):
-            raise error(f"{path}: missing or not a regular file")
-        if path.stat().st_size > (max_bytes or MAX_JSON_BYTES):
-            raise error(f"{path}: larger than {max_bytes or MAX_JSON_BYTES} bytes")
-        content = json.loads(path.read_bytes())
+        if path.is_file() and (links or not path.is_symlink()):
+            fault = f"larger than {limit} bytes"
+            if path.stat().st_size <= limit:
+                content = json.loads(path.read_bytes())
+                if isinstance(content, dict):
+                    return content
+                fault = f"have a JSON {type(content).__name__}, need an object"
     except (OSError, ValueError, RecursionError) as cause:
-        raise error(f"{path}: no readable JSON ({cause})") from cause
-    if not isinstance(content, dict):
-        raise error(f"{path}: have a JSON {type(content).__name__}, need an object")
-    return content
+        fault = f"no readable JSON ({cause})"
+    raise error(f"{path}: {fault}")
 
 
 def with_tuples(value: Any) -> Any:
@@ -140,8 +141,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def local_path(path: str | Path, where: str = "") -> Path:
     """Return the path of something to write.
 
-    Raises ConfigError if it is an address, of which `Path` would make folders, if no file can have
-    this name, or if a link in it leads nowhere.
+    Raises ConfigError if it is an address, of which `Path` would make folders, or if no file can
+    have this name.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
@@ -150,9 +151,6 @@ def local_path(path: str | Path, where: str = "") -> Path:
             os.lstat(path)
     except (OSError, ValueError) as error:  # the name is too long or has a NUL
         raise ConfigError(f"{where}{str(path)[:200]!r}: {error}; name another") from error
-    for part in (Path(path), *Path(path).parents):
-        if part.is_symlink() and not part.exists():
-            raise ConfigError(f"{where}{path}: {part} is a link that leads nowhere; remove it")
     return Path(path)
 
 

@@ -29,7 +29,7 @@ from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.files import read_json, replaced_folder
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.models.layers import Adapter, param_shapes, with_adapter
+from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_adapter
 from adloco_jax.models.weight_maps import WeightMap
 
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
@@ -134,7 +134,13 @@ def _low_rank(network: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors(network, names) if ".lora_" in tensor.name]
 
 
-def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
+def load(
+    path_or_name: str | Path,
+    *,
+    head: bool = True,
+    merges: bool = False,
+    key: str = "model.init_from",
+) -> Loaded:
     """Read a model and its weights from a checkpoint in Hugging Face layout.
 
     The model may be a Llama, Mistral, Qwen2 or Qwen3, a BERT for classification, or an added
@@ -146,6 +152,7 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
         `pytorch_model.bin`. What is in the cache is not downloaded again.
       head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
         classes). If False, the returned parameters may lack it; a head of another kind is not read.
+      merges: Whether an adapter is added to the weights that it belongs to.
       key: The config's key, or the option, that messages mention.
 
     Returns:
@@ -161,7 +168,7 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
     one_of = ["*.safetensors", "pytorch_model*.bin"] if _has_torch() else ["*.safetensors"]
     with _folder(str(path_or_name), one_of, key=key) as folder:
         if (folder / _ADAPTER).exists():
-            return _load_adapter(folder, head=head, key=key)
+            return _load_adapter(folder, head=head, merges=merges, key=key)
         network, stored, left_out, config = _checked(folder, needs_head=head)
         params, kinds = _values(network, stored)
         return Loaded(network, params, kinds, left_out, config, _lacking(network, stored))
@@ -180,7 +187,7 @@ def _values(network: nn.Module, stored: "Mapping[Tensor, _Stored]") -> tuple[PyT
     return unflatten_dict(leaves), tuple(sorted(kinds))
 
 
-def _load_adapter(folder: Path, *, head: bool, key: str) -> Loaded:
+def _load_adapter(folder: Path, *, head: bool, merges: bool, key: str) -> Loaded:
     """Read an adapter in PEFT's layout, and the model for which it was made."""
     content = _adapter_config(folder)
     loaded = load(content["base_model_name_or_path"], head=head, key=key)
@@ -191,7 +198,10 @@ def _load_adapter(folder: Path, *, head: bool, key: str) -> Loaded:
     if faults := faults + _unfit(folder, wanted, stored, network):
         raise DataError(_listed(faults))
     low_rank, _ = _values(network, {tensor: stored[name] for tensor, name in wanted.items()})
-    return loaded._replace(network=network, params=with_adapter(loaded.params, low_rank))
+    params = with_adapter(loaded.params, low_rank)
+    if merges:
+        return loaded._replace(params=merge_adapter(params, network.adapter))
+    return loaded._replace(network=network, params=params)
 
 
 def _adapter_config(folder: Path) -> dict[str, Any]:

@@ -28,10 +28,6 @@ class Unreachable(ResourceError):
     """Error: a server does not answer."""
 
 
-class NoSuchFile(ConfigError):
-    """Error: a repository has none of the wanted files."""
-
-
 def commit_of(name: str, revision: str, *, where: str) -> str:
     """Ask the hub for the commit of a data set's revision (branch, tag or commit), within 10 s.
 
@@ -59,8 +55,7 @@ def download(
 
     Raises:
       Unreachable: If the hub does not answer.
-      NoSuchFile: If no file of the repository matches `one_of`.
-      ConfigError: If there is no such repository, or no access to it.
+      ConfigError: If there is no such repository, no access to it, or no file for `one_of` in it.
       DataError: If a hash differs.
     """
     import huggingface_hub
@@ -86,7 +81,7 @@ def download(
             best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
             if best is None:
                 missing = f"the repository has no file {' or '.join(one_of)}"
-                raise NoSuchFile(f"{where}: {missing}{hint and '; '}{hint}")
+                raise ConfigError(f"{where}: {missing}{hint and '; '}{hint}")
             folder = get(best)
     for file in sorted(folder.rglob("*")):
         _check_content(file, where)
@@ -167,8 +162,6 @@ def faults(where: str) -> Iterator[None]:
             handler.addFilter(_without_secrets)
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:  # deliberately broad, because each library raises its own
         if (fault := _fault(error, where)) is error:
             raise
@@ -192,6 +185,8 @@ def _fault(error: BaseException, where: str) -> BaseException:
             return cause
         if _names(cause) & _ABSENT:
             return ConfigError(f"{where}: {reason(cause, 600)}")
+    if isinstance(error, ImportError):  # of fsspec, which names the package
+        return ConfigError(f"{where}: {reason(error)}; or pip install 'adloco-jax[remote]'")
     names, codes = set().union(*map(_names, chain)), {*map(_status, chain)}
     if names & _REFUSED or codes & {401, 403}:
         how = "set credentials in the environment, or log in (hf auth login)"

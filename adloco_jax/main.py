@@ -142,7 +142,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:
-    """Suggest a command line to a user whose first word is not a command."""
     if is_run(word):
         return f"write: adloco report {word}"
     with contextlib.suppress(ConfigError):

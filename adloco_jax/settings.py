@@ -89,6 +89,12 @@ class SettingsGroup(
         return ", ".join(f"{prefix}{key} = {shown(value)}" for key, value in values.items())
 
 
+def even_sizes(num_trainers: int, num_workers: int) -> tuple[int, ...]:
+    """Divide workers among trainers as evenly as possible; return each trainer's number."""
+    ends = [-(-m * num_workers // num_trainers) for m in range(num_trainers + 1)]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
 def shown(value: object) -> str:
     """Represent a value as text on one line, cut after 200 characters."""
     text = repr(value).replace("\n", " ")
@@ -131,7 +137,7 @@ class ModelSettings(SettingsGroup):
     init_from: str = ""
     """Weights to start from: a folder in Hugging Face layout, its address, or a hub name. Sizes set
     here must equal the checkpoint's. A head that it lacks is random. Empty: random weights."""
-    # Not a knob: config.json of the checkpoint, as text (`run.folder.completed`).
+    # Not a knob: config.json of the checkpoint, as text (`config.completed`).
     checkpoint: Annotated[str, RECORDED] = ""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
@@ -239,6 +245,11 @@ class EnsembleSettings(SettingsGroup):
     """Fraction of the run after which all workers join."""
     model_shards: Annotated[Count | None, AUTO, "harmless"] = None
     """Devices over which one worker's parameters and states are sharded. auto: as few as fit."""
+
+    def sizes(self, *, whole_pool: bool = False) -> tuple[int, ...]:
+        """Return each trainer's number of workers at the start, or once all workers have joined."""
+        first = self.num_workers if whole_pool else self.initial_workers
+        return even_sizes(self.num_trainers, first or self.num_workers)
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about numbers of workers."""

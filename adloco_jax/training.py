@@ -16,12 +16,12 @@ import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from adloco_jax.config import validate
+from adloco_jax.config import completed, validate
 from adloco_jax.core.types import Ensemble, LossFn, described
 from adloco_jax.data import ArrayRows
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic.engine import ElasticEngine
-from adloco_jax.elastic.fleet import TRANSPORTS, check_possible
+from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine, OnCall
@@ -45,9 +45,8 @@ from adloco_jax.run.attempts import (
 )
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.folder import check_config, completed, exclusive, require_usable
+from adloco_jax.run.folder import check_config, exclusive, require_usable
 from adloco_jax.run.observers import RunEngine, Stopped
-from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
 
@@ -129,11 +128,8 @@ def train(
     use_compilation_cache()
 
     def put_together() -> Run:
-        check_installed(settings.log)
         whole = completed(settings, folder)
-        check_config(folder, whole, accept=accept_config_change)
-        require_usable(folder)
-        check_possible(whole, folder)
+        check_possible(whole, folder, accept=accept_config_change)
         how = {"command": command, "accept_data_change": accept_data_change}
         return assemble(whole, here(), folder, trains=True, **how)
 
@@ -198,9 +194,7 @@ def fit(
     """
     if isinstance(settings, ConfigDict):
         settings = validate(settings, workdir)
-    settings = check_arguments(
-        settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx
-    )
+    settings = check_arguments(settings, corpus, init_fn, params, inner_tx, outer_tx)
     folder = Path(workdir)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
@@ -214,10 +208,7 @@ def fit(
     )
 
     def put_together() -> Run:
-        check_installed(settings.log)
-        check_config(folder, settings, accept=accept_config_change)
-        require_usable(folder)
-        check_possible(settings, folder, by_fit=True)
+        check_possible(settings, folder, accept=accept_config_change, by_fit=True)
         return assemble(
             settings,
             here(),
@@ -321,6 +312,22 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
                 f"{error}: the loss of every trainer is not finite; {saved}; try a"
                 " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
             ) from None
+
+
+def check_possible(settings: Settings, folder: Path, *, accept: bool, by_fit: bool = False) -> None:
+    """Raise UserError if a run cannot use its folder, or the learners that it asks for.
+
+    `accept` is `accept_config_change`; `by_fit` says whether the caller gave model and rows.
+    """
+    if (kind := settings.engine.kind) in TRANSPORTS:
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
+                " --coordinator, or set engine.kind=local"
+            )
+        TRANSPORTS[kind].check_possible(settings, folder, by_fit=by_fit)
+    check_config(folder, settings, accept=accept)
+    require_usable(folder)
 
 
 def _make_engine(run: Run, programs: Programs, heldout: HeldOut, on_call: OnCall) -> RunEngine:

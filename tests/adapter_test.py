@@ -18,7 +18,7 @@ from trees import assert_close, assert_equal
 
 from adloco_jax import hf
 from adloco_jax import main as cli
-from adloco_jax.config import validate
+from adloco_jax.config import completed, validate
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.elastic import bucket_learner, store
@@ -28,10 +28,15 @@ from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import ProgramKey, here
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama
-from adloco_jax.models.layers import Adapter, split_adapter, with_adapter
+from adloco_jax.models.layers import Adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
-from adloco_jax.run.assemble import configured_model, frozen, pretrained_params, program_spec
-from adloco_jax.run.folder import completed
+from adloco_jax.run.assemble import (
+    configured_model,
+    frozen,
+    pretrained_params,
+    program_spec,
+    split_adapter,
+)
 from adloco_jax.settings import SIZES as KNOWN
 from adloco_jax.training import train
 

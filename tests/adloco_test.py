@@ -388,7 +388,7 @@ def test_a_declared_share_of_the_run_lets_the_whole_pool_join():
     settings = settings_of(num_rounds=8, ensemble=pool, batching={"test": "constant"})
     control = dataclasses.replace(adloco.start(settings, 4), round=4)
     assert adloco.joining_workers(control, settings) == [(0, 2), (2, 2)]
-    assert adloco.first_sizes(settings, whole_pool=True) == (2, 1, 2, 1)  # what is planned for
+    assert settings.ensemble.sizes(whole_pool=True) == (2, 1, 2, 1)  # what is planned for
 
 
 def test_without_a_signal_growth_stops_at_a_multiple_of_what_was_last_measured():

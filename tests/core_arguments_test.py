@@ -188,8 +188,6 @@ def test_a_run_gives_its_loss_keys(tmp_path, outer, test):
 @pytest.mark.parametrize(
     ("loss_fn", "how", "words"),
     [
-        (bits_loss, {"has_aux": True}, "takes `key` if and only if .* pass key=jax.random.key"),
-        (of_dict, {"key": jax.random.key(0)}, "give the loss a parameter `key`"),
         (lambda p, b: b["y"][:, 0], {}, r"returned shape \(4,\), expected one number, .* jnp.mean"),
         (lambda p, b: (of_dict(p, b), {}), {}, r"returned shape \(\(\), \{\}\).* set has_aux=True"),
         (of_dict, {"has_aux": True}, r"returned shape \(\), expected a pair \(loss, aux\)"),

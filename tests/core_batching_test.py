@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from adloco_jax import (
     BatchPlan,
     GradientStats,
-    allocate_workers,
     augmented_inner_product_test,
-    choose_merge,
     inner_product_test,
     next_batch_size,
     norm_test,
@@ -202,7 +200,6 @@ def test_thresholds_that_divide_by_zero_are_refused(value):
     [
         ({"max_batch_size": 0}, "max_batch_size=0: expected a positive"),
         ({"multiplier": 2.5}, "multiplier=2.5: expected a positive whole number"),
-        ({"mode": "never"}, "mode='never': expected threshold, accumulate or clip"),
     ],
 )
 def test_switch_mode_refuses_what_it_cannot_use(changed, words, unchecked):
@@ -210,22 +207,6 @@ def test_switch_mode_refuses_what_it_cannot_use(changed, words, unchecked):
     assert switch_mode(**sizes) == BatchPlan(4, 3)
     with pytest.raises(ValueError, match=words):
         switch_mode(**sizes | changed)
-
-
-@pytest.mark.parametrize(
-    "choose",
-    [
-        lambda x: next_batch_size(x, batch_size=4, max_growth=2.0, batch_cap=8),
-        lambda x: next_batch_size(7.0, batch_size=x, max_growth=2.0, batch_cap=8),
-        lambda x: switch_mode(x, max_batch_size=4),
-        lambda x: ramp(schedule=[(0, 4)], round_index=x),
-        lambda x: choose_merge([x, 2], policy="none", width=2),
-        lambda x: allocate_workers([x, 2], 4),
-    ],
-)
-def test_a_size_under_jit_is_refused(choose, unchecked):
-    with pytest.raises(ValueError, match="^[a-z_]+: traced by jax.jit or jax.vmap, .*outside"):
-        jax.jit(choose)(3)
 
 
 def test_a_next_batch_size_from_what_is_no_whole_number_is_refused(unchecked):

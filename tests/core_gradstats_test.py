@@ -249,19 +249,6 @@ def test_parameters_that_hold_a_key_have_the_statistics_of_the_others():
     assert_same(in_true_units(actual), in_true_units(stats_by()(batch_of(9))))
 
 
-TO_REFUSE = [
-    (loss_fn, {"estimator": "taps"}, "loss_fn loss_fn does not take the keyword tap_B; use vmap"),
-    (loss_fn, {"estimator": "tap"}, "estimator='tap': expected"),
-    (loss_fn, {"chunk_size": 0}, "chunk_size=0: expected at least 1"),
-]
-
-
-@pytest.mark.parametrize(("loss", "kwargs", "words"), TO_REFUSE)
-def test_an_estimator_that_does_not_serve_is_refused(loss, kwargs, words, unchecked):
-    with pytest.raises(ValueError, match=words):
-        gradient_stats(loss, PARAMS, batch_of(8), **kwargs)
-
-
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 5), (4, None)], ids=str)
 def test_a_batch_of_one_example_or_of_several_sizes_is_refused(sizes):
     batch = [np.zeros(() if size is None else (size, 3), np.float32) for size in sizes]

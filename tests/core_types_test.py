@@ -170,8 +170,6 @@ def test_impossible_moves_are_refused(sizes):
     [
         ({}, "params: expected a pytree with at least one floating-point array"),
         ({"steps": jnp.zeros(2, jnp.int32)}, "at least one floating-point array"),
-        ({"w": jnp.zeros(2), "act": jnp.tanh}, r"params\['act'\]: got .*tanh.*expected an array"),
-        (lambda x: x, "params: got <function .*expected an array"),
         ({"w": jnp.zeros(2, jnp.complex64)}, "complex64, expected real numbers"),
         (
             {"params": {"w": jnp.zeros(2)}, "batch_stats": {"mean": jnp.zeros(2)}},

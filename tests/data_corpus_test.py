@@ -211,7 +211,7 @@ def test_the_check_opens_the_text_and_finds_missing_paths_and_tokenizers(tmp_pat
     for changes, message in (
         (dict(path=blank), f"data.path={blank}: no text in it"),
         (dict(path=path, heldout_path=str(blank)), f"data.heldout_path={blank}: no text in it"),
-        (dict(path=binary, source="text"), f"{binary}: not UTF-8 at byte 0"),
+        (dict(path=binary, source="text"), f"{binary}: damaged or unreadable"),
     ):
         for refuse in (check_corpus, load_corpus):
             with pytest.raises(DataError, match=message):

@@ -11,7 +11,7 @@ from toy import data_settings, tiny_config
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus, load_tokenizer
 from adloco_jax.data.rows import check_round_trip
-from adloco_jax.data.tokenizers import default_tokenizer, tokenizer_of
+from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
 TEXTS = [
@@ -80,7 +80,7 @@ def test_tokenizer_json_round_trips_and_knows_its_end_of_text(tmp_path):
     assert tokenizer.eot_id == plain.get_vocab_size() == tokenizer.vocab_size - 1
     assert_round_trip(tokenizer)
     byte_level_tokenizer("<pad>", "<finis>").save(str(path))
-    with pytest.raises(ConfigError, match=r"<pad>, <finis>.*need one of .*</s>"):
+    with pytest.raises(ConfigError, match="no end-of-text token: give a folder"):
         load_tokenizer(str(path))
 
 
@@ -105,7 +105,7 @@ def test_hugging_face_folder_round_trips_and_uses_its_eos_token(tmp_path):
     assert tokenizer.eot_id == 0
     assert_round_trip(tokenizer)
     other = save_folder(byte_level_tokenizer("<finis>"), tmp_path / "other")
-    with pytest.raises(ConfigError, match="no end-of-text token: set eos_token"):
+    with pytest.raises(ConfigError, match=r"no end-of-text token: give .*\(eos_token\)"):
         load_tokenizer(other)
 
 
@@ -127,8 +127,6 @@ def test_a_path_that_does_not_exist_is_a_data_error():
     for name in ("/no/such/tokenizer", "lost.json", "x/y.model"):
         with pytest.raises(DataError, match=f"data.tokenizer={name}: no such file or folder"):
             load_tokenizer(name)
-    with pytest.raises(DataError, match="model.init_from=no/such/model: no such folder"):
-        default_tokenizer("no/such/model")
 
 
 def test_a_cached_hub_tokenizer_needs_no_network_and_yields_to_a_path(tmp_path, monkeypatch):
@@ -155,16 +153,6 @@ def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path):
         name = file.removesuffix("/tokenizer.json")
         with pytest.raises(DataError, match=f"{name}: damaged or no tokenizer"):
             load_tokenizer(str(tmp_path / name))
-
-
-def test_a_sentencepiece_model_without_the_package_names_it(tmp_path, monkeypatch):
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for file in ("spiece.model", "folder/tokenizer.model"):
-        (tmp_path / file).touch()
-        name = str(tmp_path / file.removesuffix("/tokenizer.model"))
-        with pytest.raises(ConfigError, match="not installed; pip install sentencepiece"):
-            load_tokenizer(name)
 
 
 def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path):
@@ -307,7 +295,7 @@ def test_the_tokenizer_of_a_run_is_its_checkpoints(tmp_path):
         assert of(name, init_from).name == "bytes"
     (bare / "sub").mkdir()
     shutil.copy(chat / "tokenizer.json", bare / "sub")
-    with pytest.raises(ConfigError, match=r"bare: has no tokenizer .*set data.tokenizer"):
+    with pytest.raises(ConfigError, match=r"bare: has no tokenizer.*data.tokenizer names"):
         of(None, bare)
     assert of(None).name == str(chat) and of(None).eot_id == 2
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes: 257 ids, .*tokenizer unset"):

@@ -20,7 +20,7 @@ from adloco_jax.data import load_corpus
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.spec import Machine, here
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError
 from adloco_jax.models import Llama, sequence_losses
 from adloco_jax.models.kernels import ATTENTION
 from adloco_jax.run.assemble import attention, build_model, load_data, spec_of
@@ -175,10 +175,6 @@ def test_what_has_no_documents_is_refused_in_a_line(tmp_path):
     functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
     with pytest.raises(ConfigError, match="^data.attention, text_column: loss_fn"):
         fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)
-    (tmp_path / "one.txt").write_text("to be or not to be\n" * 200)
-    one = {"source": "text", "path": str(tmp_path / "one.txt"), "sequence_length": 16}
-    with pytest.raises(DataError, match=r"one\.txt: a single document to train on"):
-        load_data(validate(toy.tiny_config(data=DOCUMENT | one)))
 
 
 def test_cudnn_computes_no_attention_within_documents():

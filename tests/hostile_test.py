@@ -104,6 +104,7 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path):
     canary = tmp_path / "canary"
     folder = tmp_path / "tokenizer"
     folder.mkdir()
+    (folder / "vocab.txt").touch()
     (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
     own_code = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
     settings = json.dumps({"tokenizer_class": "Evil"} | own_code)
@@ -127,6 +128,7 @@ def deep(depth: int) -> str:
 @pytest.mark.parametrize("name", ["tokenizer.json", "folder/tokenizer_config.json"])
 def test_a_forged_tokenizer_is_refused_in_a_line(tmp_path, name, content):
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "vocab.txt").touch()
     (tmp_path / name).write_text(content)
     path = tmp_path / ("folder" if name.startswith("folder") else name)
     with pytest.raises(DataError) as caught:

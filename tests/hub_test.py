@@ -67,7 +67,7 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
     ),
     "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*Revision Not Found"),
     "configuration": ({}, {"name": "nope"}, 2, "data.name=nope.*Available: .'en'"),
-    "split": ({}, {"split": "nope"}, 2, "no such split, have train, validation"),
+    "split": ({}, {"split": "nope"}, 2, "Bad split: nope. Available splits: .*train.*validation"),
     "column": ({}, {"text_column": "body"}, 3, "no field 'body'"),
     "no such address": (
         *({}, ADDRESS | {"path": "hf://datasets/no/such/a.jsonl"}),

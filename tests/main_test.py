@@ -608,7 +608,8 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
 
 
 def test_a_folder_that_is_taken_is_refused_before_data_are_loaded(elsewhere, capsys, monkeypatch):
-    monkeypatch.setattr("adloco_jax.run.assemble.load_data", mock.Mock(side_effect=AssertionError))
+    refuse = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr("adloco_jax.run.assemble.load_corpus", refuse)
     (elsewhere / "run").mkdir()
     with FileLock(elsewhere / "run" / ".lock"):
         assert cli.main(TINY) == 2

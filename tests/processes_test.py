@@ -124,10 +124,10 @@ def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ({"num_processes": 2, "process_id": 0}, "all three"),
+        ({"num_processes": 2, "process_id": 0}, "give --coordinator"),
         ({"coordinator": "localhost:1", "num_processes": 2, "process_id": 2}, "0 to 1"),
         ({"coordinator": "here", "num_processes": 2, "process_id": 0}, "HOST:PORT"),
-        ({"coordinator": "here:99999999", "num_processes": 2, "process_id": 0}, "another port"),
+        ({"coordinator": "here:99999999", "num_processes": 2, "process_id": 0}, "a free port"),
         ({}, "no launcher of several processes was found"),
     ],
 )

@@ -191,7 +191,7 @@ def test_a_damaged_record_of_the_config_is_refused(tmp_path):
         (json.dumps(whole | {"format": 2}), "a run of another version"),
         (
             json.dumps(whole | {"config": 5}),
-            r"damaged \(config: have 5, expected",
+            r"damaged \(record.config: have 5, expected",
         ),
     ):
         (tmp_path / "config.json").write_text(text)

@@ -88,9 +88,8 @@ def export(options: argparse.Namespace, command: str) -> None:
         hub.make_repository(options.push, private=options.private)
     if trained is not None:
         given = trained.params, out, trained.settings, trained.tokenizer
-        if options.merge and not trained.settings.adapter.rank:
-            raise ConfigError(f"--merge: {options.run} has no adapter; leave it out")
-        dtype = (save_merged if options.merge else save)(*given, **how)
+        merges = options.merge and trained.settings.adapter.rank
+        dtype = (save_merged if merges else save)(*given, **how)
         try:
             card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
         except DataError as error:  # a damaged ledger, which the model does not need

@@ -16,7 +16,7 @@ from filelock import FileLock
 from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.config import validate
 from adloco_jax.errors import UserError, counted
-from adloco_jax.run.folder import check_workdir, finished
+from adloco_jax.run.folder import InUse, check_workdir, finished
 from adloco_jax.settings import Settings
 from adloco_jax.study import compare as comparisons
 from adloco_jax.study import report, results
@@ -119,10 +119,10 @@ def execute(
             made = finished(run.workdir, settings) is None
             if made:
                 _train(run.workdir, settings, command=command)
-        except (UserError, OSError) as error:
-            if "another process runs there" in str(error):
-                is_whole = False
-                continue
+        except InUse:
+            is_whole = False
+            continue
+        except (UserError, OSError):
             if not has_line(run):
                 raise
             made = False  # another process has just finished the run, and deleted the folder

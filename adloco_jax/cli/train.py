@@ -99,11 +99,12 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
     sizes, model = "", made.get("model")
     if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
         sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
+    settings = None
     try:
         settings = config.validate(made, options.workdir)
     except ConfigError as error:
-        raise ConfigError("\n".join([*faults, str(error)])) from error
-    if faults:
+        faults.append(str(error))
+    if faults or settings is None:
         raise ConfigError("\n".join(faults))
     if sizes:
         print(sizes)
@@ -166,7 +167,6 @@ def take_sizes(config: ConfigDict, given: Container[str]) -> str:
 
 
 def _unknown(word: str, options: argparse.Namespace) -> str:
-    """Describe on one line what is wrong with a word of the command line that is not known."""
     name = word.partition("=")[0]
     if name.startswith("--config."):
         return config.unknown_key_fault(name.removeprefix("--config."))
@@ -205,7 +205,7 @@ def train(options: argparse.Namespace, command: str) -> None:
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
         before = recorded(Path(folder))
-        for lines in changes(before.settings, settings).values() if before else ():
+        for lines in changes(before.config, settings).values() if before else ():
             print(*(f"not applied: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
         for line in damage:
             print(f"damaged: {line}", file=sys.stderr)
@@ -269,7 +269,6 @@ def _without_native_messages() -> Iterator[None]:
 
 
 def _plan_device(settings: Settings, device: str, save: str | None) -> None:
-    """Print the plan of a run for the devices that `device` names, such as `h100x8`."""
     from adloco_jax.run.plan import device_plan
 
     lines, record = device_plan(settings, device)

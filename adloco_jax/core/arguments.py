@@ -67,8 +67,6 @@ def checked_batch_length(
     axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
     num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
     leaves = jax.tree.leaves(batch)
-    if num_accum_steps < 1:
-        raise ValueError(f"num_accum_steps={num_accum_steps}: expected at least 1")
     if not leaves:
         raise ValueError(f"{name}: expected a pytree with at least one array")
     shape = leaves[0].shape[:3]
@@ -118,7 +116,7 @@ def checked_update(
 
     An outer update would not change parameters that an optimizer's state holds. ValueError too if
     `tx` makes another state of `params_X`. `update` ignores extra arguments that `tx` does not
-    take; it raises ValueError if `tx` requires one it lacks.
+    take.
     """
 
     def keeps_params(node):
@@ -138,16 +136,4 @@ def checked_update(
             f"{name}: another transformation than the one that made the ensemble's states; give"
             " `init` and this call the same"
         )
-
-    def update(grads, state, params, **extra):
-        try:
-            return optax.with_extra_args_support(tx).update(grads, state, params, **extra)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            raise ValueError(
-                f"{name}: {error}; a round passes only gradients, state and parameters to a"
-                " transformation: use one that needs no other arguments"
-            ) from error
-
-    return update
+    return optax.with_extra_args_support(tx).update

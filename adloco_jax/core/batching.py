@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from adloco_jax.core.types import BatchPlan, GradientStats, refuse_traced
+from adloco_jax.core.types import BatchPlan, GradientStats
 
 TestMode = Literal["unbiased", "paper"]
 Scalar: TypeAlias = Float[Array, "..."] | Float[np.ndarray, "..."] | np.floating | float
@@ -107,7 +107,6 @@ def augmented_inner_product_test(
 
 
 def _require_positive(**thresholds: float) -> None:
-    """Raise ValueError if a threshold is not positive; traced arrays are not checked."""
     for name, value in thresholds.items():
         if isinstance(value, int | float) and not value > 0:
             raise ValueError(f"{name}={value} must be positive.")
@@ -124,7 +123,6 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
     Entries are (first round, sequences per worker). ValueError unless they start at round 0 and
     increase.
     """
-    refuse_traced("round_index", round_index)
     rounds = [first for first, _ in schedule]
     if not rounds or rounds[0] != 0 or sorted(set(rounds)) != rounds:
         raise ValueError(f"schedule: rounds {rounds}, expected increasing whole numbers from 0")
@@ -195,7 +193,6 @@ def next_batch_size(
     """
     batch_size = _whole("batch_size", batch_size)
     batch_cap = _whole("batch_cap", batch_cap)
-    refuse_traced("requested", requested)
     if not math.isfinite(requested):
         return batch_size
     low = batch_size if monotone else 1
@@ -222,18 +219,15 @@ def switch_mode(
     requested_batch_size = _whole("requested_batch_size", requested_batch_size)
     max_batch_size = _whole("max_batch_size", max_batch_size)
     multiplier = _whole("multiplier", multiplier)
-    if mode not in ("threshold", "accumulate", "clip"):
-        raise ValueError(f"mode={mode!r}: expected threshold, accumulate or clip")
+    multiples = {"threshold": multiplier, "accumulate": 1, "clip": math.inf}
     if requested_batch_size <= max_batch_size:
         return BatchPlan(requested_batch_size, 1)
-    clipped = requested_batch_size <= multiplier * max_batch_size and mode == "threshold"
-    if clipped or mode == "clip":
+    if requested_batch_size <= multiples[mode] * max_batch_size:
         return BatchPlan(max_batch_size, 1)
     return BatchPlan(max_batch_size, -(-requested_batch_size // max_batch_size))
 
 
 def _whole(name: str, value) -> int:
-    refuse_traced(name, value)
     if not hasattr(value, "__index__") or value < 1:
         raise ValueError(
             f"{name}={value!r}: expected a positive whole number; round it first, see"

@@ -15,7 +15,6 @@ from adloco_jax.core.arguments import (
     checked_factors,
     checked_key,
     checked_update,
-    takes,
     trainable_loss,
 )
 from adloco_jax.core.meshes import on_any_mesh, varying_alike
@@ -86,11 +85,6 @@ def inner_steps(
     shape_TR = (num_micro_batches, num_workers)
     learning_rate_TR = checked_factors("learning_rate_TR", learning_rate_TR, shape_TR)
     checked_key("key_TRB", key_TRB)
-    if takes(loss_fn, "key") != (key_TRB is not None):
-        raise ValueError(
-            "loss_fn: takes `key` if and only if it is given one; pass key=jax.random.key(seed) to"
-            " outer_step or key_TRB to inner_steps, or give the loss a parameter `key`"
-        )
     num_grads, flags_T = workers.num_grads, None
     if update_T is not None:
         if num_grads is None:
@@ -191,7 +185,7 @@ def _in_passes(
 ) -> PyTree:
     """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples."""
     num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
-    size = _at_once(num_examples, limit, "examples_per_pass")
+    size = _at_once(num_examples, limit)
     if size == num_examples:
         return value_and_grad(params, inputs_B)
     num_passes = num_examples // size
@@ -206,12 +200,9 @@ def _in_passes(
     return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, one)
 
 
-def _at_once(count: int, limit: int | None, name: str) -> int:
-    """Return the largest divisor of `count` that is not above `limit`."""
+def _at_once(count: int, limit: int | None) -> int:
     if limit is None:
         return count
-    if limit < 1:
-        raise ValueError(f"{name}={limit}: expected at least 1")
     return max(n for n in range(1, min(limit, count) + 1) if count % n == 0)
 
 
@@ -223,7 +214,7 @@ def _map_workers(
     The carry of a scan updates workers in place; `lax.map` would hold all in memory twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
-    at_once = _at_once(num_workers, parallelism, "worker_parallelism")
+    at_once = _at_once(num_workers, parallelism)
     if at_once == num_workers:
         if num_workers > 1:
             return jax.vmap(run)(carry_R, inputs_R)

@@ -19,7 +19,6 @@ from adloco_jax.core.types import (
     moved_states,
     of_workers,
     positions,
-    refuse_traced,
     shares,
     where_leading,
 )
@@ -86,11 +85,6 @@ def choose_merge(
 
     Source: AdLoCo algorithm 2, lines 2-4.
     """
-    refuse_traced("requested_batch_sizes", *requested_batch_sizes)
-    if width < 2:
-        raise ValueError(f"width={width}: expected at least 2 trainers to become one")
-    if policy not in MERGE_POLICIES:
-        raise ValueError(f"policy={policy!r}: expected one of {', '.join(MERGE_POLICIES)}")
     if len(requested_batch_sizes) < 2:
         return ()
     candidates = [Candidate(size) for size in requested_batch_sizes]
@@ -249,14 +243,11 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
       a worker (docs/algorithm.md, section 7, defect 16).
     """
-    refuse_traced("requested_batch_sizes", *requested_batch_sizes)
     requested = [int(b) for b in requested_batch_sizes]
     if not requested or num_workers < len(requested):
         raise ValueError(
             f"num_workers={num_workers} for {len(requested)} trainers: expected one each at least"
         )
-    if min(requested) < 1:
-        raise ValueError(f"requested_batch_sizes={requested}: expected positive whole numbers")
     total = sum(requested)
     # Compute in whole numbers. The exact share of a trainer is requested * num_workers / total.
     shares = [max(1, b * num_workers // total) for b in requested]

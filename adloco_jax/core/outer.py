@@ -468,7 +468,6 @@ def _are_single(ensemble: Ensemble) -> np.ndarray:
 
 
 def _are_finite(tree_X: PyTree) -> Array:
-    """Return whether all numbers are finite, for each index of the leaves' first axis: bool [X]."""
     leaves = jax.tree.leaves(tree_X)
     found = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
     return functools.reduce(jnp.logical_and, found)

@@ -254,7 +254,10 @@ def init(
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
-    sizes = even_sizes(num_trainers, num_workers) if sizes is None else tuple(map(int, sizes))
+    if sizes is None:
+        trainers = max(num_trainers, 1)
+        sizes = np.diff([-(-m * num_workers // trainers) for m in range(trainers + 1)])
+    sizes = tuple(map(int, sizes))
     if (len(sizes), sum(sizes)) != (num_trainers, num_workers) or 0 in sizes:
         raise ValueError(
             f"sizes={sizes}: expected the workers, at least one, of each of num_trainers="
@@ -270,7 +273,7 @@ def init(
 
         return jax.tree.map(copies, tree)
 
-    params = jax.tree_util.tree_map_with_path(_parameter, params)
+    params = jax.tree.map(jnp.asarray, params)
     values = trainable(params)
     return Ensemble(
         params_M=stack(params, num_trainers),
@@ -281,12 +284,6 @@ def init(
         params_R=stack(params, num_workers) if own_params else None,
         average_M=stack(params, num_trainers) if average else None,
     )
-
-
-def even_sizes(num_trainers: int, num_workers: int) -> tuple[int, ...]:
-    """Divide workers among trainers as evenly as possible; return each trainer's number."""
-    ends = [-(-m * num_workers // max(num_trainers, 1)) for m in range(num_trainers + 1)]
-    return tuple(end - start for start, end in itertools.pairwise(ends))
 
 
 @on_any_mesh(like_ensemble)
@@ -485,26 +482,8 @@ def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
     return chosen
 
 
-def refuse_traced(name: str, *values: object) -> None:
-    """Raise ValueError for a traced value, where sizes are chosen in Python."""
-    if any(isinstance(value, jax.core.Tracer) for value in values):
-        raise ValueError(
-            f"{name}: traced by jax.jit or jax.vmap, where sizes are not known; call this outside,"
-            " with the number that the compiled function returns"
-        )
-
-
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
     return np.concatenate([ensemble.workers[m] for m in trainers])
-
-
-def _parameter(path: tuple, leaf) -> Array:
-    if not isinstance(leaf, (Array, np.ndarray, np.generic, float, int, complex)):
-        raise ValueError(
-            f"params{jax.tree_util.keystr(path)}: got {leaf!r}, expected an array; pass the model's"
-            " parameters, without functions and settings"
-        )
-    return jnp.asarray(leaf)
 
 
 def _pick(tree: PyTree, index: np.ndarray) -> PyTree:

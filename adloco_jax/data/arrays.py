@@ -34,6 +34,7 @@ class ArrayRows:
 
     shards: Sequence[dict] = ()
     tokens_per_byte: float | None = None
+    _order: RowOrder  # of a copy that `ordered` returns
 
     def __init__(
         self,
@@ -60,17 +61,10 @@ class ArrayRows:
         """
         rows = _rows("tokens", tokens, sequence_length)
         if isinstance(heldout, float):
-            if not 0 < heldout < 1:
-                raise ConfigError(f"heldout: have {heldout}, need a share in (0, 1), or rows")
             num_heldout = max(MIN_HELDOUT_ROWS, round(heldout * len(rows)))
             rows, self.heldout_rows = rows[:-num_heldout], rows[-num_heldout:]
         else:
-            self.heldout_rows = _rows("heldout", heldout, sequence_length)
-            if self.heldout_rows.shape[1] != rows.shape[1]:
-                raise ConfigError(
-                    f"heldout: rows of {self.heldout_rows.shape[1]} integers, but tokens has rows"
-                    f" of {rows.shape[1]}; give rows of one length"
-                )
+            self.heldout_rows = _rows("heldout", heldout, rows.shape[1] - 1)
         if not len(rows):
             raise DataError(
                 f"tokens: no row to train on beside {len(self.heldout_rows)} held out; give more"
@@ -83,7 +77,6 @@ class ArrayRows:
                 stacklevel=2,
             )
         self.rows, self.fingerprint = rows, _fingerprint(rows, self.heldout_rows)
-        self._order: RowOrder | None = None
 
     def ordered(self, settings: Settings, *, num_classes: int | None = None) -> Self:
         """Return a copy that knows the order in which a run's workers read the rows.
@@ -108,35 +101,23 @@ class ArrayRows:
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Return rows `start` to `start + count - 1` of a worker's stream, as int32 [count, L + 1].
 
-        The arguments are those of `data.sampling.stream_rows`.
-
-        Raises:
-          ValueError: If the rows are not the result of `ordered`.
+        Only the result of `ordered` has an order. The arguments are those of
+        `data.sampling.stream_rows`.
         """
-        if self._order is None:
-            raise ValueError("ArrayRows: without an order; give it to fit, or call ordered")
         index = stream_rows(self._order, trainer=trainer, stream=stream, start=start, count=count)
         return self.rows[index].astype(np.int32)
 
 
 def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
-    try:
-        array = np.asarray(given)
-    except ValueError as error:  # lists of unequal length
-        raise ConfigError(f"{name}: {error}; {_EXPECTED}") from error
-    found = f"{name}: {array.dtype} of shape {array.shape}"
-    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+    array = np.asarray(given)
+    length = array.shape[1] - 1 if array.ndim == 2 else sequence_length or 0
+    fits = array.ndim in (1, 2) and length >= 1 and sequence_length in (None, length)
+    if not fits or not np.issubdtype(array.dtype, np.integer):
+        found = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
         raise ConfigError(f"{found}; {_EXPECTED}")
     if array.ndim == 1:
-        if not isinstance(sequence_length, int) or sequence_length < 1:
-            raise ConfigError(
-                f"sequence_length: have {sequence_length}, need the number of predicted tokens per"
-                f" row, at least 1, because {name} is one sequence"
-            )
-        num_rows = len(array) // (sequence_length + 1)
-        array = array[: num_rows * (sequence_length + 1)].reshape(num_rows, sequence_length + 1)
-    elif array.shape[1] < 2 or sequence_length not in (None, array.shape[1] - 1):
-        raise ConfigError(f"{found}, sequence_length={sequence_length}; {_EXPECTED}")
+        num_rows = len(array) // (length + 1)
+        array = array[: num_rows * (length + 1)].reshape(num_rows, length + 1)
     limits = np.iinfo(np.int32)
     if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
         raise ConfigError(f"{name}: ids from {array.min()} to {array.max()}, need what int32 holds")

@@ -180,8 +180,6 @@ def load_corpus(
         arrays[::4] = [array[: data.num_sequences] for array in arrays[::4]]  # rows and answers
     rows_of: list[np.ndarray | DocumentRows] = [*arrays[:2]]
     if data.row_parts > 1:
-        if not data.is_chat and manifest.documents[0] < 2:
-            raise DataError(f"{where}: a single document to train on; set data.attention=row")
         rows_of = [*prepared.document_rows(arrays)]
     train, heldout = rows_of
     order = order_of(settings, len(train), where=where)
@@ -261,7 +259,6 @@ def check_corpus(settings: Settings, run: Path | None = None) -> list[str]:
 
 
 def _where_of(data: DataSettings) -> str:
-    """Return "key=value" of the setting that says where the text is from, for messages."""
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import filelock
 
 from adloco_jax import hub
-from adloco_jax.errors import ConfigError, DataError, reason
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import replaced_folder
 
 _KINDS = ("s3", "gs", "az", "hf", "https", "http")
@@ -140,35 +140,27 @@ def find(path: str, *, key: str) -> dict[str, File]:
       part of the glob before the first wildcard.
 
     Raises:
-      ConfigError: If `path` is empty, or an address of a kind that is not supported or not
-        installed, or has a password or signature; if a server refuses access.
+      ConfigError: If `path` is an address of a kind that is not supported or not installed, or has
+        a password or signature; if a server refuses access.
       DataError: If there is no file, or a link leads nowhere.
       hub.Unreachable: If the server does not answer.
     """
-    if not path:
-        raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
     return _find_remote(path, key) if is_address(path) else _find_local(path, key)
 
 
 def _find_local(path: str, key: str) -> dict[str, File]:
     start = _local_path(path, key=key)
-    if start.exists() and not (start.is_file() or start.is_dir()):
-        raise DataError(f"{key}={path}: a pipe or a device, which is read once; write it to a file")
     base, parts, files = start, ["**"], {}
     if not start.is_dir():
         base = next(p for p in start.parents if not glob.has_magic(str(p)))
         parts = list(start.relative_to(base).parts)
-    try:
+    with contextlib.suppress(FileNotFoundError):
         found = [start] if start.is_file() else _expand(base, parts, set())
         for file in sorted(found, key=Path.as_posix):
             if file.is_file():
                 files.setdefault(file.resolve(), file)
             elif not file.exists():
                 raise DataError(f"{key}={path}: {file} is a link that leads nowhere; remove it")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise DataError(f"{key}={path}: {error.filename}: {error.strerror}") from error
     if not files:
         raise DataError(f"{key}={path}: {_nothing(path, is_folder=start.is_dir())}")
     return {file.relative_to(base).as_posix(): file for file in files.values()}
@@ -187,7 +179,6 @@ def _is_read(name: str, pattern: str) -> bool:
 
 
 def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether the parts of a file's path fit those of a glob."""
     if parts and parts[0] == "**":
         is_deeper = len(names) > 1 and _is_read(names[0], "*") and _fits(names[1:], parts)
         return is_deeper or _fits(names, parts[1:] or ["*"])
@@ -260,12 +251,7 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
             f"{key}: has a user or a query; a run records its addresses, so leave these out, and"
             " give access by the environment"
         )
-    try:
-        return fsspec.url_to_fs(address)
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}: {kind}:// needs an extra ({reason(error)}): pip install 'adloco-jax[remote]'"
-        ) from error
+    return fsspec.url_to_fs(address)
 
 
 def _remote_file(kind: str, about: Mapping[str, Any]) -> RemoteFile:
@@ -278,18 +264,15 @@ def _remote_file(kind: str, about: Mapping[str, Any]) -> RemoteFile:
 def identity(file: File) -> list:
     """Return, as plain JSON, what changes with a file's content.
 
-    No program can set the change time `st_ctime_ns`. Raises DataError if the file is unreadable.
+    No program can set the change time `st_ctime_ns`.
     """
     if isinstance(file, RemoteFile):
         return [file.address, file.size, *file.version]
-    try:
-        with open(file, "rb") as content:
-            stat = os.fstat(content.fileno())
-            ends = content.read(_SAMPLE_BYTES)
-            content.seek(max(len(ends), stat.st_size - _SAMPLE_BYTES))
-            ends += content.read(_SAMPLE_BYTES)
-    except OSError as error:
-        raise DataError(f"{file}: unreadable ({error.strerror})") from error
+    with open(file, "rb") as content:
+        stat = os.fstat(content.fileno())
+        ends = content.read(_SAMPLE_BYTES)
+        content.seek(max(len(ends), stat.st_size - _SAMPLE_BYTES))
+        ends += content.read(_SAMPLE_BYTES)
     times = [stat.st_mtime_ns, stat.st_ctime_ns]
     sha256 = hashlib.sha256(ends).hexdigest()
     return [str(file.resolve()), stat.st_size, stat.st_ino, *times, sha256]
@@ -339,7 +322,7 @@ def fetched(
       endings: As in `is_on_hub`.
 
     Raises:
-      hub.NoSuchFile: If no file matches a pattern of `one_of`.
+      ConfigError: If no file matches a pattern of `one_of`.
       UserError: As from `find` or `hub.download`.
     """
     if is_address(name):
@@ -359,7 +342,7 @@ def _copied(
     best = next((pattern for pattern in one_of if fnmatch.filter(found, pattern)), None)
     if best is None:
         missing = f"the folder has no file {' or '.join(one_of)}"
-        raise hub.NoSuchFile(f"{key}={address}: {missing}{hint and '; '}{hint}")
+        raise ConfigError(f"{key}={address}: {missing}{hint and '; '}{hint}")
     names = {name for pattern in (*wanted, best) for name in fnmatch.filter(found, pattern)}
     files = {name: found[name] for name in sorted(names) if "/" not in name}
     content = json.dumps([dataclasses.astuple(file) for file in files.values()])

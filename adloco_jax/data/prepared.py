@@ -7,10 +7,10 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
@@ -63,9 +63,9 @@ class Manifest(Format):
     fingerprint: str
     vocab_size: Count
     eot_id: Count
-    shapes: list[list[Count]]
+    shapes: Annotated[list[list[Count]], Field(min_length=2, max_length=len(ARRAYS))]
     hashes: list[str]
-    documents: list[Count]
+    documents: Annotated[list[Count], Field(min_length=2, max_length=2)]
     tokens_per_byte: NonNegativeFloat
     files: list[FileRecord]
     copies: Count
@@ -182,28 +182,20 @@ def read_prepared(folder: Path) -> Manifest:
     content = read_json(path, DataError)
     if (version := content.get("format")) != FORMAT:
         raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; prepare the data again")
-    manifest = checked(content, Manifest, f"{path}: damaged, prepared", DataError)
-    num_arrays = 6 if manifest.loss else 4
-    num_arrays = 2 if manifest.request.get("num_classes") else num_arrays
-    counts = [len(part) for part in (manifest.shapes, manifest.hashes, manifest.documents)]
-    if counts != [num_arrays, num_arrays, 2]:
-        raise DataError(f"{path}: damaged, does not describe training and held-out rows")
-    return manifest
+    return checked(content, Manifest, f"{path}: damaged, prepared", DataError)
 
 
 def open_rows(folder: Path, manifest: Manifest) -> list[np.ndarray]:
     """Memory-map the arrays of a folder, those of `ARRAYS`; check shapes, not their content.
 
     Raises:
-      DataError: If an array is missing, a link to another folder, or not as described.
+      DataError: If an array is missing, or not as described.
     """
     of_rows = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []
     for name, shape in zip(ARRAYS, manifest.shapes, strict=False):
         dtypes = (of_rows, np.dtype(np.int64), np.dtype(bool))
         file, dtype = folder / name, dtypes[len(arrays) // 2]
-        if not file.is_file() or file.resolve().parent != folder.resolve():
-            raise DataError(f"{file}: missing, or a link to another folder; prepare the data again")
         try:
             with np.errstate(over="raise"):  # the size of a forged shape may overflow
                 rows = np.lib.format.open_memmap(file, mode="r")
@@ -233,24 +225,22 @@ def open_named(data: DataSettings, tokenizer: Tokenizer) -> Opened:
         raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
     folder = Path(data.path).expanduser()
     manifest = read_prepared(folder)
-    arrays, have = open_rows(folder, manifest), manifest.fingerprint
-    if len(arrays) < 4:
-        raise DataError(f"{where}: rows of labelled texts; prepare the data again")
+    faults, length, used = [], manifest.shapes[0][-1] - 1, data.sequence_length
     if manifest.loss != (data.loss if data.is_chat else ""):
-        made = f"data.text_column={manifest.request['text_column']}"
-        made += f", data.loss={manifest.loss}" * bool(manifest.loss)
-        raise ConfigError(f"{where}: made with {made}; set it here too, or prepare the data again")
-    if arrays[0].shape[1] != data.sequence_length + 1:
-        length = arrays[0].shape[1] - 1
-        raise ConfigError(
-            f"{where}: rows of {length} tokens, data.sequence_length={data.sequence_length}; set"
-            f" data.sequence_length={length} or prepare the data again"
+        made = f"data.text_column={manifest.request.get('text_column')}"
+        faults.append(made + f", data.loss={manifest.loss}" * bool(manifest.loss))
+    if length != used:
+        faults.append(f"rows of {length} tokens, data.sequence_length={used}")
+    if manifest.fingerprint != tokenizer.fingerprint:
+        before, here = (
+            f"{each.vocab_size} ids, fingerprint {each.fingerprint:.12}"
+            for each in (manifest, tokenizer)
         )
-    if (have, manifest.vocab_size) != (tokenizer.fingerprint, tokenizer.vocab_size):
-        raise ConfigError(
-            f"{where}: made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} ids,"
-            f" fingerprint {have[:12]}), data.tokenizer={tokenizer.name} has"
-            f" {tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to"
-            " the one it was made with, or prepare the data again"
+        faults.append(
+            f"the tokenizer {manifest.tokenizer} ({before}), here data.tokenizer={tokenizer.name}"
+            f" ({here})"
         )
-    return manifest, arrays
+    if faults:
+        advice = "set the same here, or prepare the data again"
+        raise ConfigError("\n".join(f"{where}: made with {fault}; {advice}" for fault in faults))
+    return manifest, open_rows(folder, manifest)

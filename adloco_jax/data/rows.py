@@ -277,7 +277,6 @@ def no_text(where: str) -> str:
 def _tokenise_side(
     job: Job, kept: _Kept, parts: list[Part], side: int, partial: Path, bar: tqdm
 ) -> None:
-    """Read, tokenise and save the documents of one side, until there is enough text."""
     pending: list[Document] = []
     files: list[dict] = []
 

@@ -39,7 +39,6 @@ from adloco_jax.settings import CHATS, DataSettings
 # The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
 MAX_LINE_BYTES = 2**24
 _TEXTS = ("content", "body", "document", "article", "sentence")  # usual names of a text's column
-_DEPTH = 100  # of lists and objects in a line of JSON that are read
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
@@ -227,11 +226,6 @@ def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
     Lines are JSON objects of at most `MAX_LINE_BYTES`.
     """
-    if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
-        raise DataError(
-            f"{file}: data.source=jsonl reads .jsonl and .json, each also with .gz; a glob leaves"
-            " other files out"
-        )
     with _faults(file), _opened(file) as lines:
         for number in itertools.count(1):
             line, where = lines.readline(MAX_LINE_BYTES + 1), f"{file}:{number}"
@@ -321,7 +315,8 @@ def _faults(file: Path, *kinds: type[Exception]) -> Iterator[None]:
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, *kinds) as error:
         if getattr(error, "errno", None) in TOO_MANY_FILES:
             raise ResourceError(f"{file}: {reason(error)}; {remedy(error)}") from error
-        raise DataError(f"{file}: damaged or unreadable ({reason(error, 200)})") from error
+        why = f"damaged or unreadable ({reason(error, 200)}); a glob can leave it out"
+        raise DataError(f"{file}: {why}") from error
 
 
 def _used(data: DataSettings) -> dict[str, str]:
@@ -339,14 +334,8 @@ def read_text(file: Path) -> str:
     """
     with _faults(file), _opened(file) as opened:
         content = opened.read()
-    _refuse_nul(content.find(0), f"{file}: byte")
-    try:
+        _refuse_nul(content.find(0), f"{file}: byte")
         return content.removeprefix(codecs.BOM_UTF8).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert it, or leave it"
-            " out by a glob"
-        ) from error
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
@@ -379,37 +368,13 @@ def _json_object(line: bytes, where: str, data: DataSettings) -> dict:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
-        record = json.loads(_shallow(line.decode()), object_pairs_hook=_object, parse_int=_number)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
-    except ValueError as error:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not one JSON object per line ({error})") from error
-    if not isinstance(record, dict | tuple):
+    if not isinstance(record, dict):
         raise DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
-    names = record if isinstance(record, dict) else (key for key, _ in record)
-    require_columns(names, _used(data), where)
-    return dict(record)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | tuple[tuple[str, Any], ...]:
-    """Return a JSON object; if it repeats a key, its pairs."""
-    return found if len(found := dict(pairs)) == len(pairs) else tuple(pairs)
-
-
-def _shallow(line: str) -> str:
-    """Empty lists and objects at a depth that Python's parser may refuse; text is never in them."""
-    if line.count("[") + line.count("{") < _DEPTH:
-        return line
-    depth, kept = 0, []
-    for part in re.findall(r'"(?:[^"\\]|\\.)*"|[^][{}"]+|.', line, re.DOTALL):
-        depth -= part in "]}"
-        kept += [part] * (depth < _DEPTH)
-        depth += part in "[{"
-    return "".join(kept)
-
-
-def _number(digits: str) -> int | float:
-    return int(digits) if len(digits) < 20 else float(digits)  # Python limits the digits of an int
+    require_columns(record, _used(data), where)
+    return record
 
 
 def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> list[Part]:
@@ -431,11 +396,9 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     with hub.faults(where):
         try:
             builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
-        except ValueError as error:  # no such configuration; the message lists those that exist
+            dataset: Any = builder.as_streaming_dataset(split=split)
+        except ValueError as error:  # no such configuration or split; those that exist are listed
             raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
-        if split not in (splits := builder.config.data_files or builder.info.splits or {}):
-            raise ConfigError(f"{where}: no such split, have {', '.join(map(str, splits))}")
-        dataset: Any = builder.as_streaming_dataset(split=split)
         if dataset.features is not None:
             require_columns(dataset.features, _used(data), where)
             dataset = dataset.select_columns([*_used(data)])

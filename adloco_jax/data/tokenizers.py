@@ -7,7 +7,6 @@ A special token that stands in a text, such as `<|im_end|>`, becomes this token,
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from adloco_jax import hub
 from adloco_jax.data.chats import Render
 from adloco_jax.data.files import fetched
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
@@ -102,17 +100,15 @@ def load_tokenizer(
 
 
 def _load(name: str, text_length: int | None, template: str, key: str) -> Tokenizer:
-    if not name:
-        raise ConfigError(f'{key} is empty: give "bytes", a path or a hub name')
     if name == "bytes":
         return _bytes_tokenizer(text_length, template)
-    with fetched(name, _HUB_FILES, one_of=_VOCABULARIES, key=key, endings=_FILES) as path:
-        if path.is_file() and path.suffix not in _FILES:
-            raise ConfigError(
-                f"{key}={name}: a file must be a tokenizer.json or a SentencePiece .model"
-            )
+    hint = "data.tokenizer names another, such as bytes"
+    options: Any = {"one_of": _VOCABULARIES, "key": key, "endings": _FILES, "hint": hint}
+    with fetched(name, _HUB_FILES, **options) as path:
         if not path.exists():
             raise DataError(f"{key}={name}: no such file or folder")
+        if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _VOCABULARIES):
+            raise ConfigError(f"{key}={name}: has no tokenizer; {hint}")
         return _hugging_face_tokenizer(path, text_length, template, key)
 
 
@@ -134,55 +130,31 @@ def tokenizer_of(
     options: Any = own_options | {"template": settings.data.template}
     own = None
     # A run with a configured tokenizer resumes without the checkpoint.
-    with contextlib.suppress(*(UserError,) if name else ()):
-        if source and default_tokenizer(source):
+    if source and name not in (None, source):
+        with contextlib.suppress(UserError):
             own = load_tokenizer(source, key="model.init_from", **options)
-    if own and (not name or name == source):
-        tokenizer = own
-    else:
-        try:
-            tokenizer = load_tokenizer(name or "bytes", **options)
-        except UserError:
-            if run is None or not (run / "export" / "tokenizer_config.json").exists():
-                raise
-            tokenizer = load_tokenizer(str(run / "export"), **own_options)
-        if own and _facts(tokenizer) != _facts(own):
+    try:
+        key = "data.tokenizer" if name else "model.init_from"
+        tokenizer = load_tokenizer(name or source or "bytes", key=key, **options)
+    except UserError:
+        if run is None or not (run / "export" / "tokenizer_config.json").exists():
+            raise
+        tokenizer = load_tokenizer(str(run / "export"), **own_options)
+    if own:
+        if _facts(tokenizer) != _facts(own):
             raise ConfigError(
                 f"data.tokenizer={name}: {tokenizer.vocab_size} ids, and other ids for a text than"
                 f" the tokenizer of model.init_from={source} with {own.vocab_size}, for which the"
                 " weights were made; leave --config.data.tokenizer unset (=none)"
             )
-        if own:
-            fingerprint = tokenizer.fingerprint
-            tokenizer = dataclasses.replace(own, name=tokenizer.name, fingerprint=fingerprint)
+        fingerprint = tokenizer.fingerprint
+        tokenizer = dataclasses.replace(own, name=tokenizer.name, fingerprint=fingerprint)
     if tokenizer.vocab_size > settings.model.vocab_size:
         raise ConfigError(
             f"data.tokenizer={tokenizer.name} has {tokenizer.vocab_size} ids, model.vocab_size is "
             f"{settings.model.vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
         )
     return tokenizer
-
-
-def default_tokenizer(init_from: str) -> str:
-    """Return what applies if `data.tokenizer` is unset: the checkpoint, or "bytes" without one.
-
-    Raises:
-      UserError: If there is no such checkpoint, it has no tokenizer, or the server does not answer.
-    """
-    if not init_from:
-        return "bytes"
-    try:
-        with fetched(init_from, _HUB_FILES, one_of=_VOCABULARIES, key="model.init_from") as folder:
-            if not folder.is_dir():
-                raise DataError(f"model.init_from={init_from}: no such folder")
-            if any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
-                return init_from
-    except hub.NoSuchFile:
-        pass
-    raise ConfigError(
-        f"model.init_from={init_from}: has no tokenizer ({', '.join(_VOCABULARIES)}); set"
-        " data.tokenizer to the one for which the weights were made, such as bytes"
-    )
 
 
 def _facts(tokenizer: Tokenizer) -> tuple:
@@ -265,16 +237,8 @@ def _hugging_face_tokenizer(
     path: Path, text_length: int | None, template: str, key: str
 ) -> Tokenizer:
     tokenizer: Any
-    files = [*path.iterdir()] if path.is_dir() else [path]
-    needs_sentencepiece = any(file.suffix == ".model" for file in files)
-    needs_sentencepiece &= all(file.name != "tokenizer.json" for file in files)
-    if needs_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
-        raise ConfigError(
-            f"{key}={path}: the package sentencepiece is not installed; pip install"
-            " sentencepiece, or name a tokenizer.json"
-        )
-    for file in files:
-        is_part = file.suffix in (".json", ".model", ".txt", ".jinja") and file.is_file()
+    for file in path.iterdir() if path.is_dir() else [path]:
+        is_part = file.suffix in (".json", ".model", ".txt", ".jinja")
         if is_part and file.stat().st_size > _MAX_FILE_BYTES:
             raise DataError(
                 f"{key}={file}: {file.stat().st_size} bytes, no tokenizer is larger than"
@@ -295,11 +259,12 @@ def _hugging_face_tokenizer(
         reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
         raise DataError(f"{key}={path}: damaged or no tokenizer ({reason})") from error
     if path.suffix == ".json":
-        _name_special_tokens(tokenizer, path)
+        _name_special_tokens(tokenizer)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if eot_id is None:
         raise ConfigError(
-            f"{key}={path}: no end-of-text token: set eos_token in tokenizer_config.json"
+            f"{key}={path}: no end-of-text token: give a folder whose tokenizer_config.json names"
+            " one (eos_token)"
         )
     if not tokenizer.is_fast:
         raise ConfigError(
@@ -372,7 +337,6 @@ def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
 
 
 def _ends(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a tokenizer puts before and after a text."""
     import tokenizers
 
     word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")
@@ -389,16 +353,13 @@ def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
-def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Try usual names of the end-of-text token, which a `tokenizer.json` does not name."""
+def _name_special_tokens(tokenizer: Any) -> None:
+    """Try usual names of the end-of-text token, which a `tokenizer.json` does not name.
+
+    If it has none of them, but others that are special, the name of its own is not known.
+    """
     vocab = tokenizer.get_vocab()
-    specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]
-    if not present and specials:
-        raise ConfigError(
-            f"data.tokenizer={path}: no end-of-text token: have special tokens "
-            f"{', '.join(specials)}, need one of {', '.join(_END_OF_TEXT_NAMES)}; a folder in "
-            "Hugging Face layout can name its own (eos_token)"
-        )
-    named = {"eos_token": (present or _END_OF_TEXT_NAMES)[0]}
-    tokenizer.add_special_tokens(named | ({"cls_token": "[CLS]"} if "[CLS]" in vocab else {}))
+    if present or not any(token.special for token in tokenizer.added_tokens_decoder.values()):
+        named = {"eos_token": (present or _END_OF_TEXT_NAMES)[0]}
+        tokenizer.add_special_tokens(named | ({"cls_token": "[CLS]"} if "[CLS]" in vocab else {}))

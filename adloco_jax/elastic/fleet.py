@@ -4,10 +4,8 @@ import contextlib
 import dataclasses
 import math
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import PyTree
 
 from adloco_jax.data import Corpus
@@ -22,7 +20,6 @@ from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.folder import versions
-from adloco_jax.settings import Settings
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
@@ -31,18 +28,6 @@ _POLL_S = 0.2  # seconds to wait for answers before learners are checked for fau
 # By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
 # put, start, submit, poll, kill, `reach`.
 TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
-
-
-def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) -> None:
-    """Raise ConfigError if a run in a folder cannot have the learners that it asks for, if any."""
-    kind = settings.engine.kind
-    if kind != "local" and jax.process_count() > 1:
-        raise ConfigError(
-            f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
-            " --coordinator, or set engine.kind=local"
-        )
-    if kind != "local":
-        TRANSPORTS[kind].check_possible(settings, folder, by_fit=by_fit)
 
 
 class PendingCall(NamedTuple):

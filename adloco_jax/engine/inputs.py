@@ -333,7 +333,6 @@ def padded_test(
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-    """Divide a group's workers into `count` turns, which run one after another."""
     workers = np.arange(sum(group.sizes))
     if count == 1:
         return [(workers, ())]

@@ -253,7 +253,6 @@ class LocalEngine:
 
 
 def _take(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    """Return the part of an ensemble that has only the trainers at some positions."""
     return ensemble if len(trainers) == ensemble.num_trainers else taken(ensemble, trainers)
 
 
@@ -298,7 +297,6 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
 
 def _by_trainer(tests: Sequence[Test], measured: Sequence[GradientStats]) -> Stats:
-    """Wait for gradient statistics, and return those of each trainer that measured some."""
     stats = {}
     for test, stats_R in zip(tests, measured, strict=True):
         fields = (np.asarray(value, np.float64) for value in vars(stats_R).values())
@@ -308,7 +306,6 @@ def _by_trainer(tests: Sequence[Test], measured: Sequence[GradientStats]) -> Sta
 
 
 def _outcomes(measured: Measured, norms: Norms) -> dict[int, Outcome]:
-    """Wait for the results of a round, and return the outcome of each trainer."""
     outcomes, norm_of = {}, {}
     for stack, parts in norms:
         # The norm of all fragments joined; in float64, so that one fragment keeps its float32 norm.

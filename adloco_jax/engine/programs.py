@@ -421,7 +421,6 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """Make a function that runs inner steps of all workers."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
     # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
@@ -437,7 +436,6 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
 
 
 def _turn(spec: Spec, at: Placement) -> Callable:
-    """Make a function that runs inner steps of a single worker on each device."""
     advance = _advance(spec, at, at_once=1)
 
     def turn(workers, keyed, rate_TR, update_T, position):

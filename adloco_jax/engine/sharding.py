@@ -135,19 +135,9 @@ class Placement:
             if size[axis] > 1:
                 parts.append(f"{size[axis]} share a worker's {what}")
         if size["idle"] > 1:
-            idle = self.mesh.devices[..., 1:].reshape(-1)
-            parts.append(f"idle, repeating others' work: {_names(idle)}")
+            idle = " ".join(str(device.id) for device in self.mesh.devices[..., 1:].reshape(-1))
+            parts.append(f"idle, repeating others' work: device {idle}")
         return "; ".join(parts)
-
-    def draw(self, workers: Sequence[str]) -> list[str]:
-        """Describe which workers each group of devices runs: one line of text for each group."""
-        size = self.mesh.shape
-        groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
-        each = len(workers) // len(groups)
-        return [
-            f"  {_names(devices)}: worker {', '.join(workers[i * each : (i + 1) * each])}"
-            for i, devices in enumerate(groups)
-        ]
 
     def _batch_axes(self, batch_size: int) -> tuple[str, ...]:
         shared = self.mesh.shape["data"] * self.mesh.shape["model"]
@@ -178,10 +168,6 @@ class Placement:
 
 def _is_packed(leaf: Any) -> TypeGuard[Packed]:
     return isinstance(leaf, Packed)
-
-
-def _names(devices: np.ndarray) -> str:
-    return "device " + " ".join(str(device.id) for device in devices.reshape(-1))
 
 
 def arrange(

@@ -15,7 +15,7 @@ import numpy as np
 
 from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
 from adloco_jax.core.outer import running_average
-from adloco_jax.core.types import Ensemble, even_sizes
+from adloco_jax.core.types import Ensemble
 from adloco_jax.loop.control import (
     Control,
     RoundPlan,
@@ -26,7 +26,7 @@ from adloco_jax.loop.control import (
 )
 from adloco_jax.loop.growth import Decision, Stats, free_workers, with_batch_sizes
 from adloco_jax.loop.plans import is_over, share_done
-from adloco_jax.settings import Settings
+from adloco_jax.settings import Settings, even_sizes
 
 
 class State(NamedTuple):
@@ -166,20 +166,13 @@ def with_average(state: State, before: Control, settings: Settings) -> State:
     return State(ensemble.replace(average_M=average_M), control)
 
 
-def first_sizes(settings: Settings, *, whole_pool: bool = False) -> tuple[int, ...]:
-    """Return the workers of each trainer at the start, or once the whole pool has joined."""
-    ensemble = settings.ensemble
-    first = ensemble.num_workers if whole_pool else ensemble.initial_workers
-    return even_sizes(ensemble.num_trainers, first or ensemble.num_workers)
-
-
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
     """Return the host's data before the first round, perhaps with the workers that join later."""
     first, streams = settings.batching.initial_batch_size, itertools.count()
     return Control(
         trainers={
             m: Trainer(first, [*itertools.islice(streams, size)])
-            for m, size in enumerate(first_sizes(settings, whole_pool=whole_pool))
+            for m, size in enumerate(settings.ensemble.sizes(whole_pool=whole_pool))
         },
         max_batch_size=max_batch_size,
         eval_batch_size=max_batch_size,

@@ -82,7 +82,6 @@ def free_workers(control: Control, settings: Settings) -> int:
 
 
 def _workers_for_tests(control: Control, settings: Settings) -> int:
-    """Return the number of workers that have not started yet and that batch-size tests may add."""
     return 0 if settings.ensemble.spawn_frac is not None else free_workers(control, settings)
 
 

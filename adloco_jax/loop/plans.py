@@ -67,7 +67,6 @@ def _micro_batches(control: Control, trainer: int, settings: Settings) -> tuple[
 
 
 def _base_rounds_left(control: Control, settings: Settings) -> float:
-    """Return how many rounds of `steps_per_round` updates the token limit still allows."""
     if settings.num_tokens is None:
         return math.inf
     sequences = sum(  # of one update of all workers

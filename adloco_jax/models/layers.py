@@ -58,29 +58,21 @@ class Adapter(NamedTuple):
         return self if self.layers in (part, "all") else None
 
 
-_LOW_RANK = ("lora_a", "lora_b")
-
-
-def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
-    """Divide the parameters of a model with an adapter into the adapter's and the base weights."""
-    parts: tuple[dict, dict] = {}, {}
-    for path, leaf in flatten_dict(params).items():
-        parts[path[-1] not in _LOW_RANK][path] = leaf
-    return unflatten_dict(parts[0]), unflatten_dict(parts[1])
+LOW_RANK = ("lora_a", "lora_b")  # the leaves of an adapter
 
 
 def merge_adapter(params: PyTree, adapter: Adapter) -> PyTree:
     """Add the products of a model's adapter to its weights: the parameters without an adapter."""
     leaves: dict[tuple[str, ...], Any] = flatten_dict(params)
-    for path in [path[:-1] for path in leaves if path[-1] == _LOW_RANK[0]]:
-        a_NDA, b_NAF = (leaves.pop((*path, name)) for name in _LOW_RANK)
+    for path in [path[:-1] for path in leaves if path[-1] == LOW_RANK[0]]:
+        a_NDA, b_NAF = (leaves.pop((*path, name)) for name in LOW_RANK)
         product = adapter.alpha / adapter.rank * (a_NDA @ b_NAF)
         leaves[*path, "kernel"] = leaves[*path, "kernel"] + product
     return unflatten_dict(leaves)
 
 
 def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
-    """Put together again what `split_adapter` divides."""
+    """Put together again what `run.assemble.split_adapter` divides."""
     return unflatten_dict(flatten_dict(base) | flatten_dict(adapter))
 
 

@@ -1,7 +1,6 @@
 """Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created."""
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from adloco_jax.errors import ConfigError, reason
 from adloco_jax.run.assemble import inner_transform, require_same_network
 from adloco_jax.run.checkpoint import list_rounds, shapes
 from adloco_jax.run.folder import check_config
-from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import KNOBS, Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
@@ -37,11 +35,10 @@ def check_inputs(
 ) -> list[str]:
     """Make the checks that need no text or weights; return a line for each that had to be left.
 
-    Raises ConfigError for contradictory settings or a tracker that is not installed, DataError for
-    a path that leads nowhere, CheckpointError if a run's `config.json` in `workdir` cannot be read.
+    Raises ConfigError for contradictory settings, DataError for a path that leads nowhere,
+    CheckpointError if a run's `config.json` in `workdir` cannot be read.
     """
     model, unchecked = settings.model, []
-    check_installed(settings.log)
     rounds = []
     if workdir is not None:
         check_config(workdir, settings, accept=accept_config_change)
@@ -61,9 +58,7 @@ def check_arguments(
     settings: Settings,
     corpus: Rows,
     init_fn: Callable[..., PyTree] | None,
-    loss_fn: Callable[..., Any],
     params: PyTree | None,
-    workdir: str | os.PathLike,
     inner_tx: optax.GradientTransformation | None,
     outer_tx: optax.GradientTransformation | None,
 ) -> Settings:
@@ -79,8 +74,6 @@ def check_arguments(
     elif settings.adapter.rank:
         rank = settings.adapter.rank
         faults.append(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
-    if not isinstance(workdir, str | os.PathLike):
-        faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
     rows: Any = getattr(corpus, "heldout_rows", None)
     if hasattr(corpus, "__len__") and not hasattr(corpus, "batch"):
         faults.append(f"corpus: {_kind(corpus)}; give ArrayRows(corpus, sequence_length=L)")
@@ -94,12 +87,6 @@ def check_arguments(
         faults.append(
             f"corpus.heldout_rows: {dtype} of shape {shape}; give an array of integers [E, L + 1]"
         )
-    for name, given, expected in (
-        ("init_fn", init_fn, "params, or a function of a PRNG key that returns parameters"),
-        ("loss_fn", loss_fn, "a function of parameters and rows [B, L + 1]"),
-    ):
-        if not callable(given) and not (given is init_fn is None is not params):
-            faults.append(f"{name}: {_kind(given)}; give {expected}")
     make = init_fn or (lambda key: params)
     faults = faults or _of_params(make, params, "init_fn" if init_fn else "params")
     if not faults:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jaxtyping import PyTree
 
@@ -32,12 +33,12 @@ from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Layout, Machine, Spec
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.loop.adloco import Control, first_sizes
+from adloco_jax.loop.adloco import Control
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import llama
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.models.layers import Adapter, merge_adapter, split_adapter
+from adloco_jax.models.layers import LOW_RANK, Adapter
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Mode, model_shards
 from adloco_jax.run.folder import recorded
@@ -94,12 +95,9 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     )
 
 
-def load_data(settings: Settings, commit: str = "", run: Path | None = None) -> Corpus:
-    """Load the rows of tokens for training and evaluation; a classifier's rows have labels.
-
-    `commit` and `run` are as in `load_corpus`.
-    """
-    return load_corpus(settings, num_classes=class_count(settings), commit=commit, run=run)
+def load_data(settings: Settings, commit: str = "") -> Corpus:
+    """Load the rows of tokens for training and evaluation; a classifier's rows have labels."""
+    return load_corpus(settings, num_classes=class_count(settings), commit=commit)
 
 
 def class_count(settings: Settings) -> int | None:
@@ -217,11 +215,9 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     damaged.
     """
     source = settings.model.init_from
-    loaded = hf.load(source, head=False)
+    loaded = hf.load(source, head=False, merges=not settings.adapter.rank)
     require_same_network(settings, loaded)
     params, lines = loaded.params, []
-    if (adapter := getattr(loaded.network, "adapter", None)) and not settings.adapter.rank:
-        params = merge_adapter(params, adapter)
     if loaded.lacks and settings.adapter.rank:
         raise ConfigError(f"adapter.rank: {source} has no {loaded.lacks}; set adapter.rank=0")
     if head := loaded.lacks:
@@ -233,6 +229,14 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     if rates := [f"{key}={x}" for key, x in loaded.config.items() if "dropout" in key and x]:
         lines.append(f"model.init_from = {source}: trained without {', '.join(rates)}")
     return params, lines
+
+
+def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
+    """Divide the parameters of a model with an adapter into the adapter's and the base weights."""
+    parts: tuple[dict, dict] = {}, {}
+    for path, leaf in flatten_dict(params).items():
+        parts[path[-1] not in LOW_RANK][path] = leaf
+    return unflatten_dict(parts[0]), unflatten_dict(parts[1])
 
 
 def frozen(settings: Settings, params: PyTree, machine: Machine) -> tuple[Base, PyTree | None]:
@@ -396,7 +400,7 @@ def program_spec(
         examples_per_pass=examples_per_pass(settings, machine),
         base=model.base_shapes,
     )
-    sizes = first_sizes(settings, whole_pool=True)
+    sizes = settings.ensemble.sizes(whole_pool=True)
     shards = model_shards(settings, spec, sizes, must_fit=must_fit)
     kernel = model.attention(shards)
     loss_fn = model.loss_of(mode, kernel)
@@ -442,7 +446,7 @@ def assemble(
     """Put a run together: its model, what its programs share, its weights, and its rows.
 
     Args:
-      settings: The result of `completed`.
+      settings: The result of `config.completed`.
       machine: The devices on which the programs run.
       workdir: The run's folder.
       trains: Whether the run goes on here. If so, its state must fit in memory, and a run that
@@ -471,14 +475,14 @@ def assemble(
         base, adapter = frozen(settings, model.params, machine)
         model = model._replace(base=base, params=adapter)
     before = recorded(workdir) if commit is None else None
-    if before and before.base != model.base.fingerprint:
+    if before and before.base_fingerprint != model.base.fingerprint:
         raise DataError(
             f"{workdir}: model.init_from has other weights than when this run began; restore them,"
             " or start a run in another folder"
         )
     if corpus is None:
-        commit = commit or (before.commit if before else "")
-        corpus = load_data(settings, commit, workdir)
+        commit = commit or (before.data_commit if before else "")
+        corpus = load_corpus(settings, num_classes=model.num_classes, commit=commit, run=workdir)
         if trains:
             print(*notes, corpus.describe(), sep="\n")
     if unit is None:

@@ -20,7 +20,7 @@ from adloco_jax.engine.programs import Programs, merge_plan, merged, needed_byte
 from adloco_jax.engine.sharding import base_spec, bytes_here, ensemble_spec, placement, workers_spec
 from adloco_jax.engine.spec import Kernel, Kind, Layout, OnCompile, ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ConfigError, ResourceError, counted
-from adloco_jax.loop.adloco import Control, after_merge, choose_members, first_sizes, start
+from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
@@ -138,7 +138,7 @@ def choose(
         if largest is None:
             programs.close()
             continue
-        tokens = largest * tokens_of_a_row(chosen, first_sizes(settings, whole_pool=True))
+        tokens = largest * tokens_of_a_row(chosen, settings.ensemble.sizes(whole_pool=True))
         is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu"
         fits.append((math.inf if is_enough else tokens, Choice(programs, largest, tried)))
         if is_enough:
@@ -160,11 +160,10 @@ def tokens_of_a_row(spec: Spec, sizes: tuple[int, ...]) -> int:
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """Find the largest micro-batch whose programs fit in memory in a mode."""
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
-    workers = first_sizes(settings, whole_pool=True)
+    workers = settings.ensemble.sizes(whole_pool=True)
     least = least_bytes(spec, workers, accumulates=accumulates(settings, first))
     needs: dict[int, dict[str, Peak]] = {first: {}}
 

@@ -9,7 +9,7 @@ from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import Layout, Spec, num_bytes, num_values
 from adloco_jax.errors import counted
 from adloco_jax.files import requests_to_get, requests_to_put
-from adloco_jax.loop.adloco import first_sizes, start
+from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import least_test_sequences
@@ -21,7 +21,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     """Describe model, trainers, batches and fragments in at most four lines."""
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
-    workers = sum(first := first_sizes(settings))
+    workers = sum(first := settings.ensemble.sizes())
     at = placement(spec, Layout(first, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
     if spec.base is not None:
@@ -56,7 +56,6 @@ def _ends(settings: Settings) -> str:
 
 
 def _growth(settings: Settings) -> str:
-    """Describe what determines the batch size of a run, for the header of the run."""
     batching = settings.batching
     if not measures_gradients(settings):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
@@ -79,7 +78,6 @@ def _growth(settings: Settings) -> str:
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """Describe on one line how fragments of the parameters are synchronised."""
     outer = settings.outer
     if not outer.own_params:
         return []
@@ -101,14 +99,10 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     state = ensemble_spec(spec, Layout(control.sizes))
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
-    begins = first_sizes(settings)
+    begins = settings.ensemble.sizes()
     costs = [sync_cost(count, spec.sync_bytes, spec.outer.fragments) for count in begins]
     between = in_bytes(round_bytes(settings, spec))
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
-    drawn = []
-    for group in classes(control, control.trainers, spec):
-        at = placement(spec, group.layout._replace(batch_size=first))
-        drawn += at.draw([f"{w} (trainer {m})" for m, w, _ in control.reads(group.trainers)])
     inner = settings.inner
     least = inner.steps_per_round * sum(begins) * spec.sequence_length * first
     longest = inner.max_steps_per_round or inner.steps_per_round
@@ -128,8 +122,6 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
         * bool(spec.outer.average),
         f"state between rounds: {in_bytes(num_bytes(state))} for"
         f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
-        "placement in the first round:",
-        *drawn,
         f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices {between}",
         *_bucket_lines(settings, spec),
@@ -166,7 +158,6 @@ def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Describe the bytes that a merge of trainers sends, and that a joining worker receives."""
     ensemble, lines = settings.ensemble, []
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:

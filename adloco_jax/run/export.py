@@ -22,9 +22,9 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.files import replaced_folder
-from adloco_jax.models.layers import merge_adapter, param_shapes, split_adapter, with_adapter
+from adloco_jax.models.layers import merge_adapter, param_shapes, with_adapter
 from adloco_jax.run import checkpoint
-from adloco_jax.run.assemble import assemble, build_network, class_count, spec_of
+from adloco_jax.run.assemble import assemble, build_network, class_count, spec_of, split_adapter
 from adloco_jax.run.folder import recorded_settings, refuse_fit
 from adloco_jax.run.restore import read_control
 from adloco_jax.settings import Settings

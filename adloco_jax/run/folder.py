@@ -12,27 +12,29 @@ from collections.abc import Iterator
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated
 
 import jax
 from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
+from pydantic import BeforeValidator
 
-from adloco_jax import __version__, files, hf
-from adloco_jax.config import default_config, tables, validate
-from adloco_jax.data.tokenizers import default_tokenizer
+from adloco_jax import __version__, files
+from adloco_jax.config import completed, default_config, tables, validate
 from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.files import local_path, replaced_file, write_errors
-from adloco_jax.hub import COMMIT
 from adloco_jax.loop.plans import share_done
-from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import ENTRIES, KNOBS, Change, Settings, change
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *TOO_MANY_FILES)
+
+
+class InUse(ConfigError):
+    """Error: another process runs in the folder."""
 
 
 def require_utf8(option: str, path: Path) -> None:
@@ -48,9 +50,6 @@ def check_workdir(workdir: str | Path) -> None:
     folder = Path(workdir)
     require_utf8("--workdir", folder)
     local_path(workdir, "--workdir ")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"--workdir {folder}: {existing} is a file; name a folder")
     for name in ("ledger.jsonl", "config.json", "checkpoints"):
         if (folder / name).is_symlink():
             raise ConfigError(
@@ -99,7 +98,7 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
     try:
         yield
     except Timeout:
-        raise ConfigError(
+        raise InUse(
             f"--workdir {workdir}: another process runs there; wait for it, or name another folder"
         ) from None
     except OSError as error:
@@ -107,13 +106,14 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
         raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
 
 
-class Recorded(NamedTuple):
-    """What a run's `config.json` says."""
+class Recorded(files.Format):
+    """What is read of a run's `config.json`."""
 
-    settings: Settings  # what a later version has added has its default
-    commit: str  # of the hub's data set; empty if the run reads none
-    by_fit: bool  # whether `fit` made the run, so that its model's code is not here
-    base: str  # hash of the frozen weights; empty if there are none
+    # What a later version has added has its default.
+    config: Annotated[Settings, BeforeValidator(files.with_tuples)]
+    data_commit: str = ""  # of the hub's data set; empty if the run reads none
+    made_by: str = "train"  # or "fit", so that the model's code is not here
+    base_fingerprint: str = ""  # hash of the frozen weights; empty if there are none
 
 
 def recorded(workdir: Path) -> Recorded | None:
@@ -129,13 +129,7 @@ def recorded(workdir: Path) -> Recorded | None:
         if content.get("format") != checkpoint.FORMAT:
             version = "a run of another version of adloco_jax; use that version"
             raise CheckpointError(f"{path}: {version}")
-        values = files.with_tuples(content.get("config"))
-        settings = files.checked(values, Settings, "config", Damaged)
-        commit = str(content.get("data_commit", ""))
-        if commit and not COMMIT.fullmatch(commit):
-            raise Damaged(f"data_commit = {commit!r:.60}")
-        base = str(content.get("base_fingerprint", ""))
-        return Recorded(settings, commit, content.get("made_by") == "fit", base)
+        return files.checked(content, Recorded, "record", Damaged)
     except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
@@ -148,45 +142,23 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
         file.write(json.dumps(record, indent=1).encode())
 
 
-def completed(settings: Settings, workdir: Path | None = None) -> Settings:
-    """Add to the settings what `model.init_from` says; raise UserError if it cannot be read.
-
-    It is its `config.json`, or what the run in `workdir` recorded of it, and its tokenizer.
-    """
-    model = settings.model
-    if not model.init_from or ARCHITECTURES[model.arch].weight_map is None:
-        return settings
-    content, name = model.checkpoint, settings.data.tokenizer
-    if workdir is not None and (before := recorded(workdir)):
-        content, name = before.settings.model.checkpoint, name or before.settings.data.tokenizer
-    content = content or json.dumps(hf.inspect(model.init_from).config)
-    model = model.model_copy(update={"checkpoint": content})
-    name = name or default_tokenizer(model.init_from)
-    data = settings.data.model_copy(update={"tokenizer": name})
-    return settings.model_copy(update={"model": model, "data": data})
-
-
 def recorded_settings(workdir: Path) -> Settings:
     """Return the settings of a run, with the commit that it began with as `data.revision`.
 
     Raises CheckpointError without a readable record, ConfigError if an entry that the user added to
-    a table is not defined now.
+    a table is not defined now, or a rule is broken that was not known then.
     """
-    config, commit, *_ = _resumable(workdir)
-    values = config.model_dump()
-    if commit:
-        values["data"]["revision"] = commit
-    try:
-        return completed(validate(values), workdir)
-    except ConfigError as error:
-        path = workdir / "config.json"
-        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+    before = _resumable(workdir)
+    values = before.config.model_dump()
+    if before.data_commit:
+        values["data"]["revision"] = before.data_commit
+    return completed(validate(values), workdir)
 
 
 def recorded_config(workdir: Path) -> ConfigDict:
     """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
     refuse_fit(workdir)
-    before = _resumable(workdir).settings
+    before = _resumable(workdir).config
     config, values = default_config(), {key: attrgetter(key)(before) for key in KNOBS}
     # A setting that is unset is None in the record, and may be "auto" in a config.
     config.update_from_flattened_dict({k: v for k, v in values.items() if v is not None})
@@ -195,7 +167,7 @@ def recorded_config(workdir: Path) -> ConfigDict:
 
 def refuse_fit(workdir: Path) -> None:
     """Raise ConfigError if `fit` made the run, whose model's code a command would need."""
-    if (before := recorded(workdir)) and before.by_fit:
+    if (before := recorded(workdir)) and before.made_by == "fit":
         raise ConfigError(
             f"{workdir}: made by fit with a model of your own, which the command does not have;"
             f" fit called again resumes it, and {workdir / 'export'} has its model"
@@ -209,7 +181,7 @@ def _resumable(workdir: Path) -> Recorded:
     faults = [
         f"{path}: {key} = {name!r}: no entry of this library; give --config the file that adds it"
         for key, entry in ENTRIES.items()
-        if (name := attrgetter(key)(before.settings)) not in known[entry.table]
+        if (name := attrgetter(key)(before.config)) not in known[entry.table]
     ]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -272,7 +244,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
                 " from a copy"
             )
         return
-    changed = changes(before.settings, settings)
+    changed = changes(before.config, settings)
     lines = changed["refused"]
     if lines:
         lines.append(f"{workdir}: these make another run; name another folder, or change them back")
@@ -288,8 +260,6 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 def changes(recorded: Settings, settings: Settings) -> dict[Change, list[str]]:
     """Describe the settings that differ from a record, by kind: harmless, accepted, refused."""
     before, now = flat_settings(recorded), flat_settings(settings)
-    if settings.model.init_from:  # an unset tokenizer is the recorded one, as in `completed`
-        now["data.tokenizer"] = now["data.tokenizer"] or before["data.tokenizer"]
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
         if before[key] != now[key]:

@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.files import Format, checked, replaced_file, write_errors
@@ -59,7 +56,7 @@ class Ledger(contextlib.AbstractContextManager):
         become null.
 
         Raises:
-          TypeError: If a value cannot be converted to JSON; nothing is written.
+          AttributeError, TypeError: If a value cannot be converted; nothing is written.
           ResourceError: If the disk is full or cannot be written.
         """
         line = _plain({"event": event, **fields})
@@ -115,7 +112,6 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 
 
 def _fault(event: dict, rounds: int) -> str:
-    """Describe what is wrong with a line of a ledger; empty if nothing is."""
     name = event["event"]
     try:
         checked(event, EVENTS.get(name, Format), name, ValueError)
@@ -228,10 +224,5 @@ def _parse(line: bytes) -> dict | None:
 
 def _plain(value: object) -> Any:
     """Convert a value, which may contain arrays, to plain JSON data."""
-
-    def from_array(value: object) -> object:
-        if isinstance(value, np.generic | np.ndarray | jax.Array):
-            return np.asarray(value).tolist()
-        raise TypeError(f"ledger: no plain JSON form for {type(value).__name__}")
-
-    return json.loads(json.dumps(value, default=from_array), parse_constant=lambda _: None)
+    text = json.dumps(value, default=lambda array: array.tolist())
+    return json.loads(text, parse_constant=lambda _: None)

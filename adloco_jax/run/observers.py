@@ -146,7 +146,6 @@ class Recorder:
 
 
 def _decided(decision: Decision, settings: Settings) -> dict:
-    """Return the fields of a trainer's ledger line that describe the decision on its next round."""
     fields, inner = decision._asdict(), settings.inner
     size, is_known = fields.pop("size"), inner.round_length == "fixed"
     return fields | {

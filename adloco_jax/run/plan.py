@@ -14,7 +14,7 @@ import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from adloco_jax.config import validate
+from adloco_jax.config import completed, validate
 from adloco_jax.engine.sharding import num_turns
 from adloco_jax.engine.spec import TAKEN, Compiled, Compiling, Machine, OnCompile, here
 from adloco_jax.engine.work import Rates, count
@@ -34,7 +34,6 @@ from adloco_jax.run.choose import (
     reachable_keys,
 )
 from adloco_jax.run.describe import plan_lines, round_bytes, run_header
-from adloco_jax.run.folder import completed
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
 
@@ -74,7 +73,6 @@ def configured_choice(
 
 
 def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
-    """Compile the programs of the first rounds; describe the memory that they need on a device."""
     batching, spec = settings.batching, choice.programs.spec
     programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
@@ -128,7 +126,6 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
 
 
 def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
-    """Describe the chosen micro-batch, and how devices run their workers."""
     spec, size = choice.programs.spec, choice.max_batch_size
     mode = Mode(spec.in_turn, spec.remat)
     reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
@@ -160,7 +157,6 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
 def _smallest_change(
     settings: Settings, device: str, machine: Machine, on_compile: OnCompile
 ) -> str:
-    """Find the first of several changes with which the run fits in memory; describe it in words."""
     for name, changed, devices in _changes(settings, device, machine):
         with contextlib.suppress(NothingFits):
             largest = configured_choice(changed, devices, on_compile).max_batch_size
@@ -213,7 +209,6 @@ def _record(settings: Settings, tried: Tried, device: str) -> dict:
 
 
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
-    """Make a table of the memory that each program needs in the chosen mode."""
     named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
     rows = [
         f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"
@@ -247,7 +242,6 @@ def _speed(found: dict) -> str:
 
 @contextlib.contextmanager
 def _progress(device: str) -> Iterator[OnCompile]:
-    """Show how many programs have been compiled, if the output is a terminal."""
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(event: Compiling | Compiled) -> None:
@@ -276,26 +270,10 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{name}"
 """
-_AMPERE = {
-    "major": 8,
-    "minor": 0,
-    "threads": 2048,
-    "cores": 108,
-    "fpus": 64,
-    "clock": 1.41,
-    "cache": 41943040,
-}
-_AMPERE |= {"per_core": 167936, "optin": 166912}
-_HOPPER = {
-    "major": 9,
-    "minor": 0,
-    "threads": 2048,
-    "cores": 132,
-    "fpus": 128,
-    "clock": 1.98,
-    "cache": 52428800,
-}
-_HOPPER |= {"per_core": 233472, "optin": 232448}
+_AMPERE = {"major": 8, "minor": 0, "threads": 2048, "cores": 108, "fpus": 64, "clock": 1.41}
+_AMPERE |= {"cache": 41943040, "per_core": 167936, "optin": 166912}
+_HOPPER = {"major": 9, "minor": 0, "threads": 2048, "cores": 132, "fpus": 128, "clock": 1.98}
+_HOPPER |= {"cache": 52428800, "per_core": 233472, "optin": 232448}
 _BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
 _RTX_30 = {"major": 8, "minor": 6, "threads": 1536, "fpus": 128, "clock": 1.7}
 _RTX_30 |= {"per_core": 102400, "optin": 101376}
@@ -349,7 +327,6 @@ def more_chips(name: str) -> list[str]:
 
 
 def _parts(name: str) -> tuple[str, int]:
-    """Split a name such as `h100x8` into the kind of device and the number of chips."""
     found = re.fullmatch(r"(.+?)(?:x(\d{1,2}))?", name)
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 

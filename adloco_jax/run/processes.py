@@ -49,9 +49,6 @@ def connect(
     contradictory or missing, ResourceError if connecting fails; after `timeout_s` seconds the
     process exits with ResourceError's code.
     """
-    given = (coordinator, num_processes, process_id)
-    if None in given and given != (None, None, None):
-        raise ConfigError("--coordinator, --num_processes, --process_id: give all three, or none")
     if num_processes is not None and not 0 <= (process_id or 0) < num_processes:
         raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator is not None and process_id == 0:
@@ -90,10 +87,9 @@ def _check_port(coordinator: str) -> None:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", int(coordinator.rpartition(":")[2])))
-    except (OSError, OverflowError) as error:
-        raise ResourceError(f"--coordinator={coordinator}: {error}; name another port") from error
-    except ValueError as error:
-        raise ConfigError(f"--coordinator={coordinator}: expected HOST:PORT") from error
+    except (OSError, OverflowError, ValueError) as error:
+        need = "need HOST:PORT, with a free port"
+        raise ConfigError(f"--coordinator={coordinator}: {error}; {need}") from error
 
 
 def is_first() -> bool:
@@ -118,7 +114,6 @@ def _send(name: str, value: object) -> int:
 
 
 def _receive(name: str, number: int) -> list:
-    """Wait until all processes have sent their values; return the values in order."""
     client = _client()
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]

@@ -57,10 +57,9 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
     """Make `Control` from the `control` of `host.json`; raise Damaged if settings do not fit."""
     control = checked(data, Control, f"{path}: host.control", Damaged)
     ensemble, sizes, workers = settings.ensemble, control.sizes, control.num_workers
-    if not 1 <= len(sizes) <= ensemble.num_trainers or workers > ensemble.num_workers:
-        raise Damaged(f"{path}: not this run's: {len(sizes)} trainers, {workers} workers")
+    fits = 1 <= len(sizes) <= ensemble.num_trainers and workers <= ensemble.num_workers
     is_divided = 0 not in sizes and len(control.trainer_of) == workers
-    if not is_divided or control.round != int(path.name):
+    if not (fits and is_divided and control.round == int(path.name)):
         raise Damaged(f"{path}: not this run's: workers {sizes}, round {control.round}")
     return control
 

@@ -25,7 +25,8 @@ _MOST_LISTED = 2  # with more sizes of batches, the line of a round has the rang
 _CHANGES = {
     "learner": "learner {learner} {what}: {why}",
     "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
-    "merge": "trainers {listed} merge into trainer {into}: decision loss {losses} -> {loss_after:.4f}",
+    "merge": "trainers {listed} merge into trainer {into}:"
+    " decision loss {losses} -> {loss_after:.4f}",
     "refusal": "trainers {listed} do not merge: the decision loss would rise by {barrier:.4f} over"
     " their mean, more than merge.max_barrier; {why}",
     "fault": "trainer {trainer} leaves the run with its workers: its last {skipped_in_a_row}"
@@ -144,7 +145,6 @@ class Progress:
             self._bar.close()
 
     def _seconds_left(self, share: float) -> float:
-        """Estimate how many seconds the rest of the run takes, from the pace of the last rounds."""
         now_s = time.perf_counter()
         pace = (now_s - self._last_s) / max(share - self._last_share, 1e-9)
         before = pace if self._seconds_per_run is None else self._seconds_per_run

@@ -1,19 +1,18 @@
 """Send the ledger's lines to TensorBoard, Weights & Biases and trackio (off by default).
 
 They are third-party, use disks and networks, and are called between rounds. One that raises an
-error is dropped, with a `fault` line.
+error, or is not installed, is dropped, with a line and a `fault`; the run goes on.
 """
 
 import contextlib
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from adloco_jax.errors import ConfigError, reason
+from adloco_jax.errors import reason
 from adloco_jax.settings import LogSettings
 
 Send = Callable[[dict], None]
@@ -143,7 +142,6 @@ def trackio(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
 
 def _name(history: Sequence[dict]) -> tuple[str, str]:
-    """The name of the run's folder, and an id: a hash of its first `start` line."""
     first = next(event for event in history if event["event"] == "start")
     return first["run"], hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]
 
@@ -153,23 +151,7 @@ def _numbers_and_text(event: dict) -> dict[str, float | str]:
     return {**scalars(event), **text}
 
 
-_TRACKERS = {
-    "tensorboard": ("tensorboardX", tensorboard),
-    "wandb": ("wandb", wandb),
-    "trackio": ("trackio", trackio),
-}
-
-
-def check_installed(log: LogSettings) -> None:
-    """Raise ConfigError, with the command that installs it, if a tracker is not installed."""
-    missing = [
-        f"log.{name} = True: the package {package} is not installed;"
-        f" pip install {package}, or leave it off"
-        for name, (package, _) in _TRACKERS.items()
-        if getattr(log, name) and importlib.util.find_spec(package) is None
-    ]
-    if missing:
-        raise ConfigError("\n".join(missing))
+_TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
 
 
 class Trackers:
@@ -211,7 +193,7 @@ class Trackers:
     def _open(self, name: str, start: dict) -> None:
         with contextlib.ExitStack() as stack:
             history = [*self._history, start]
-            send = stack.enter_context(_TRACKERS[name][1](self._workdir, history))
+            send = stack.enter_context(_TRACKERS[name](self._workdir, history))
             self._opened[name] = stack.pop_all(), send
         for line in history:
             send(line)

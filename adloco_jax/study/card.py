@@ -96,7 +96,6 @@ def task_of(folder: Path) -> str | None:
 
 
 def _on_hub(name: str) -> str | None:
-    """Return the name of a repository on the hub, or None if the name is that of a local path."""
     name = re.sub("^hf://(datasets/)?", "", name)
     is_hub = hub.NAME.fullmatch(name) and "/" in name and not Path(name).exists()
     return name if is_hub else None

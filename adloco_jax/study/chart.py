@@ -381,7 +381,6 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
 def _placed(
     xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
-    """Coordinates of the points of a curve, in one list for each stretch between two gaps."""
     stretches: list[list[tuple[int, int]]] = [[]]
     for a, b in zip(xs, ys, strict=True):
         if not math.isfinite(b):
@@ -392,7 +391,6 @@ def _placed(
 
 
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
-    """Leave out points of a long curve, so that the file stays small."""
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}

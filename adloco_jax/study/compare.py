@@ -254,7 +254,6 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
 
 
 def _conclusion(table: dict) -> str:
-    """State which other variant reached the baseline's loss with the fewest synchronisations."""
     baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
     costs = {
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
@@ -291,7 +290,6 @@ def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None
 
 
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
-    """For each measure, median and range of the costs with which seeds reached a loss."""
     never = dict.fromkeys(MEASURES)
     first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
     return _over_seeds(first)
@@ -315,7 +313,6 @@ def _spread(values: Sequence[float | None]) -> dict:
 
 
 def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
-    """Make a table of what the variants spent to reach a loss, and a line on those that did not."""
     reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
     rows = [
         [name, *(_described(cost[m], short) for m in MEASURES)]

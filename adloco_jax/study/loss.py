@@ -4,13 +4,12 @@ import math
 from collections.abc import Sequence
 
 from adloco_jax.study import chart, curves
-from adloco_jax.study.chart import Axis, Curve, Panel
+from adloco_jax.study.chart import Curve, Panel
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import RunRecord, Variant
 
 CLUSTER = Cluster()  # the cluster of the simulated time
 
-_START = 0.03  # fraction of the axis in which a steep start may be cut off
 _DECADE = 10  # the ratio of values from which an axis is logarithmic
 
 # By key of a point: the cost's short name, and the unit of its ticks.
@@ -84,12 +83,11 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
         ends = [curve[-1][cost] for curve in whole if curve and curve[-1][cost]]
         base = 10 if ends and max(ends) >= _DECADE * min(ends) else 0
         x = chart.axis(label, spent if base else [0.0, *spent], base=base, unit=unit)
-        shown, label_y, top = _without_start(shown, x, _quantity(runs, field, heldout))
-        values = [v for c in shown for part in (c.y, *(c.band or ())) for v in part if v <= top]
+        values = [v for c in shown for part in (c.y, *(c.band or ())) for v in part]
         positive = [value for value in values if 0 < value < math.inf]
         spans = positive and max(positive) > _DECADE * min(positive)
         base = 10 if spans and field == "loss" else 0
-        y = chart.axis(label_y, values, base=base, margin=0.03, max_ticks=7)
+        y = chart.axis(_quantity(runs, field, heldout), values, base=base, margin=0.03, max_ticks=7)
         title = f"{field.capitalize()} over {label}"
         made[name] = chart.chart(x, y, shown, title=title, height=430)
     return made
@@ -107,20 +105,6 @@ def _curve(
         return Curve(x, y, classes, label, key)
     x, low, median, high = (part.tolist() for part in curves.band(seeds))
     return Curve(x, median, classes, label, key, (low, high))
-
-
-def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Curve], str, float]:
-    """Cut off a steep start of the curves, which would leave little height for all later values."""
-    points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
-    finite = [(a, b) for a, b in points if math.isfinite(b)]
-    later = [b for a, b in finite if a > _START]
-    if not later:
-        return [*shown], label, math.inf
-    highest, top, lowest = max(b for _, b in finite), max(later), min(later)
-    if highest <= top or top - lowest > 0.5 * (highest - lowest):
-        return [*shown], label, math.inf
-    cut = [c._replace(y=[b if b <= top else math.nan for b in c.y]) for c in shown]
-    return cut, f"{label}; at first up to {highest:.3g}, above the box", top
 
 
 def _quantity(runs: Sequence[RunRecord], field: str, heldout: bool) -> str:

@@ -125,7 +125,6 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
 
 
 def _next_commands(workdir: Path) -> list[str]:
-    """The commands to try next: text of the model, and a report with the newest other run."""
     run, found = shlex.quote(str(workdir)), []
     if card.task_of(workdir / "export") == "text-generation":
         found.append(f'adloco generate {run} --prompt "The"')
@@ -197,7 +196,6 @@ def _page(
 
 
 def _lead(variants: Sequence[Variant]) -> str:
-    """The text at the top of the page: the result of the run, or the best of several variants."""
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
         found = summary.totals(runs[0].events)
@@ -255,7 +253,6 @@ def _summary(variants: Sequence[Variant]) -> dict:
 
 
 def _state(run: RunRecord) -> str:
-    """Why the run ended, or `unfinished`; and how often it was resumed."""
     starts = len(curves.lines(run.events, "start"))
     state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
@@ -298,7 +295,6 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
-    """The parts of a single run's page that open on a click: their HTML, by their headings."""
     parts = {"Training loss and learning rate": run_figures.training(run)}
     if samples := [e for e in curves.lines(run.events, "eval") if e.get("sample")]:
         rows = [{"round": str(e["round"]), "continued": e["sample"][1]} for e in samples]

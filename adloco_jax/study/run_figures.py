@@ -117,7 +117,6 @@ def _lane(
 
 
 def _event(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
-    """Draw the sign of an event: a merge, a refused merge, added workers, a trainer that left."""
     number, name = event["round"], event["event"]
     across = f"{x.at(number):.2%}"
     rows = {t: f"{lanes[t]:.2%}" for t in sorted(_concerned(event), key=lambda t: lanes[t])}
@@ -293,7 +292,6 @@ def _round(event: dict) -> int:
 
 
 def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
-    """The spans of rounds in which a learner was present, as pairs of the first and last round."""
     joined = None
     for event in events:
         if event["what"] not in ("joined", "lost", "left"):
