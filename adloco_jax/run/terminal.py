@@ -5,7 +5,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from jax import Array
@@ -48,7 +48,7 @@ class _Cell:
     def __init__(self):
         from IPython.display import display
 
-        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+        self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
 
     def write(self, text: str) -> None:
         if text.strip():
@@ -85,12 +85,15 @@ class Progress:
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
         if self._file.isatty() or in_notebook:
             style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
-            how = {"bar_format": style, "dynamic_ncols": True, "miniters": 0}
+            how: dict[str, Any] = {
+                "file": self._file,
+                "bar_format": style,
+                "dynamic_ncols": True,
+                "miniters": 0,
+            }
             if in_notebook and not importlib.util.find_spec("ipywidgets"):
                 how |= {"file": _Cell(), "dynamic_ncols": False, "ncols": 100}
-            self._bar = tqdm(
-                **{"total": 1.0, "initial": min(share_done, 1.0), "file": self._file} | how
-            )
+            self._bar = tqdm(total=1.0, initial=min(share_done, 1.0), **how)
 
     @property
     def shows_bar(self) -> bool:
