@@ -106,6 +106,23 @@ def test_an_adapter_begins_as_peft_does_and_changes_nothing():
     np.testing.assert_array_equal(losses, sequence_losses(PLAIN)(base, ROWS))
 
 
+def test_an_update_computes_no_gradient_of_the_base():
+    """Forward, backward to the activations, and three products for each matrix of the adapter."""
+    plain = PLAIN.clone(width=64, mlp_width=176, layer_form="inline")
+    network = plain.clone(adapter=Adapter(rank=4, alpha=3.0))
+    adapter, base = drawn(network)
+
+    def operations(function, *arrays):
+        return jax.jit(function).lower(*arrays).compile().cost_analysis()["flops"]
+
+    def update(adapter, base):
+        return jax.value_and_grad(next_token_loss(network))(adapter, ROWS, base=base)
+
+    own = 6 * ROWS[:, 1:].size * sum(leaf.size for leaf in jax.tree.leaves(adapter))
+    forward = operations(next_token_loss(plain), base, ROWS)
+    assert operations(update, adapter, split_layers(base)) < 1.15 * (2 * forward + own)
+
+
 def test_frozen_weights_of_bfloat16_are_used_as_they_are():
     adapter, base = drawn()
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base)

@@ -1,5 +1,6 @@
 """Chats: ids as the template gives them, what counts, how they are packed, and their loss."""
 
+import io
 import json
 import random
 
@@ -16,13 +17,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toy import data_settings
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus, rows
+from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.prepared import DocumentRows, row_weights
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import sequence_losses
+from adloco_jax.models.llama import generate
 from adloco_jax.run.assemble import build_model, load_data
 from adloco_jax.training import fit, train
 
@@ -338,7 +342,9 @@ def test_the_loss_of_rows_is_the_mean_over_the_tokens_that_count():
     assert ends.any() and (losses(params, same) == losses(params, batch)).all()
 
 
-def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(tmp_path, tokenizer, capsys):
+def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(
+    tmp_path, tokenizer, capsys, monkeypatch
+):
     path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(120)])
     given = dict(source="jsonl", path=str(path), text_column="messages", tokenizer=str(tokenizer))
     config = toy.tiny_config(data=given | {"sequence_length": 96, "heldout_frac": 0.2})
@@ -360,12 +366,25 @@ def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(tmp_path,
     unit = len(corpus.heldout_rows) / corpus.heldout_rows.num_answer_tokens
     expected_loss = float(np.sum(losses(jnp.asarray(report))) / unit / counts.sum())
     assert abs(result.loss - expected_loss) < 1e-5 * expected_loss
+    write = ["generate", str(tmp_path / "run"), "--tokens=5", "--temperature=0"]
+    capsys.readouterr()
+    assert cli.main([*write, "--chat=3?", "--samples=1"]) == 0
+    (start,) = corpus.tokenizer.encode_batch([f"{IM[0]}assistant\n"])
+    ids = np.append(expected(tokenizer, [turns("3?")])[0][0], start)[None].astype(np.int32)
+    network, params, *_ = hf.load(tmp_path / "run" / "export")
+    how = dict(num_tokens=5, temperature=0.0, key=jax.random.key(0))
+    answer = corpus.tokenizer.decode(np.asarray(generate(network, params, ids, **how))[0, -5:])
+    assert capsys.readouterr().out == f"{'-' * 72}\n{answer}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("3?\n"))
+    assert cli.main([*write, "--chat"]) == 0
+    assert capsys.readouterr().out == f"> {answer}\n> "
     words = ["--tokenizer", str(tokenizer), "--sequence-length", "96", "--heldout-frac", "0.2"]
-    words += ["--text-column", "messages", "--out", str(tmp_path / "rows")]
+    words += ["--out", str(tmp_path / "rows")]
     assert cli.main(["prepare", str(path), *words]) == 0
     *_, to_train = capsys.readouterr().out.splitlines()
     assert "--config.data.text_column=messages --config.data.loss=answers" in to_train
     config.data.source, config.data.path = "tokens", str(tmp_path / "rows")
+    assert column_of_texts("tokens", config.data.path) == "messages"
     assert load_data(validate(config)).fingerprint == corpus.fingerprint
     for changes, message in (
         ({"text_column": "text"}, "made with data.text_column=messages, data.loss=answers; set"),

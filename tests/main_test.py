@@ -302,6 +302,24 @@ def test_the_source_of_a_path_follows_from_its_name(elsewhere, capsys, name, sou
     assert configured("--config.data.path=.").data.source == "tokens"
 
 
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"messages": []}, "messages"),
+        ({"prompt": "", "completion": ""}, "prompt+completion"),
+        ({"text": "", "messages": []}, "text"),
+        ({"prompt": ""}, "text"),
+    ],
+)
+def test_chats_are_known_by_their_columns(elsewhere, capsys, row, column):
+    (elsewhere / "a.jsonl").write_text(json.dumps(row))
+    assert configured("--config.data.path=a.jsonl").data.text_column == column
+    note = f"data.text_column={column}, by the content of a.jsonl; --config.data.text_column names"
+    assert (note in capsys.readouterr().out) == (column != "text")
+    given = configured("--config.data.path=a.jsonl", "--config.data.text_column=prompt")
+    assert given.data.text_column == "prompt"
+
+
 TRAINED = [path.stem for path in (ROOT / "configs").glob("[!_c]*.py")]  # without comparisons
 
 

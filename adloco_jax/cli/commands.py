@@ -5,9 +5,11 @@ A command imports what it needs when it is called, so that other commands start 
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from adloco_jax.cli.names import SHIPPED, add_entries, is_run, runs_in
@@ -124,38 +126,55 @@ def generate(options: argparse.Namespace, command: str) -> None:
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(model)
-    # The bytes of a command line need not be UTF-8.
-    text = os.fsencode(options.prompt).decode(errors="replace")
-    (ids,) = tokenizer.encode_batch([text])
-    # As in `transformers`. An empty prompt is the beginning of a document.
-    prompt = [*tokenizer.prefix, *ids, *tokenizer.suffix] or [tokenizer.eot_id]
-    shown = len(prompt) - len(ids) - len(tokenizer.suffix)
-    room = network.max_length - len(prompt)
+    render, asked, is_loop, turns = tokenizer.render, options.chat, options.chat == "", []
+    if asked is not None and render is None:
+        raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; use --prompt")
     if min(options.tokens, options.samples) < 1 or options.temperature < 0:
         raise ConfigError("--tokens and --samples must be at least 1, --temperature 0 or more")
-    if room < 1:
-        raise ConfigError(
-            f"--prompt: {len(prompt)} tokens, the model reads {network.max_length}; shorten it"
+    for text in _lines() if is_loop else [options.prompt if asked is None else asked]:
+        text = os.fsencode(text).decode(errors="replace")  # a command line need not be UTF-8
+        prefix, suffix = tokenizer.prefix, tokenizer.suffix  # as `transformers` puts around a text
+        if asked is not None and render is not None:
+            turns.append({"role": "user", "content": text})
+            text, prefix, suffix = render(turns, True), (), ()
+        (ids,) = tokenizer.encode_batch([text])
+        # An empty prompt is the beginning of a document.
+        prompt = [*prefix, *ids, *suffix] or [tokenizer.eot_id]
+        shown = len(prompt) if turns else len(prompt) - len(ids) - len(suffix)
+        room = network.max_length - len(prompt)
+        if room < 1:
+            raise ConfigError(
+                f"--{'chat' if turns else 'prompt'}: {len(prompt)} tokens, the model reads"
+                f" {network.max_length}; shorten it"
+            )
+        if max(*prompt, tokenizer.vocab_size - 1) >= network.vocab_size:
+            raise ConfigError(
+                f"{model}: the tokenizer has {tokenizer.vocab_size} ids, the model"
+                f" {network.vocab_size}"
+            )
+        if options.tokens > room:
+            print(
+                f"--tokens {options.tokens}: the model reads {network.max_length} tokens and the"
+                f" prompt has {len(prompt)}; writing {room}",
+                file=sys.stderr,
+            )
+        tokens_BL = llama.generate(
+            network,
+            params,
+            np.tile(np.array(prompt, np.int32), (1 if is_loop else options.samples, 1)),
+            num_tokens=min(options.tokens, room),
+            temperature=options.temperature,
+            key=jax.random.key(options.seed),
         )
-    if max(*prompt, tokenizer.vocab_size - 1) >= network.vocab_size:
-        raise ConfigError(
-            f"{model}: the tokenizer has {tokenizer.vocab_size} ids, the model {network.vocab_size}"
-        )
-    if options.tokens > room:
-        print(
-            f"--tokens {options.tokens}: the model reads {network.max_length} tokens and the"
-            f" prompt has {len(prompt)}; writing {room}",
-            file=sys.stderr,
-        )
-    tokens_BL = llama.generate(
-        network,
-        params,
-        np.tile(np.array(prompt, np.int32), (options.samples, 1)),
-        num_tokens=min(options.tokens, room),
-        temperature=options.temperature,
-        key=jax.random.key(options.seed),
-    )
-    for tokens in np.asarray(tokens_BL):
-        ends = np.flatnonzero(tokens[len(prompt) :] == tokenizer.eot_id) + len(prompt)
-        print("-" * 72)
-        print(tokenizer.decode(tokens[shown : ends[0] if ends.size else None]))
+        for tokens in np.asarray(tokens_BL):
+            ends = np.flatnonzero(tokens[len(prompt) :] == tokenizer.eot_id) + len(prompt)
+            text = tokenizer.decode(tokens[shown : ends[0] if ends.size else None])
+            print(*["-" * 72] * (not is_loop), text, sep="\n")
+        turns.append({"role": "assistant", "content": text})
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines that a person types, until the end of input (^D)."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")

@@ -289,12 +289,13 @@ RUN --workdir: a run's folder
 --shard-size SIZE: size of the largest file of weights; default: 5GB
 --push OWNER/NAME: upload to this repository on the hub
 --private: make the repository private""",
-    "generate": f"""RUN --prompt "Once upon a time" [--tokens 100]
+    "generate": f"""RUN --prompt "Once upon a time" [--tokens 100] [--chat "Who are you?"]
 
 Writes text with a run's export, or with another Llama in Hugging Face layout.
 
 MODEL --model --workdir: a run's folder, a folder in Hugging Face layout, or a hub name
 --prompt TEXT=: beginning of the text
+--chat [TEXT]: a question, by the chat template; without TEXT: those that you type, until ^D
 --tokens N=100: number of tokens to write, limited by the model's context
 --samples N=3: number of texts to write
 --temperature X=0.8: temperature of sampling; 0: the most likely token

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from adloco_jax.config import default_config, validate
 from adloco_jax.data import Corpus, prepared, rows
-from adloco_jax.data.corpus import make_job
+from adloco_jax.data.corpus import column_of_texts, make_job
 from adloco_jax.data.files import find, is_on_hub
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, order_of
 from adloco_jax.data.tokenizers import load_tokenizer
@@ -65,6 +65,8 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     if source is None:
         source = guess_source(path)
         print(f"source: {source}, by the name {path}; --source names another")
+    if data["text_column"] == "text":
+        data["text_column"] = column_of_texts(source, path)
     config = default_config()
     config.data.update(data | {"source": source, "path": "" if source == "stdlib" else path})
     config.model.max_length = max(1, data["sequence_length"])

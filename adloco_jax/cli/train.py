@@ -74,14 +74,15 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
         # The command line names another text. So the settings with which the config file selects
         # its own data set do not apply.
         values |= {key: KNOBS[key].default for key in _OF_A_DATA_SET if values[key] is None}
-    guessed, at, data = None, values["data.path"], made.get("data")
+    guessed: dict[str, str] = {}
+    at, data = values["data.path"], made.get("data")
     names_no_text = isinstance(data, ConfigDict) and not data.get("path")
     if at and not values["data.source"] and names_no_text:
         from adloco_jax.cli.prepare import guess_source
         from adloco_jax.data.prepared import is_prepared
 
-        guessed = "tokens" if is_prepared(at) else guess_source(at, "data.path")
-        values["data.source"] = guessed
+        values["data.source"] = "tokens" if is_prepared(at) else guess_source(at, "data.path")
+        guessed["source"] = values["data.source"]
     if (kind := values["data.source"]) is not None:
         from adloco_jax.cli.prepare import SOURCES
         from adloco_jax.data import DATA_SOURCES
@@ -89,6 +90,12 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
         if kind not in DATA_SOURCES and (source := SOURCES.get(kind)):
             faults.append(f"data.source = {kind!r}: no source; {source} reads such files")
             values["data.source"] = source
+    if at and values["data.text_column"] is None and isinstance(data, ConfigDict):
+        from adloco_jax.data.corpus import column_of_texts
+
+        source = str(values["data.source"] or data.get("source"))
+        if data.get("text_column") == "text" != (column := column_of_texts(source, at)):
+            values["data.text_column"] = guessed["text_column"] = column
     batching = made.get("batching")
     before = batching.get("initial_batch_size") if isinstance(batching, ConfigDict) else None
     for key, text in values.items():
@@ -116,8 +123,9 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
             f" sequences of {settings.data.sequence_length} for a worker's update,"
             f" {settings.num_tokens:,} tokens"
         )
-    if guessed is not None:
-        print(f"data.source={guessed}, by the name {at}; --config.data.source names another")
+    for key, value in guessed.items():
+        by = f"by the {'name' if key == 'source' else 'content of'} {at}"
+        print(f"data.{key}={value}, {by}; --config.data.{key} names another")
     return path, made, settings
 
 

@@ -20,14 +20,22 @@ import numpy as np
 
 from adloco_jax import hub
 from adloco_jax.data import prepared, rows, sources
-from adloco_jax.data.files import File, RemoteFile, cache_folder, find, identity, is_on_hub
+from adloco_jax.data.files import (
+    File,
+    RemoteFile,
+    cache_folder,
+    find,
+    identity,
+    is_address,
+    is_on_hub,
+)
 from adloco_jax.data.prepared import DocumentRows, Manifest, Opened
 from adloco_jax.data.rows import NUM_FIELDS, Job
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, counted
-from adloco_jax.settings import DataSettings, Settings
+from adloco_jax.settings import CHATS, DataSettings, Settings
 
 Note = Callable[[str], None]
 
@@ -300,6 +308,25 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
             f" {file.name}: text that is trained on cannot be held out"
         )
     return False, files, heldout
+
+
+def column_of_texts(source: str, path: str) -> str:
+    """Return the `data.text_column` that fits the first row at a path: "text", or that of chats.
+
+    "text" also for rows with neither, for rows elsewhere, and for those that cannot be read.
+    """
+    with contextlib.suppress(ConfigError, DataError, LookupError):
+        documents = DATA_SOURCES[source].documents
+        if documents is None:
+            return str(prepared.read_prepared(Path(path)).request["text_column"])
+        data = DataSettings(source=source, path=path).model_copy(update={"label_column": ""})
+        files = [] if is_address(path) else [*_find_text(data)[1].values()]
+        for column in ("text", *CHATS):
+            tried = data.model_copy(update={"text_column": column})
+            with contextlib.suppress(DataError):
+                next(iter(documents(files[0], tried)), None)
+                return column
+    return "text"
 
 
 def make_job(
