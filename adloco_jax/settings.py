@@ -325,7 +325,7 @@ class OuterSettings(SettingsGroup):
     aggregator: Annotated[str, Entry("AGGREGATORS", "mean rda")] = "mean"
     """How workers' differences become a pseudo-gradient (docs/algorithm.md, 1)."""
     precision: Literal["float32", "bfloat16", "int4"] = "float32"
-    """Format in which outer gradients are sent; they are added in float32 (arXiv 2501.18512)."""
+    """Format of outer gradients and updates when sent; sums are float32 (arXiv 2501.18512)."""
     fragments: Annotated[Count, "refused"] = 1
     """Parts of the parameters, synchronised one after another within a round. 1: all at its end."""
     delay_updates: Annotated[Number, "refused"] = 0

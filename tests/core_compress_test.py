@@ -37,7 +37,8 @@ def test_agrees_with_the_oracle_within_half_a_scale(shape):
     assert (actual.shape, actual.dtype) == (leaf.shape, leaf.dtype)
     for worker in range(3):
         expected, scales = oracle.in_blocks(leaf[worker], LARGEST_CODE, SCALE_BLOCK)
-        np.testing.assert_allclose(actual[worker], expected, rtol=3e-7)
+        # A scale may be off by its last bit of 21.
+        np.testing.assert_allclose(actual[worker], expected, rtol=1e-6)
         # At most half a unit, plus the rounding of float32 at the largest code.
         assert np.all(np.abs(actual[worker] - leaf[worker]) <= 0.500_02 * scales)
 

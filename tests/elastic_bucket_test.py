@@ -18,7 +18,7 @@ from adloco_jax import __version__
 from adloco_jax.config import validate
 from adloco_jax.elastic import bucket, bucket_learner, store
 from adloco_jax.elastic.formats import DriverBoard, LearnerOrders, OrderId, Params, RunDescription
-from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form
+from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form, sent_form
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.files import Format
@@ -355,9 +355,10 @@ def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, p
         return np.ones(want.shape, want.dtype) if hasattr(want, "shape") else 1
 
     work = WorkerOrder(0, 0, 2, 4, np.ones(2, np.float32), None)
-    order = Order(0, 1, 4, 1, False, (work,))
+    base_id = int(precision != "float32")
+    order = Order(0, 1, 4, 1, False, (work,), 2, base_id)
     there = store.Store(f"file://{tmp_path}/bucket")
-    sent = [order, jax.tree.map(filled, spec.params)]
+    sent = [order, jax.tree.map(filled, sent_form(spec, order))]
     for index, tree in enumerate(sent):
         there.put(str(index), store.pack(Format(), tree)[0])
     driver = there.requests

@@ -55,9 +55,10 @@ def both(test):
     return pytest.mark.usefixtures("transport")(by_kind(test))
 
 
-def settings_with(num_workers=3, num_rounds=5, **engine):
+def settings_with(num_workers=3, num_rounds=5, precision="float32", **engine):
     return settings_of(
         num_rounds=num_rounds,
+        outer={"precision": precision},
         ensemble={"num_trainers": 1, "num_workers": num_workers},
         merge={"policy": "none"},
         batching={"test": "constant"},
@@ -430,14 +431,72 @@ def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch,
         return (lambda answers: sent.extend(answers) or answers) if method == "play" else "answer"
 
     Here(monkeypatch, fate)
-    settings = settings_with(num_workers=1, num_rounds=2)
-    outer = settings.outer.model_copy(update={"precision": "bfloat16"})
-    run(tmp_path, settings.model_copy(update={"outer": outer}))
+    run(tmp_path, settings_with(num_workers=1, num_rounds=2, precision="bfloat16"))
     leaves = jax.tree.leaves(sent[0].differences._replace(usable_R=None))
     assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
     (first, _) = events(tmp_path, "round")
     arrays = 4 + 3 * 4, 1 + 3 * (8 + 1)  # a count and rates; what is usable, losses and skips
     assert first["wire_bytes"] == (1 + 2 + 1) * 144 + sum(arrays)
+
+
+@both
+@pytest.mark.parametrize("precision", ["bfloat16", "int4"])
+def test_learners_make_the_parameters_of_the_driver_from_packed_updates(
+    monkeypatch, tmp_path, precision
+):
+    begun, ended = {}, {}
+    play, evaluate = learner.Learner._play, Evaluator.__call__
+
+    def playing(self, order, work, params_M):
+        begun.setdefault(order.round, []).append((order.base_id > 0, params_M))
+        return play(self, order, work, params_M)
+
+    def noting(self, state, boundary):
+        ended[state.control.round] = jax.device_get(state.ensemble.params_M)
+        evaluate(self, state, boundary)
+
+    monkeypatch.setattr(learner.Learner, "_play", playing)
+    monkeypatch.setattr(Evaluator, "__call__", noting)
+    Here(monkeypatch, lambda *_: "answer")
+    run(tmp_path, settings_with(num_workers=2, precision=precision))
+    assert [[is_update for is_update, _ in begun[n]] for n in sorted(begun)] == [
+        [n > 1, n > 1] for n in range(1, 6)
+    ]
+    for number in range(1, 5):
+        for _, params_M in begun[number + 1]:
+            jax.tree.map(np.testing.assert_array_equal, params_M, ended[number])
+    first, *_, last = (e["wire_bytes"] for e in events(tmp_path, "round"))
+    assert last < first
+
+
+@both
+@pytest.mark.parametrize("how", ["died", "late", "forgot"])
+def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_path, how):
+    def fate(n, life, method, arguments):
+        if (n, life, method) != (1, 0, "play") or arguments[0].round != 2:
+            return "answer"
+        if how == "forgot":
+            here.learner((1, 0))._params.clear()
+        is_late = how == "late" and len(counted(tmp_path)) < 2
+        return DIED if how == "died" else "wait" if is_late else "answer"
+
+    here = Here(monkeypatch, fate)
+    run(
+        tmp_path,
+        settings_with(num_rounds=12, precision="int4", quorum=2 if how == "late" else None),
+    )
+    assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
+    sent = {0: [], 1: []}
+    for number, _, order in here.orders:
+        sent.setdefault(number, []).append((order.round, order.base_id > 0))
+    assert sent[0] == [(n, n > 1) for n in range(1, 13)]
+    again = sent[1][2:]
+    assert sent[1][:2] == [(1, False), (2, True)]
+    assert [is_update for _, is_update in again] == [False] + [True] * (len(again) - 1)
+    refused = events(tmp_path, "learner", what="refused")
+    assert len(refused) == (how == "forgot")
+    assert all("no parameters 1 of trainer 0" in e["why"] for e in refused)
+    assert runs.audit(tmp_path) == []
 
 
 def test_a_driver_that_was_cut_off_waits_as_long_for_learners_as_before(monkeypatch, tmp_path):
@@ -485,7 +544,22 @@ def test_learners_begin_the_next_round_while_the_driver_evaluates(monkeypatch, t
     assert [begun[number] for number in (1, 2, 3)] == [2, 3, 3]
 
 
-def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tmp_path):
+@both
+def test_when_workers_join_only_their_inner_states_are_sent(monkeypatch, tmp_path):
+    here = Here(monkeypatch, lambda *_: "answer")
+    pool = {"num_trainers": 1, "num_workers": 3, "initial_workers": 2, "spawn_frac": 0.5}
+    constant = {"test": "constant"}
+    engine = ENGINE | {"max_learners": 3}
+    run(tmp_path, settings_of(num_rounds=6, ensemble=pool, batching=constant, engine=engine))
+    assert counted(tmp_path) == [2, 2, 2, 3, 3, 3]
+    for stream, sent in [(0, [1]), (1, [1]), (2, [4])]:
+        assert [a[2] for a in work_of(here, stream) if a[4] is not None] == sent
+    assert num_updates(work_of(here, 2)[0][4]) == 9  # the mean of the others
+    assert runs.audit(tmp_path) == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "int4"])
+def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tmp_path, precision):
     here, put, written = InBucket(monkeypatch, tmp_path / "bucket"), store.Store.put, [0]
 
     def putting(self, name, data):
@@ -497,7 +571,7 @@ def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tm
 
     monkeypatch.setattr(store.Store, "put", putting)
     engine = {"kind": "bucket", "address": here.url}
-    run(tmp_path / "far", settings_with(num_workers=2, **engine))
+    run(tmp_path / "far", settings_with(num_workers=2, precision=precision, **engine))
     assert [e["wire_bytes"] for e in events(tmp_path / "far", "round")] == written
     written[:], here.url = [0], f"file://{tmp_path}/growing-bucket"
     engine["address"] = here.url
@@ -518,11 +592,15 @@ def test_a_driver_averages_over_the_rounds_of_each_trainer(monkeypatch, tmp_path
     assert np.abs(moved).max() > 1e-3
 
 
-def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(monkeypatch, tmp_path):
-    local = run(tmp_path / "local")
+@pytest.mark.parametrize("precision", ["float32", "int4"])
+def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(
+    monkeypatch, tmp_path, precision
+):
+    groups = GROWING | {"outer": {"precision": precision}}
+    local = run(tmp_path / "local", settings_of(**groups))
     here = InBucket(monkeypatch, tmp_path / "bucket")
     engine = {"kind": "bucket", "address": here.url}
-    far = run(tmp_path / "far", settings_of(**GROWING | {"engine": engine}))
+    far = run(tmp_path / "far", settings_of(**groups | {"engine": engine}))
     assert_same_rounds(far, local)
     assert far.loss == pytest.approx(local.loss, abs=1e-5)
     assert runs.audit(far.workdir) == []

@@ -19,7 +19,7 @@ from adloco_jax.elastic import (
     rounds,
     store,
 )
-from adloco_jax.elastic.formats import array_bytes
+from adloco_jax.elastic.formats import Refused, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
 from adloco_jax.errors import ResourceError
 
@@ -82,7 +82,10 @@ class Here:
             if fate == "wait":
                 continue
             if fate == "answer" or callable(fate):
-                value = getattr(self.learner(handle), method)(*arguments)
+                try:
+                    value = getattr(self.learner(handle), method)(*arguments)
+                except Refused as error:
+                    value = error
                 value = fate(value) if callable(fate) else value
                 ended[call] = Reply(value, "", array_bytes(value))
             else:

@@ -504,7 +504,8 @@ def in_blocks(leaf, largest_code, most):
         for j in range(0, rows.shape[1], max(width, 1)):
             block = (slice(i, i + num_rows), slice(j, j + width))
             scale = np.max(np.abs(rows[block])) / np.float32(largest_code)
-            scales[block] = scale
+            unit = np.spacing(scale) * 8  # of 21 significant bits
+            scales[block] = scale = np.floor(scale / unit) * unit
             if scale > 0:
                 rounded[block] = np.round(rows[block] / scale) * scale
     return tuple(

@@ -12,6 +12,8 @@ import pytest
 from trees import assert_close, same
 
 from adloco_jax import apply_differences, init, outer_update, pack_differences, start_round
+from adloco_jax.core.compress import unpack
+from adloco_jax.core.outer import add_packed
 from adloco_jax.core.types import Workers
 from adloco_jax.engine.sharding import arrange, reshard
 
@@ -89,6 +91,27 @@ def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(preci
     assert_close_but_for_ties(after.params_M, expected.params_M)
     np.testing.assert_allclose(norm_M, expected_M, rtol=1e-6)
     assert int(after.round) == 1
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_the_updates_that_are_sent_give_the_same_bits_everywhere(precision):
+    """NumPy rounds the product before the sum, which a compiler may fuse."""
+    ensemble, workers = drifted(*EVEN)
+
+    @jax.jit
+    def update(ensemble, workers):
+        sent = []
+        how = {"outer_tx": NESTEROV, "precision": precision}
+        after, _ = outer_update(
+            ensemble, workers, all_gather=lambda packed: sent.append(packed) or packed, **how
+        )
+        return after.params_M, sent[0]
+
+    params_M, packed_M = update(ensemble, workers)
+    assert same(add_packed(ensemble.params_M, packed_M, precision), params_M)
+    arrived_M = jax.device_get(unpack(packed_M, ensemble.params_M, precision))
+    start_M = jax.device_get(ensemble.params_M)
+    assert same(jax.tree.map(np.add, start_M, arrived_M), jax.device_get(params_M))
 
 
 EVEN = (3, 3)  # one program for most tests below

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
@@ -16,6 +17,9 @@ Precision: TypeAlias = Literal["float32", "bfloat16", "int4"]
 
 SCALE_BLOCK = 128  # largest number of entries that share a float32 scale
 LARGEST_CODE = 7  # largest int4 value in use; -8 is not used
+# The low bits of a scale are zero, so its product with a code is exact, and a sum with it does not
+# depend on whether a device fuses the two.
+_SCALE_BITS = np.uint32(0xFFFFFFF8)
 _EVEN_SHARES = 8  # an axis whose length is a multiple of 8 divides over 2, 4 or 8 devices
 
 
@@ -119,6 +123,8 @@ def _pack_leaf(leaf_X: Array) -> Packed:
     scales = jnp.max(jnp.abs(values), axis=-1) / LARGEST_CODE
     # The maximum alone would not do, because it may ignore a NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
+    bits = lax.bitcast_convert_type(scales, jnp.uint32) & _SCALE_BITS
+    scales = lax.bitcast_convert_type(bits, jnp.float32)
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
     # A byte holds one code from each half of the block. Packing neighbours would not vectorise.

@@ -291,8 +291,8 @@ def outer_update(
     - `reduce_scatter`: applied to the packed differences and to whether each worker is usable,
       leaves [R, ...], before the aggregation. If workers are spread over devices, pass a constraint
       that shards the parameters and gathers the workers.
-    - `all_gather`: applied to the packed updates [M, ...]; not called with float32, where the
-      sharding of the new parameters decides.
+    - `all_gather`: applied to the packed updates [M, ...], for which see `add_packed`; not called
+      with float32, where the sharding of the new parameters decides.
 
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
@@ -461,6 +461,17 @@ def apply_differences(
         round=ensemble.round + 1,
     )
     return ensemble, jnp.where(is_usable_M, norm_M, jnp.nan)
+
+
+def add_packed(params_M: PyTree, packed_M: PyTree, precision: Precision) -> PyTree:
+    """Add the updates that `all_gather` of `outer_update` got to trainers' parameters.
+
+    The result has the same bits as in `outer_update`, on every device.
+    """
+    start_M = trainable(params_M)
+    like_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), start_M)
+    updates_M = unpack(packed_M, like_M, precision)
+    return with_trainable(params_M, jax.vmap(optax.apply_updates)(start_M, updates_M))
 
 
 def _are_single(ensemble: Ensemble) -> np.ndarray:

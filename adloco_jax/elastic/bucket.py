@@ -7,7 +7,7 @@ reader's clock. All others are written once:
     driver/EPOCH.json                            board of the EPOCH-th driver of the run, from 1 on;
                                                  0 is written and deleted as a trial
     learners/EPOCH/NUMBER-LIFE.json              board of a learner
-    params/EPOCH/INDEX.safetensors               parameters of a trainer, for one round
+    params/EPOCH/INDEX.safetensors               parameters of a trainer, or their last update
     orders/EPOCH/NUMBER-LIFE/ORDER.safetensors   call of a learner's method
     answers/EPOCH/NUMBER-LIFE/ORDER.safetensors  result of the call
 """
@@ -250,7 +250,7 @@ class BucketTransport:
     def __init__(self, bucket: Store, epoch: int, given: Given):
         self._store, self._epoch, self._spec = bucket, epoch, given.spec
         self._exchanges: dict[int, _Exchange] = {}
-        self._params: dict[int, list[str]] = {}  # names in the bucket, by trainer's id
+        self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
         self._num_params, self._count = itertools.count(), itertools.count()
         self._id = uuid.uuid4().hex
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
@@ -290,13 +290,13 @@ class BucketTransport:
         with self._writing:
             self._store.put(f"driver/{self._epoch}.json", self.board(is_over=False))
 
-    def put(self, params: Any, trainer: int) -> tuple[Params, int]:
-        """Begin to write a trainer's parameters, and delete those of two rounds ago.
+    def put(self, params: PyTree, kind: Any) -> tuple[Params, int]:
+        """Begin to write a trainer's parameters, or their update: a `kind` of object.
 
-        Those of the last round stay, for learners that are late.
+        The last one of a kind stays, for learners that are late; earlier ones are deleted.
         """
         name = f"params/{self._epoch}/{next(self._num_params)}.safetensors"
-        there = self._params.setdefault(trainer, [])
+        there = self._params.setdefault(kind, [])
         old, there[:] = there[:-1], [*there[-1:], name]
         data, sha256 = store.pack(Format(), params)
 

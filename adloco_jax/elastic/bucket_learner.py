@@ -28,7 +28,7 @@ from adloco_jax.elastic.formats import (
     Refused,
     RunDescription,
 )
-from adloco_jax.elastic.learner import Answer, Given, Learner
+from adloco_jax.elastic.learner import Answer, Given, Learner, sent_form
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, reason
@@ -304,7 +304,8 @@ class BucketLearner:
             return answer, None
         name = message.params.name
         with concurrent.futures.ThreadPoolExecutor(1) as aside:
-            how = name, limit(spec.params), Format, lambda _: spec.params, message.params.sha256
+            want = sent_form(spec, order)
+            how = name, limit(want), Format, lambda _: want, message.params.sha256
             reading = aside.submit(self._store.read, *how)
             self.learner.prepare(order, any(work.num_tested for work in order.work))
         return answer, self.learner.play(order, reading.result()[1])

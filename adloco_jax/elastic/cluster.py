@@ -164,7 +164,7 @@ class RayTransport:
     def __init__(self, num_learners: int, given: Given | None):
         self._num_learners, (self._given, _) = num_learners, self.put(given, None)
 
-    def put(self, value: Any, trainer: int | None) -> tuple[Any, int]:
+    def put(self, value: Any, kind: Any) -> tuple[Any, int]:
         """Store a value once for several calls; return a reference, and the bytes of its arrays.
 
         Raises ConfigError if it cannot be pickled.

@@ -42,6 +42,7 @@ class LearnerRecord:
     lost_s: float | None = None  # when its last process ended; None if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
     streams: list[int] = field(default_factory=list)  # streams of the workers that it runs
+    params_ids: dict[int, int] = field(default_factory=dict)  # that it has, by trainer's id
     # Rounds whose programs it was asked to load: micro-batch, and whether gradients accumulate.
     prepared: set[tuple[int, bool]] = field(default_factory=set)
 

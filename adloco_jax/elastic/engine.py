@@ -7,7 +7,7 @@ start, after a merge, and when a worker moves. Each trainer runs at its own pace
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.formats import Refused
 from adloco_jax.elastic.learner import Order, WorkerOrder
 from adloco_jax.elastic.rounds import Round, check_answers
-from adloco_jax.elastic.states import InnerStates
+from adloco_jax.elastic.states import InnerStates, Params
 from adloco_jax.elastic.store import LAST_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
@@ -39,12 +39,17 @@ from adloco_jax.run.assemble import Run
 from adloco_jax.run.observers import Stopped
 from adloco_jax.settings import Settings
 
-_apply = jax.jit(
-    apply_differences, static_argnames=("outer_tx", "aggregate", "precision", "skip_single")
-)
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
 _PATIENCE_S = 300.0
 _TELL_S = 20.0  # seconds of waiting from one line about it to the next
+
+
+@functools.partial(jax.jit, static_argnames=("outer_tx", "aggregate", "precision", "skip_single"))
+def _apply(*arguments: Any, **how: Any) -> tuple[Ensemble, jax.Array, list[PyTree]]:
+    """Call `apply_differences`; also return the updates that are packed, if any."""
+    sent: list[PyTree] = []
+    all_gather = lambda packed_M: sent.append(packed_M) or packed_M  # noqa: E731
+    return *apply_differences(*arguments, all_gather=all_gather, **how), sent
 
 
 def _norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
@@ -66,6 +71,7 @@ class ElasticEngine:
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
         self.fleet = Fleet(run)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
+        self._params = Params(self.fleet)
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
@@ -183,8 +189,10 @@ class ElasticEngine:
             streams, norm = state.control.trainers[m].streams, math.nan
             if each.counted:
                 at = state.control.positions([m])
-                sub, norm_M = self._outer_update(take(ensemble, at), streams, each)
+                sub, norm_M, sent = self._outer_update(take(ensemble, at), streams, each)
                 ensemble, norm = put(ensemble, at, sub), float(norm_M[0])
+                if math.isfinite(norm):  # otherwise the parameters are as before
+                    self._params.change(m, *jax.device_get(sent or [None]))
             outcomes[m] = each.outcome(streams, norm)
             self._close(each)
         return ensemble, outcomes
@@ -213,6 +221,8 @@ class ElasticEngine:
     ) -> Ensemble:
         """Merge trainers, then move workers, after fetching the inner states from the learners."""
         weights_n, plan = np.asarray(weights, np.float32), merge_plan(state.control, members, after)
+        for m in members:
+            self._params.change(m, None)
         return replace(merged, self._states.whole(state, fetches=True), weights_n, *plan)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
@@ -262,9 +272,8 @@ class ElasticEngine:
             is_single, number = len(starts) == 1, control.rounds_of(m) + 1
             order = Order(m, number, *plan[:2], is_single=is_single, work=())
             (position,) = control.positions([m])
-            params = jax.device_get(trainer_params(state.ensemble, position))
+            params = functools.partial(trainer_params, state.ensemble, position)
             each = Round(plan, order, rate_T, now_s)
-            reference = self.fleet.put(params, m)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
                 speeds = {s: self.fleet.learners[n].sequence_s for s, n in free.items()}
@@ -278,14 +287,15 @@ class ElasticEngine:
                     tested = min(count, updates[stream] * plan.num_sequences // plan.num_updates)
                     how = updates[stream], tested, rate_T, inner_state
                     work.append(WorkerOrder(stream, starts[stream], *how))
-                self._play(number, order._replace(work=tuple(work)), reference)
+                self._play(number, order._replace(work=tuple(work)), params)
                 each.awaited.add(number)
             self.rounds[m] = each
 
-    def _play(self, number: int, order: Order, params: Any) -> None:
+    def _play(self, number: int, order: Order, params: Callable[[], PyTree]) -> None:
         learner = self.fleet.learners[number]
+        order, reference = self._params.to_send(order, learner, lambda: jax.device_get(params()))
         bare = order._replace(work=tuple(w._replace(inner_state=None) for w in order.work))
-        self.fleet.ask(number, "play", order, params, about=bare)
+        self.fleet.ask(number, "play", order, reference, about=bare)
         sequences = sum(map(order.sequences, order.work))
         learner.sent_s = time.monotonic()
         due_s = decisions.deadline(
@@ -303,7 +313,7 @@ class ElasticEngine:
 
     def _outer_update(
         self, sub: Ensemble, streams: Sequence[int], each: Round
-    ) -> tuple[Ensemble, np.ndarray]:
+    ) -> tuple[Ensemble, jax.Array, list[PyTree]]:
         """Apply the outer update to a trainer, from the differences that learners have sent."""
         answers = [each.counted.get(stream) for stream in streams]
         some = next(answer for answer in answers if answer is not None)
@@ -356,12 +366,14 @@ class ElasticEngine:
                 raise answers
             check_answers(answers, order, self.spec)
         except Refused as error:
+            learner.params_ids.pop(order.trainer, None)
             self.fleet.note(learner.number, "refused", str(error), order.trainer)
             return self._do_without(learner, str(error))
         packed = [answer.differences.packed_R for answer in answers]
         norms = [float(self._measure(order.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
         seconds = min(sum(answer.seconds for answer in answers), elapsed_s)
+        learner.params_ids[order.trainer] = order.params_id
         learner.sequence_s = seconds / sum(map(order.sequences, order.work))
         ended_s = learner.sent_s + seconds
         if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver

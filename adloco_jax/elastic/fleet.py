@@ -193,9 +193,9 @@ class Fleet:
         self._handles[learner.number] = self._transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello", about=None)
 
-    def put(self, params: PyTree, trainer: int) -> Any:
+    def put(self, params: PyTree, kind: Any) -> Any:
         """Store a trainer's parameters for learners; return a reference to pass in calls."""
-        reference, sent_bytes = self._transport.put(params, trainer)
+        reference, sent_bytes = self._transport.put(params, kind)
         self.wire_bytes += sent_bytes
         return reference
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from adloco_jax.core.compress import Precision
-from adloco_jax.core.outer import Differences, pack_differences
-from adloco_jax.core.types import Ensemble, GradientStats, Workers
+from adloco_jax.core.compress import Precision, pack
+from adloco_jax.core.outer import Differences, add_packed, pack_differences
+from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.elastic.formats import Duration, Hello, Refused, Sign, StateKey
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.programs import Programs, use_compilation_cache
@@ -67,6 +67,8 @@ class Order(NamedTuple):
     num_accum_steps: Count
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
     work: tuple[WorkerOrder, ...]  # one entry for each worker
+    params_id: Count = 0  # of the parameters with which the round begins
+    base_id: Count = 0  # of those to which an outer update is sent; 0: they are sent whole
 
     def precision(self, spec: Spec) -> Precision:
         """Return the precision of differences; those of a single worker are not quantised."""
@@ -125,6 +127,8 @@ class Learner:
         self.programs, self.base = Programs(self.spec), base.fingerprint
         self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
+        # By trainer's id, the last parameters [1, ...] that were sent, and which these are.
+        self._params: dict[int, tuple[int, PyTree]] = {}
         self._budget = machine.budget(settings.batching.memory_frac)
         # Parts of a micro-batch here, by its size and whether gradients are accumulated.
         self._parts: dict[tuple[int, bool], int] = {}
@@ -134,6 +138,7 @@ class Learner:
     def enlist(self, number: int, life: int, log: str | Path) -> None:
         """Begin a life, without inner states; log to the folder `log` if it exists."""
         self.held.clear()
+        self._params.clear()
         self._log = Path(log) / f"{number}-{life}.jsonl"
         self._note(pid=os.getpid(), learner=number, life=life)
 
@@ -158,9 +163,22 @@ class Learner:
         """Return inner states; None for one that is not here."""
         return [self.held.get(key) for key in wanted]
 
-    def play(self, order: Order, params: PyTree) -> list[Answer]:
-        """Run a trainer's round from `params` (NumPy); one answer for each worker of the order."""
-        order, params_M = self._fitted(order), jax.tree.map(lambda leaf: leaf[None], params)
+    def play(self, order: Order, sent: PyTree) -> list[Answer]:
+        """Run a trainer's round; return one answer for each worker of the order.
+
+        `sent` (NumPy, see `sent_form`) has the trainer's parameters, or what changes those of the
+        last round.
+        """
+        order, precision = self._fitted(order), self.spec.outer.precision
+        there, before_M = self._params.pop(order.trainer, (0, None))
+        if not order.base_id:
+            params_M = jax.tree.map(lambda leaf: leaf[None], sent)
+        elif there == order.base_id:
+            params_M = fetch(_add_packed(before_M, sent, precision))
+        else:
+            raise Refused(f"no parameters {order.base_id} of trainer {order.trainer}")
+        if precision != "float32":
+            self._params[order.trainer] = order.params_id, params_M
         return [self._play(order, work, params_M) for work in order.work]
 
     def prepare(self, order: Order, tests: bool) -> None:
@@ -268,11 +286,25 @@ def _differences(params_M: PyTree, workers: Workers, precision: Precision, is_si
 
 
 _send = jax.jit(_differences, static_argnums=(2, 3))
+_add_packed = jax.jit(add_packed, static_argnums=2)
+
+
+def stacked(tree: PyTree) -> PyTree:
+    """Return the shapes of a tree's arrays with a first axis of length one."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), tree)
+
+
+def sent_form(spec: Spec, order: Order) -> PyTree:
+    """Return the form of the parameters that are sent with an order, or of their update."""
+    if not order.base_id:
+        return spec.params
+    params_M = trainable(stacked(spec.params))
+    return jax.eval_shape(lambda tree_M: pack(tree_M, spec.outer.precision), params_M)
 
 
 def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
     """Return the form of a worker's answer (`formats.check_form`)."""
-    params_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), spec.params)
+    params_M = stacked(spec.params)
     workers = Workers(params_M, None)
     differences = _send.eval_shape(params_M, workers, order.precision(spec), order.is_single)
     one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))

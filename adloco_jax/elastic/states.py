@@ -1,10 +1,13 @@
-"""The inner optimizer states of workers that run in learners.
+"""What learners are sent: trainers' parameters, and the inner optimizer states of workers.
 
-One is in the driver until a round that began with it counts, and then in the learner whose answer
-counted; if that process ended, the driver makes a fresh one.
+A state is in the driver until a round that began with it counts, and then in the learner whose
+answer counted; if that process ended, the driver makes a fresh one.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +18,47 @@ from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.decisions import LearnerRecord
 from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.formats import Refused, StateKey
+from adloco_jax.elastic.learner import Order
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
+
+
+@dataclass
+class _Present:
+    """A trainer's present parameters."""
+
+    id: int = 1  # counts them
+    update: PyTree | None = None  # packed: what made them from those before, if only this did
+    stored: dict[int, Any] = field(default_factory=dict)  # references by `Order.base_id`
+
+
+class Params:
+    """Trainers' parameters in the form in which learners get them: whole, or their last update.
+
+    The update is that of `core.outer.outer_update`, so learners have the driver's bits.
+    """
+
+    def __init__(self, fleet: Fleet):
+        """Store the argument."""
+        self._fleet, self._present = fleet, defaultdict[int, _Present](_Present)
+
+    def change(self, trainer: int, update: PyTree | None) -> None:
+        """Record that a trainer has other parameters, by a packed update or (None) otherwise."""
+        self._present[trainer] = _Present(self._present[trainer].id + 1, update)
+
+    def to_send(
+        self, order: Order, learner: LearnerRecord, whole: Callable[[], PyTree]
+    ) -> tuple[Order, Any]:
+        """Complete a learner's order; return it, and a reference to what must be sent with it."""
+        present, base = self._present[order.trainer], 0
+        if present.update is not None and learner.params_ids.get(order.trainer) == present.id - 1:
+            base = present.id - 1
+        if base not in present.stored:
+            kind = order.trainer, "update" if base else "whole"
+            sent = present.update if base else whole()
+            present.stored[base] = self._fleet.put(sent, kind)
+        return order._replace(params_id=present.id, base_id=base), present.stored[base]
 
 
 class InnerStates:
@@ -27,9 +68,7 @@ class InnerStates:
         """Store the arguments; `poll` processes answers while a method waits for learners."""
         self._spec, self._fleet, self._poll = spec, fleet, poll
         self._here: dict[int, PyTree] = {}  # states in this process, by the worker's stream
-        self._holders: dict[
-            int, LearnerRecord
-        ] = {}  # process of the last counted answer, by stream
+        self._holders: dict[int, LearnerRecord] = {}  # of the last counted answer, by stream
         self._found: dict[StateKey, PyTree | None] = {}  # states that learners have sent
 
     def take(self, event: Event) -> None:
@@ -38,15 +77,20 @@ class InnerStates:
             self._found |= dict(zip(event.about, event.value, strict=True))
 
     def adopt(self, state: State) -> None:
-        """Copy the inner states out of an ensemble that has them, unless `inner.state=reset`."""
+        """Copy the inner states out of an ensemble that has them, unless `inner.state=reset`.
+
+        What the learner that sent it still has stays there.
+        """
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
             return
-        inner_R = jax.device_get(inner_R)
-        self._here = {
-            stream: jax.tree.map(lambda leaf, w=worker: leaf[w], inner_R)
-            for worker, (_, stream, _) in enumerate(state.control.reads())
-        }
+        inner_R, self._here = jax.device_get(inner_R), {}
+        for worker, key in enumerate(state.control.reads()):
+            own = jax.tree.map(lambda leaf, w=worker: leaf[w], inner_R)
+            found = self._found.get(key) if self._holder(key[1]) else None
+            if found is None or not jax.tree.all(jax.tree.map(np.array_equal, own, found)):
+                self._here[key[1]] = own
+        self._found.clear()
 
     def bring(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
         """Bring inner states here, except those that the learner in `targets` (by stream) has.
@@ -102,14 +146,18 @@ class InnerStates:
         self._found.clear()
         asked: dict[int, list[StateKey]] = {}
         for key in keys:
-            holder = self._holders.get(key[1])
-            is_alive = holder is not None and self._fleet.learners.get(holder.number) is holder
-            if holder is not None and is_alive and key[1] not in self._here:
+            holder = self._holder(key[1])
+            if holder is not None and key[1] not in self._here:
                 asked.setdefault(holder.number, []).append(key)
         for number, wanted in asked.items():
             self._fleet.ask(number, "states", wanted, about=wanted)
         while self._fleet.asked("states"):
             self._poll()
+
+    def _holder(self, stream: int) -> LearnerRecord | None:
+        """Return who has the state after a worker's last counted round, unless it has ended."""
+        holder = self._holders.get(stream)
+        return holder if holder and self._fleet.learners.get(holder.number) is holder else None
 
     def _fresh(self) -> PyTree:
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._spec.params)

@@ -133,9 +133,11 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
 def bucket_cost(spec: Spec) -> tuple[int, int, int]:
     """Return what a round of one worker costs a learner: bytes received, bytes sent, requests.
 
-    Not counted: looks at the driver's board, and the learner's own signs of life.
+    It is one of a trainer with several, and has the parameters of the last round. Not counted:
+    looks at the driver's board, and the learner's own signs of life.
     """
-    down, up = spec.param_bytes, spec.sync_bytes
+    up = spec.sync_bytes
+    down = spec.param_bytes if spec.outer.precision == "float32" else up
     return down, up, 2 + requests_to_get(down) + requests_to_put(up)
 
 
@@ -150,10 +152,11 @@ def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
     *payload, requests = bucket_cost(spec)
     down, up = (in_bytes(round(num * _FRAME_SHARE)) for num in payload)
     return [
-        f"bucket: a round of one worker costs a learner {down} down and {up} up in"
-        f" {counted(requests, 'request')}, and while it waits at most one request a second; the"
-        f" driver sends {down} for each trainer, receives what learners send, and makes at most two"
-        " requests a second for each learner"
+        f"bucket: a round of one worker costs a learner {down} down"
+        f" ({in_bytes(round(spec.param_bytes * _FRAME_SHARE))} if it missed the last one) and {up}"
+        f" up in {counted(requests, 'request')}, and while it waits at most one request a second;"
+        " the driver sends what learners receive once for each trainer, receives what they send,"
+        " and makes at most two requests a second for each learner"
     ]
 
 
