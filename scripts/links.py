@@ -418,7 +418,7 @@ def costs(found: list[dict[str, Any]], given: argparse.Namespace) -> list[dict[s
     """Complete the runs' costs.
 
     Data parallel gets its updates to the loss from the run without links. All get the seconds that
-    the closed form of `study.cluster` predicts, at the speed of the site with one worker.
+    are predicted at the speed of the site with one worker.
     """
     completed = []
     for run in found:
@@ -447,8 +447,27 @@ def costs(found: list[dict[str, Any]], given: argparse.Namespace) -> list[dict[s
     return [run | {"predicted_s": predicted(run, alone, given)} for run in completed]
 
 
+def bucket_seconds(events: list[dict[str, Any]], link: cluster.Cluster) -> dict[int, float]:
+    """By round, seconds of a run through a bucket until it has ended.
+
+    The driver's link carries every object once: what it sends, then what all workers send. A
+    learner receives the one before the round, and sends its part of the other after it.
+    """
+    num_params, seconds, ended_s = curves.last(events, "start")["num_params"], 0.0, {}
+    for event in curves.lines(events, "round"):
+        workers = event["workers"]
+        in_turn = math.ceil(workers / NUM_SITES)
+        update = event["bytes"] / (2 * (workers - 1)) if workers > 1 else 4 * num_params
+        from_driver = event["wire_bytes"] - workers * update
+        moved = event["wire_bytes"] + from_driver + in_turn * update
+        flops = 6 * num_params * event["tokens"] / workers * in_turn
+        seconds += flops / link.flops + moved / link.bandwidth
+        ended_s[event["round"]] = seconds
+    return ended_s
+
+
 def predicted(run: dict[str, Any], alone: dict[str, Any], given: argparse.Namespace) -> float:
-    """Seconds to the loss in the simulated cluster of `study.cluster`, without latency."""
+    """Seconds to the loss: on a link without latency, computing and transfers in turn."""
     folder = given.folder / f"{given.model}-{Case(alone['method'], None, alone['seed'])}" / "run"
     num_params = curves.last(curves.read_run(folder).events, "start")["num_params"]
     flops = 6 * num_params * alone["tokens"] / alone["seconds"]
@@ -459,7 +478,8 @@ def predicted(run: dict[str, Any], alone: dict[str, Any], given: argparse.Namesp
         return run["updates"] * (token_s * per_update + ring_s)
     case = Case(run["method"], run["rate"], run["seed"])
     events = curves.read_run(given.folder / f"{given.model}-{case}" / "run").events
-    return cluster.run_seconds(events, link)[run["curve"][-1]["round"]]
+    count = bucket_seconds if run["method"] in VARIANTS else cluster.run_seconds
+    return count(events, link)[run["curve"][-1]["round"]]
 
 
 def table(runs: list[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ import pytest
 import adloco_jax
 from adloco_jax.config import validate
 from adloco_jax.run import assemble
+from adloco_jax.study import cluster
 
 CAN_MAKE_SITES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 
@@ -70,6 +71,17 @@ def test_seconds_leave_out_compiling_and_those_of_data_parallel_are_its_updates(
     given = argparse.Namespace(model="half", loss=1.32)
     (found,) = links.costs([timed | {"seed": 23, "bytes": []}], given)
     assert not found["reached"] and "| 23 | not reached |" in links.table([found])
+
+
+def test_a_prediction_has_the_links_of_the_driver_and_of_the_learners_in_both_directions():
+    start = {"event": "start", "num_params": 100}
+    one = {"event": "round", "round": 1, "trainer": 0, "workers": 1, "tokens": 10, "bytes": 0}
+    six = one | {"round": 2, "workers": 6, "tokens": 60, "bytes": 10 * 50}
+    events = [start, one | {"wire_bytes": 800}, six | {"wire_bytes": 60 + 6 * 50}]
+    link = cluster.Cluster(bandwidth=10, latency_s=0, flops=6000)
+    first_s, both_s = links.bucket_seconds(events, link).values()
+    assert first_s == 1 + (400 + 400) / 10 + (400 + 400) / 10
+    assert both_s - first_s == 2 + (60 + 6 * 50) / 10 + (60 + 2 * 50) / 10  # two workers in turn
 
 
 @pytest.mark.skipif(not CAN_MAKE_SITES, reason="needs root, ip and tc")

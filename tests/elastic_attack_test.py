@@ -1,5 +1,6 @@
 """Answers, orders and boards that somebody has changed: nothing fails, and nothing else counts."""
 
+import hashlib
 import json
 import math
 import random
@@ -110,12 +111,11 @@ def forged(rng, name, data):
         message = json.loads(data)["message"]
         spoil(rng, message)
         return json.dumps({"sha256": store._sha256(message), "message": message}).encode()
-    size = int.from_bytes(data[:8], "little")
-    content = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["message"])
-    arrays = load(data)
+    arrays = load(data[64:])
+    content = json.loads(arrays["message"].tobytes())
     spoil(rng, rng.choice([content, content["message"] or content, content["values"] or content]))
-    text = json.dumps(content)
-    return save(arrays, {"message": text, "sha256": store._digest(text, arrays)})
+    arrays["message"] = np.frombuffer(json.dumps(content).encode(), np.uint8)
+    return hashlib.sha256(save(arrays)).hexdigest().encode() + save(arrays)
 
 
 def spoil(rng, message):

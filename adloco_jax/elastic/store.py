@@ -11,16 +11,16 @@ import importlib.util
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
-from adloco_jax.elastic.formats import Refused, array_bytes, check_value
+from adloco_jax.elastic.formats import Refused, array_bytes, check_form
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
 from adloco_jax.run import processes
@@ -324,64 +324,39 @@ def pack(message: Format, tree: PyTree) -> tuple[bytes, str]:
     values = {name: x for name, x in leaves.items() if name not in arrays}
     zeros = sorted(arrays.keys() - sent.keys())
     text = json.dumps({"message": message.model_dump(), "values": values, "zeros": zeros})
-    digest = _digest(text, sent)
-    return save(sent, {"message": text, "sha256": digest}), digest
+    data = save({**sent, "message": np.frombuffer(text.encode(), np.uint8)})
+    digest = hashlib.sha256(data).hexdigest()
+    return digest.encode() + data, digest
 
 
 def unpack(
     data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]
 ) -> tuple[F, PyTree, str]:
-    """Read what `pack` made: message, tree, SHA-256; all is checked before arrays exist.
+    """Read what `pack` made: message, tree, SHA-256.
 
     `form` returns the tree that a message must have (`formats.check_form`). Raises Refused if the
     object is damaged, or has another form.
     """
+    packed = data[64:]
+    if (digest := hashlib.sha256(packed).hexdigest()).encode() != data[:64]:
+        raise Refused(f"{name}: damaged (SHA-256)")
     try:
-        end = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:end])
-        about = header.pop("__metadata__")
-        content = json.loads(about["message"])
+        parts = load(packed)
+        content = json.loads(parts.pop("message").tobytes())
         message = checked(content["message"], kind, name, Refused)
-        tree = form(message)
-        paths = jax.tree.leaves_with_path(tree)
-        wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
-        values, zeros, arrays = content["values"], set(content["zeros"]), {}
-        if {*header, *values, *zeros} != wanted.keys():
-            raise Refused(f"{name}: parts are missing or unknown")
-        for key, want in wanted.items():
-            if not isinstance(want, jax.ShapeDtypeStruct):
-                check_value(values[key], want, f"{name}: {key}")
-            elif key not in zeros:
-                arrays[key] = _view(memoryview(data)[end:], header[key], want, f"{name}: {key}")
-        if _digest(about["message"], arrays) != about["sha256"]:
-            raise Refused(f"{name}: damaged (SHA-256)")
+        wanted, zeros = form(message), set(content["zeros"])
+        parts |= content["values"]
+
+        def leaf(path, want):
+            key = jax.tree_util.keystr(path)
+            return np.zeros(want.shape, want.dtype) if key in zeros else parts.pop(key)
+
+        tree = jax.tree.map_with_path(leaf, wanted)
     except Refused:
         raise
-    except Exception as error:  # deliberately broad: an object can be damaged in many ways
-        raise Refused(f"{name}: damaged ({type(error).__name__}: {reason(error, 100)})") from error
-
-    def leaf(path, want):
-        key = jax.tree_util.keystr(path)
-        if key in values:
-            return values[key]
-        return np.zeros(want.shape, want.dtype) if key in zeros else arrays[key]
-
-    return message, jax.tree.map_with_path(leaf, tree), about["sha256"]
-
-
-def _view(
-    data: memoryview, entry: dict[str, Any], want: jax.ShapeDtypeStruct, name: str
-) -> np.ndarray:
-    start, end = entry["data_offsets"]
-    size = int(np.prod(want.shape)) * want.dtype.itemsize
-    if tuple(entry["shape"]) != want.shape or end - start != size or end > len(data):
-        raise Refused(f"{name}: damaged, or not of shape {want.shape}")
-    return np.frombuffer(data, want.dtype, size // want.dtype.itemsize, start).reshape(want.shape)
-
-
-def _digest(text: str, arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(arrays):
-        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
-        digest.update(arrays[name].reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+    except Exception as error:  # deliberately broad: whoever wrote it may have written anything
+        raise Refused(f"{name}: unknown ({type(error).__name__}: {reason(error, 100)})") from error
+    if parts:
+        raise Refused(f"{name}: unknown parts")
+    check_form(tree, wanted, f"{name}: ")
+    return message, tree, digest
