@@ -439,34 +439,57 @@ def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch,
     assert first["wire_bytes"] == (1 + 2 + 1) * 144 + sum(arrays)
 
 
-@both
-@pytest.mark.parametrize("precision", ["bfloat16", "int4"])
-def test_learners_make_the_parameters_of_the_driver_from_packed_updates(
-    monkeypatch, tmp_path, precision
-):
-    begun, ended = {}, {}
+@contextlib.contextmanager
+def the_drivers_parameters(monkeypatch):
+    """Checks the parameters that learners begin with; yields, by round, how they got them."""
+    begun, ended, sent = {}, {}, []
     play, evaluate = learner.Learner._play, Evaluator.__call__
 
     def playing(self, order, work, params_M):
-        begun.setdefault(order.round, []).append((order.base_id > 0, params_M))
+        begun.setdefault(order.round, []).append((order, params_M))
         return play(self, order, work, params_M)
 
     def noting(self, state, boundary):
         ended[state.control.round] = jax.device_get(state.ensemble.params_M)
         evaluate(self, state, boundary)
 
-    monkeypatch.setattr(learner.Learner, "_play", playing)
-    monkeypatch.setattr(Evaluator, "__call__", noting)
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.Learner, "_play", playing)
+        patch.setattr(Evaluator, "__call__", noting)
+        yield sent
+    for number, orders in sorted(begun.items()):
+        kinds = {0: "whole", orders[0][0].params_id: "nothing"}
+        sent.append([kinds.get(order.base_id, "update") for order, _ in orders])
+        for _, params_M in orders if number > 1 else ():
+            jax.tree.map(np.testing.assert_array_equal, params_M, ended[number - 1])
+
+
+@both
+@pytest.mark.parametrize("precision", ["bfloat16", "int4"])
+def test_learners_make_the_parameters_of_the_driver_from_packed_updates(
+    monkeypatch, tmp_path, precision
+):
     Here(monkeypatch, lambda *_: "answer")
-    run(tmp_path, settings_with(num_workers=2, precision=precision))
-    assert [[is_update for is_update, _ in begun[n]] for n in sorted(begun)] == [
-        [n > 1, n > 1] for n in range(1, 6)
-    ]
-    for number in range(1, 5):
-        for _, params_M in begun[number + 1]:
-            jax.tree.map(np.testing.assert_array_equal, params_M, ended[number])
+    with the_drivers_parameters(monkeypatch) as sent:
+        run(tmp_path, settings_with(num_workers=2, precision=precision))
+    assert sent == [[kind] * 2 for kind in ["whole", *["update"] * 4]]
     first, *_, last = (e["wire_bytes"] for e in events(tmp_path, "round"))
     assert last < first
+
+
+@both
+def test_what_the_only_worker_ends_with_is_not_sent_back(monkeypatch, tmp_path):
+    Here(monkeypatch, at(0, [2], lambda answers: scaled(answers, 1e6)))
+    pool = {"num_trainers": 1, "num_workers": 2, "initial_workers": 1, "spawn_frac": 0.6}
+    groups = {"ensemble": pool, "batching": {"test": "constant"}, "outer": {"skip_single": True}}
+    engine = ENGINE | {"max_learners": 2}
+    with the_drivers_parameters(monkeypatch) as sent:
+        run(tmp_path, settings_of(num_rounds=7, engine=engine, **groups))
+    assert counted(tmp_path) == [1, 0, 1, 1, 1, 2, 2]  # after a rejected answer whole ones are sent
+    kinds = ["whole"], ["nothing"], ["whole"], ["nothing"], ["nothing"], ["nothing", "whole"]
+    assert sent == [*kinds, ["whole", "whole"]]
+    nothing = events(tmp_path, "round")[3]["wire_bytes"]
+    assert nothing < events(tmp_path, "round")[0]["wire_bytes"] - 144
 
 
 @both

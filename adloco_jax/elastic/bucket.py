@@ -170,11 +170,9 @@ def _describe(bucket: Store, given: Given) -> None:
 
 def _described(bucket: Store, path: Path) -> RunDescription | None:
     """Return `run.json`, if it is there; it must have the id of the run that a file names."""
-    if (data := bucket.get("run.json")) is None:
-        return None
     with contextlib.suppress(Refused, OSError):
-        run = store.from_json(data, "run.json", RunDescription)
-        if run.id == path.read_text("utf-8"):
+        run = bucket.message("run.json", RunDescription)
+        if run is None or run.id == path.read_text("utf-8"):
             return run
     raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
 
@@ -409,8 +407,7 @@ class BucketTransport:
     def _read_board(self, name: str) -> LearnerBoard | None:
         # As if there were no board, so no sign of life; or a signal has ended the patience.
         with contextlib.suppress(Refused, ResourceError):
-            if (data := self._store.get(name)) is not None:
-                return store.from_json(data, name, LearnerBoard)
+            return self._store.message(name, LearnerBoard)
         return None
 
     def _reply(self, call: OrderCall) -> Reply | None:

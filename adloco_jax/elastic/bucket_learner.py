@@ -227,13 +227,11 @@ class BucketLearner:
             self._store.delete(before.board_name(), before.of(self._num_answers).answer_name())
 
     def _read_driver(self, epoch: int) -> DriverBoard | None:
-        name = f"driver/{epoch}.json"
         try:
-            if (data := self._store.get(name)) is not None:
-                return store.from_json(data, name, DriverBoard)
+            return self._store.message(f"driver/{epoch}.json", DriverBoard)
         except Refused as error:
             self._say(str(error))
-        return None
+            return None
 
     def _enlist(self) -> bool:
         """Become a learner of the run, if it has room for one, and this version is the driver's."""
@@ -287,7 +285,7 @@ class BucketLearner:
         spec, answer = self._spec, AnswerMessage(id=which)
 
         def form(message: OrderMessage) -> Any:
-            if message.id != which or (message.method == "play") != (message.params is not None):
+            if message.id != which:
                 raise Refused(f"{which.order_name()}: another order")
             if max(len(message.parts), len(message.wanted)) > self._num_workers:
                 raise Refused(f"{which.order_name()}: for more workers than the run has")
@@ -299,12 +297,13 @@ class BucketLearner:
             found = self.learner.states(message.wanted)
             there = [each is not None for each in found]
             return answer.model_copy(update={"there": there}), found
-        if message.params is None:
+        if message.method == "prepare":
             self.learner.prepare(order, message.tests)
             return answer, None
-        name = message.params.name
+        if message.params is None:
+            return answer, self.learner.play(order, None)
+        want, name = sent_form(spec, order), message.params.name
         with concurrent.futures.ThreadPoolExecutor(1) as aside:
-            want = sent_form(spec, order)
             how = name, limit(want), Format, lambda _: want, message.params.sha256
             reading = aside.submit(self._store.read, *how)
             self.learner.prepare(order, any(work.num_tested for work in order.work))

@@ -192,7 +192,9 @@ class ElasticEngine:
                 sub, norm_M, sent = self._outer_update(take(ensemble, at), streams, each)
                 ensemble, norm = put(ensemble, at, sub), float(norm_M[0])
                 if math.isfinite(norm):  # otherwise the parameters are as before
-                    self._params.change(m, *jax.device_get(sent or [None]))
+                    (update,) = jax.device_get(sent or [None])
+                    is_taken = each.order.is_taken(self.spec)
+                    self._params.change(m, update, each.senders[streams[0]] if is_taken else None)
             outcomes[m] = each.outcome(streams, norm)
             self._close(each)
         return ensemble, outcomes
@@ -373,7 +375,7 @@ class ElasticEngine:
         norms = [float(self._measure(order.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
         seconds = min(sum(answer.seconds for answer in answers), elapsed_s)
-        learner.params_ids[order.trainer] = order.params_id
+        learner.params_ids[order.trainer] = 0 if order.is_taken(self.spec) else order.params_id
         learner.sequence_s = seconds / sum(map(order.sequences, order.work))
         ended_s = learner.sent_s + seconds
         if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver

@@ -164,7 +164,7 @@ class OrderMessage(Format):
     id: OrderId
     method: Literal["play", "prepare", "states"]
     parts: list[WorkerPart] = []
-    params: Params | None = None
+    params: Params | None = None  # None: the learner has them
     wanted: list[StateKey] = []
     tests: bool = False
 

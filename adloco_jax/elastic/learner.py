@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax.core.compress import Precision, pack
-from adloco_jax.core.outer import Differences, add_packed, pack_differences
+from adloco_jax.core.outer import Differences, add_packed, mean, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.elastic.formats import Duration, Hello, Refused, Sign, StateKey
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
@@ -68,11 +68,15 @@ class Order(NamedTuple):
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
     work: tuple[WorkerOrder, ...]  # one entry for each worker
     params_id: Count = 0  # of the parameters with which the round begins
-    base_id: Count = 0  # of those to which an outer update is sent; 0: they are sent whole
+    base_id: Count = 0  # of those that an outer update is sent to, if another; 0: whole are sent
 
     def precision(self, spec: Spec) -> Precision:
         """Return the precision of differences; those of a single worker are not quantised."""
         return "float32" if self.is_single else spec.outer.precision
+
+    def is_taken(self, spec: Spec) -> bool:
+        """Whether the trainer takes the worker's parameters, which the learner then has."""
+        return self.is_single and spec.outer.skip_single and spec.aggregate is mean
 
     def sequences(self, work: WorkerOrder) -> int:
         """Return the number of sequences that a worker reads."""
@@ -167,19 +171,23 @@ class Learner:
         """Run a trainer's round; return one answer for each worker of the order.
 
         `sent` (NumPy, see `sent_form`) has the trainer's parameters, or what changes those of the
-        last round.
+        last round; None if nothing does.
         """
         order, precision = self._fitted(order), self.spec.outer.precision
-        there, before_M = self._params.pop(order.trainer, (0, None))
-        if not order.base_id:
+        there, params_M = self._params.pop(order.trainer, (0, None))
+        if sent is not None and not order.base_id:
             params_M = jax.tree.map(lambda leaf: leaf[None], sent)
-        elif there == order.base_id:
-            params_M = fetch(_add_packed(before_M, sent, precision))
-        else:
+        elif params_M is None or there != order.base_id:
             raise Refused(f"no parameters {order.base_id} of trainer {order.trainer}")
-        if precision != "float32":
-            self._params[order.trainer] = order.params_id, params_M
-        return [self._play(order, work, params_M) for work in order.work]
+        elif sent is not None:
+            params_M = fetch(_add_packed(params_M, sent, precision))
+        answers, next_id = [self._play(order, work, params_M) for work in order.work], 0
+        if order.is_taken(self.spec):
+            step_M, next_id = jax.tree.map(np.negative, answers[0].differences.packed_R), 1
+            params_M = fetch(_add_packed(params_M, step_M, "float32"))
+        if precision != "float32" or next_id:
+            self._params[order.trainer] = order.params_id + next_id, params_M
+        return answers
 
     def prepare(self, order: Order, tests: bool) -> None:
         """Compile or load a round's programs, so that a spare learner can replace a lost one."""
@@ -295,7 +303,7 @@ def stacked(tree: PyTree) -> PyTree:
 
 
 def sent_form(spec: Spec, order: Order) -> PyTree:
-    """Return the form of the parameters that are sent with an order, or of their update."""
+    """Return the form of what is sent with an order: whole parameters, or an update."""
     if not order.base_id:
         return spec.params
     params_M = trainable(stacked(spec.params))

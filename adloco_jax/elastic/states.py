@@ -43,17 +43,23 @@ class Params:
         """Store the argument."""
         self._fleet, self._present = fleet, defaultdict[int, _Present](_Present)
 
-    def change(self, trainer: int, update: PyTree | None) -> None:
-        """Record that a trainer has other parameters, by a packed update or (None) otherwise."""
+    def change(
+        self, trainer: int, update: PyTree | None, learner: LearnerRecord | None = None
+    ) -> None:
+        """Record that a trainer has other parameters: by a packed update, or those of a learner."""
         self._present[trainer] = _Present(self._present[trainer].id + 1, update)
+        if learner is not None:
+            learner.params_ids[trainer] = self._present[trainer].id
 
     def to_send(
         self, order: Order, learner: LearnerRecord, whole: Callable[[], PyTree]
     ) -> tuple[Order, Any]:
         """Complete a learner's order; return it, and a reference to what must be sent with it."""
-        present, base = self._present[order.trainer], 0
-        if present.update is not None and learner.params_ids.get(order.trainer) == present.id - 1:
-            base = present.id - 1
+        present, base = self._present[order.trainer], learner.params_ids.get(order.trainer, 0)
+        if base == present.id:
+            return order._replace(params_id=base, base_id=base), None
+        if present.update is None or base != present.id - 1:
+            base = 0
         if base not in present.stored:
             kind = order.trainer, "update" if base else "whole"
             sent = present.update if base else whole()

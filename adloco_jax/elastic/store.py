@@ -118,6 +118,11 @@ class Store:
         self._count(requests_to_get(size), down=size)
         return None if data is None else bytes(data)
 
+    def message(self, name: str, kind: type[F]) -> F | None:
+        """Read what `to_json` made; None if there is none, Refused if it is something else."""
+        data = self.get(name)
+        return None if data is None else from_json(data, name, kind)
+
     def read(
         self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree], sha256: str = ""
     ) -> tuple[F, PyTree, int]:
