@@ -69,12 +69,6 @@ class Reach:
 
     joins_itself: bool
     moves_states: bool  # else a worker on another learner gets a fresh inner state
-    compared: tuple[str, ...] = ()  # packages whose versions must be the driver's; empty: all
-
-    def differ(self, here: Mapping[str, str], there: Mapping[str, str]) -> bool:
-        """Whether a learner's versions of packages are not those that it must have."""
-        names = self.compared or here.keys() | there.keys()
-        return any(here.get(name) != there.get(name) for name in names)
 
     def at_start(self, rule: EngineSettings, count: int) -> tuple[int, int, float]:
         """Return how many learners to wait for, how many must join, and in how many seconds."""
@@ -89,7 +83,7 @@ class Reach:
 
 
 NEAR = Reach(joins_itself=False, moves_states=True)
-FAR = Reach(joins_itself=True, moves_states=False, compared=("adloco_jax",))
+FAR = Reach(joins_itself=True, moves_states=False)
 
 
 def jitter_s(measured: Sequence[float]) -> float:
