@@ -8,6 +8,8 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
+import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_
 from adloco_jax.models.weight_maps import WeightMap
 
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 _PICKLED = "pytorch_model.bin"
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The files that may have the weights, or an index of other files; the first that exists is read.
@@ -48,6 +50,12 @@ _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
 _TENSORS = {"bias": "{}.bias"}
 _TENSORS |= {f"lora_{x}": f"base_model.model.{{}}.lora_{x.upper()}.weight" for x in "ab"}
+# Linux alone maps the pages of a private anonymous map at once.
+_AT_ONCE: Any = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE}
+    if hasattr(mmap, "MAP_POPULATE")
+    else {}
+)
 _TRANSPOSED = ("kernel", "lora_a", "lora_b")
 # What an adapter_config.json must say, if it says something of it; None: nothing.
 _LORA: dict[str, str | None] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
@@ -60,10 +68,11 @@ class Loaded(NamedTuple):
     """A model that was read from a checkpoint, with its weights.
 
     Attributes: network: The model, in float32; `network.clone(dtype=...)` computes in another
-    dtype. params: Its parameters, float32 NumPy arrays. stored_as: Dtypes of the weights in the
-    checkpoint, such as `("bfloat16",)`. left_out: Names of tensors that were not read: they belong
-    to a head that the model lacks. config: The content of the checkpoint's `config.json`, for
-    `save`. lacks: Name of the head among the parameters, if the checkpoint has none; else empty.
+    dtype. params: Its parameters, NumPy arrays, of which some are transposed views. stored_as:
+    Dtypes of the weights in the checkpoint, such as `("bfloat16",)`. left_out: Names of tensors
+    that were not read: they belong to a head that the model lacks. config: The content of the
+    checkpoint's `config.json`, for `save`. lacks: Name of the head among the parameters, if the
+    checkpoint has none; else empty.
     """
 
     network: nn.Module
@@ -115,6 +124,15 @@ class Tensor(NamedTuple):
         """Return the part of `leaf`, the array at `path`, that is this tensor, as a view."""
         return leaf[self.layer].T if self.transposed else leaf[self.layer]
 
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Return an array for the leaf, in whose memory the tensor is contiguous."""
+        stored = (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
+        # Pages that are mapped at once took a sixth of the time of np.empty, which maps each huge
+        # page when it is first written.
+        memory = mmap.mmap(-1, math.prod(shape) * jnp.dtype(dtype).itemsize, **_AT_ONCE)
+        leaf = np.frombuffer(memory, dtype).reshape(stored)
+        return leaf.swapaxes(-1, -2) if self.transposed else leaf
+
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     """List the tensors of a model's checkpoint in Hugging Face layout."""
@@ -139,6 +157,7 @@ def load(
     *,
     head: bool = True,
     merges: bool = False,
+    dtype: str = "float32",
     key: str = "model.init_from",
 ) -> Loaded:
     """Read a model and its weights from a checkpoint in Hugging Face layout.
@@ -153,6 +172,7 @@ def load(
       head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
         classes). If False, the returned parameters may lack it; a head of another kind is not read.
       merges: Whether an adapter is added to the weights that it belongs to.
+      dtype: Dtype of the parameters, "float32" or "bfloat16". An adapter's are float32.
       key: The config's key, or the option, that messages mention.
 
     Returns:
@@ -168,29 +188,33 @@ def load(
     one_of = ["*.safetensors", "pytorch_model*.bin"] if _has_torch() else ["*.safetensors"]
     with _folder(str(path_or_name), one_of, key=key) as folder:
         if (folder / _ADAPTER).exists():
-            return _load_adapter(folder, head=head, merges=merges, key=key)
+            return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
         network, stored, left_out, config = _checked(folder, needs_head=head)
-        params, kinds = _values(network, stored)
+        params, kinds = _values(network, stored, dtype)
         return Loaded(network, params, kinds, left_out, config, _lacking(network, stored))
 
 
-def _values(network: nn.Module, stored: "Mapping[Tensor, _Stored]") -> tuple[PyTree, tuple]:
-    """Read tensors; return the parameters that they are, in float32, and their dtypes."""
+def _values(
+    network: nn.Module, stored: "Mapping[Tensor, _Stored]", dtype: str = "float32"
+) -> tuple[PyTree, tuple]:
+    """Read tensors; return the parameters that they are, and the dtypes in which they were."""
     shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
     for tensor, where in stored.items():
-        array = where.read()
+        array, shape = where.read(), shapes[tensor.path].shape
         kinds.add(array.dtype.name)
-        if not np.isfinite(array.astype(np.float32)).all():
+        if tensor.path not in leaves:
+            leaves[tensor.path] = tensor.empty(shape, dtype)
+        values = tensor.of(leaves[tensor.path])
+        values[...] = array
+        if not np.isfinite(values).all():
             raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
-        leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
-        tensor.of(leaf)[...] = array
     return unflatten_dict(leaves), tuple(sorted(kinds))
 
 
-def _load_adapter(folder: Path, *, head: bool, merges: bool, key: str) -> Loaded:
+def _load_adapter(folder: Path, merges: bool, **how: Any) -> Loaded:
     """Read an adapter in PEFT's layout, and the model for which it was made."""
     content = _adapter_config(folder)
-    loaded = load(content["base_model_name_or_path"], head=head, key=key)
+    loaded = load(content["base_model_name_or_path"], **how)
     network = _adapted(folder, loaded.network, content)
     wanted = {tensor: tensor.name for tensor in _low_rank(network)}
     stored = _open(folder / _ADAPTER_WEIGHTS)
@@ -510,14 +534,21 @@ def _open(file: Path) -> dict[str, _Stored]:
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     try:
-        opened, found = safetensors.safe_open(file, framework="numpy"), {}
-        for name in opened.keys():
-            header = opened.get_slice(name)
-            read = functools.partial(opened.get_tensor, name)
-            found[name] = _Stored(file, name, tuple(header.get_shape()), header.get_dtype(), read)
-        return found
+        with safetensors.safe_open(file, framework="numpy"), file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    found = {}
+    for name, about in header.items():
+        shape, kind, offset = tuple(about["shape"]), about["dtype"], about["data_offsets"][0]
+        # Each tensor has a map of its own, which ends with the array: the peak is one tensor.
+        read = functools.partial(
+            np.memmap, file, _FLOATS.get(kind), "r", 8 + length + offset, shape
+        )
+        found[name] = _Stored(file, name, shape, kind, read)
+    return found
 
 
 def _has_torch() -> bool:
@@ -552,7 +583,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
             return tensor.detach().view(torch.int16).numpy().view(jnp.bfloat16)
         return tensor.detach().numpy()
 
-    kinds = dict(zip(("float64", "float32", "float16", "bfloat16"), _FLOATS, strict=True))
+    kinds = {jnp.dtype(dtype).name: kind for kind, dtype in _FLOATS.items()}
 
     def stored(name: str, tensor: torch.Tensor) -> _Stored:
         kind = str(tensor.dtype).removeprefix("torch.")
@@ -594,10 +625,9 @@ def _checked(
     # merged a LoRA into it.
     ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
     ties = ties if config.get("tie_word_embeddings") is True else {}
-    if any(
-        not np.array_equal(stored[name].read(), stored[other].read())
-        for name, other in ties.items()
-        if {name, other} <= stored.keys()
+    pairs = [(stored[a], stored[b]) for a, b in ties.items() if {a, b} <= stored.keys()]
+    if not all(
+        {a.kind, b.kind} <= _FLOATS.keys() and np.array_equal(a.read(), b.read()) for a, b in pairs
     ):
         ties, config = {}, config | {"tie_word_embeddings": False}
         network = network.clone(tied=False)

@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -107,6 +108,22 @@ def test_who_may_read_an_export_follows_the_umask(tmp_path, params):
         os.umask(before)
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()}
     assert modes == {0o640}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reading_takes_the_memory_of_the_file(tmp_path, dtype):
+    network = Llama(**SIZES | {"width": 192, "mlp_width": 512, "num_layers": 8}, num_kv_heads=1)
+    hf.save(drawn(network), tmp_path, network=network, dtype=dtype)
+    whole = hf.load(tmp_path).params  # the first time includes what is compiled and imported
+    tracemalloc.start()
+    loaded = hf.load(tmp_path, dtype=dtype)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    leaves = jax.tree.leaves(loaded.params)  # in maps, which are not traced
+    assert {leaf.dtype.name for leaf in leaves} == {dtype}
+    needed = peak + sum(leaf.nbytes for leaf in leaves)
+    assert needed < 1.3 * (tmp_path / "model.safetensors").stat().st_size
+    assert_same(jax.tree.map(np.float32, loaded.params), whole)
 
 
 def test_what_is_saved_comes_back_bit_for_bit(folder, params):

@@ -285,7 +285,7 @@ RUN --workdir: a run's folder
 --trainer N: id of a trainer in the ledger; default: the consensus model{_ENTRIES}
 --out FOLDER: an empty folder, or a new one; default: export in the run's folder
 --merge: of a run with an adapter, write the whole model; default: the adapter
---dtype DTYPE: type of the written weights; default: float32, of merged ones the checkpoint's
+--dtype DTYPE: type of the written weights; default: those of init_from, or else float32
 --shard-size SIZE: size of the largest file of weights; default: 5GB
 --push OWNER/NAME: upload to this repository on the hub
 --private: make the repository private""",

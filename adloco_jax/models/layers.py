@@ -110,7 +110,8 @@ def check_length(length: int, max_length: int) -> None:
 def param_shapes(network: nn.Module) -> PyTree:
     """Return the shapes and dtypes of a model's parameters, without allocating them."""
     tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
+    key = jax.eval_shape(jax.random.key, 0)  # a key of its own would start the devices
+    return jax.eval_shape(network.init, key, tokens_BL)["params"]
 
 
 def project(

@@ -215,7 +215,9 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     damaged.
     """
     source = settings.model.init_from
-    loaded = hf.load(source, head=False, merges=not settings.adapter.rank)
+    # Frozen weights are read in the dtype in which they are held.
+    dtype = settings.model.base_dtype if settings.adapter.rank else "float32"
+    loaded = hf.load(source, head=False, merges=not settings.adapter.rank, dtype=dtype)
     require_same_network(settings, loaded)
     params, lines = loaded.params, []
     if loaded.lacks and settings.adapter.rank:
@@ -245,7 +247,7 @@ def frozen(settings: Settings, params: PyTree, machine: Machine) -> tuple[Base, 
     base, digest = _as_held(settings, base), hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(base):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
-        digest.update(leaf.tobytes())
+        digest.update(leaf.tobytes("A"))  # as it lies in memory, without a transpose
     if machine.platform == "cpu":  # where host and device then share the arrays
         base = jax.tree.map(jnp.asarray, base)
     return Base(base, digest.hexdigest()), adapter or None
@@ -260,7 +262,7 @@ def read_base(settings: Settings, machine: Machine) -> Base:
 
 def _as_held(settings: Settings, base: PyTree) -> PyTree:
     """Cast frozen weights; unstack those of layers, which programs would copy to take one out."""
-    base = jax.tree.map(lambda leaf: leaf.astype(settings.model.base_dtype), base)
+    base = jax.tree.map(lambda leaf: leaf.astype(settings.model.base_dtype, copy=False), base)
     return base | {"layers": jax.tree.map(tuple, base["layers"])}
 
 

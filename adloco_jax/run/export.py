@@ -35,16 +35,15 @@ def save(
 ) -> str:
     """Write the configured model by `hf.save`, with what its checkpoint's config.json said.
 
-    Of a model with an adapter, this is written by `hf.save_adapter`. Returns the dtype.
+    Of a model with an adapter, this is written by `hf.save_adapter`. Returns the dtype, by default
+    the checkpoint's.
     """
     network = build_network(settings)
     if settings.adapter.rank:
         base = hf.base_name(settings.model.init_from)
         hf.save_adapter(params, folder, tokenizer, network=network, base=base)
         return "float32"
-    config = json.loads(settings.model.checkpoint or "{}")
-    hf.save(params, folder, tokenizer, network=network, config=config, **how)
-    return how.get("dtype", "float32")
+    return _save_whole(params, folder, settings, tokenizer, network, **how)
 
 
 def save_merged(
@@ -55,10 +54,20 @@ def save_merged(
     network: Any = build_network(settings)
     _, base = split_adapter(loaded.params)
     params = merge_adapter(with_adapter(base, fetch(adapter)), network.adapter)
-    is_narrow = loaded.stored_as == ("bfloat16",)
+    return _save_whole(params, folder, settings, tokenizer, network.clone(adapter=None), **how)
+
+
+def _save_whole(
+    params: PyTree,
+    folder: Path,
+    settings: Settings,
+    tokenizer: Tokenizer | None,
+    network: Any,
+    **how: str,
+) -> str:
+    config = json.loads(settings.model.checkpoint or "{}")
+    is_narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     how = {"dtype": "bfloat16" if is_narrow else "float32"} | how
-    config = json.loads(settings.model.checkpoint)
-    network = network.clone(adapter=None)
     hf.save(params, folder, tokenizer, network=network, config=config, **how)
     return how["dtype"]
 
@@ -74,11 +83,11 @@ def write_consensus(
     network = build_network(settings)
     is_whole = _shapes(params) == _shapes(param_shapes(network))
     if hf.weight_map(network) is not None and (is_whole or settings.adapter.rank):
-        save(params, folder, settings, tokenizer)
+        dtype = save(params, folder, settings, tokenizer)
         layout = (
             "an adapter, as PEFT reads it" if settings.adapter.rank else "in Hugging Face layout"
         )
-        print(f"export: {folder}, {layout}")
+        print(f"export: {folder}, {layout}, {dtype}")
         return
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, order="C")
