@@ -1,6 +1,5 @@
 """The setting of every test: eight emulated CPU devices, strict shapes, checked annotations."""
 
-import dataclasses
 import gc
 import os
 import sys
@@ -63,67 +62,68 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs_given_back():
-    """Frees programs. Each has some twenty memory maps, and a process may have 65,530."""
-    yield
-    jax.clear_caches()
-    gc.collect()
+@pytest.fixture(scope="session", autouse=True)
+def shared_programs():
+    """Runs trace and compile a program once in a session if all that it depends on is equal.
 
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs(programs_given_back):
-    """Runs of a module with the same model and settings trace and compile a program once."""
+    Yields the programs.
+    """
     if "adloco_jax.run.assemble" not in sys.modules:  # these tests make no run
-        yield
+        yield {}
         return
     from adloco_jax.engine import programs
-    from adloco_jax.run import assemble, plan
+    from adloco_jax.models.architectures import ARCHITECTURES
+    from adloco_jax.run import assemble
 
-    models, specs, compiled = {}, {}, {}
-    build_model, program_spec = assemble.build_model, assemble.program_spec
-    compile_now = programs.Programs._compile
+    rates = ("steps_per_round", "max_steps_per_round", "round_length", "state")
+    rates += ("learning_rate", "warmup_updates", "schedule", "final_lr_frac")
+    compiled, compile_now = {}, programs.Programs._compile
 
-    def machine():
-        optimized = not jax.config.values["jax_disable_most_optimizations"]
-        return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
+    def once(function):
+        """Make a function of settings that returns the same loss or optimizer for equal ones."""
+        made = {}
 
-    def one_model(settings, devices=None, mode=None, kernel=None):
-        sizes = settings.model.model_copy(update={"init_from": ""})
-        key = (sizes, settings.adapter, settings.batching.test, machine())
-        key += (devices is None, mode, kernel)
-        if key not in models:
-            models[key] = build_model(settings, devices, mode, kernel)
-        return models[key]
+        def first(settings, *given, **more):
+            entry = ARCHITECTURES[settings.model.arch]
+            sizes = settings.model.model_copy(update={"init_from": ""})
+            inner = settings.inner.model_copy(update=dict.fromkeys(rates))
+            key = (sizes, settings.adapter, settings.data.row_parts, inner, settings.outer)
+            key += (settings.batching.test, entry.build, entry.loss, entry.label_params)
+            key += (*given, *more.items())
+            if key not in made:
+                made[key] = function(settings, *given, **more)
+            return made[key]
 
-    def one_spec(settings, *given, **more):
-        """The first of equal specs, whatever the memory. Equal settings make equal optimizers."""
-        spec = program_spec(settings, *given, **more)
-        made = {"params": str(spec.params), "base": str(spec.base)}
-        made |= {"inner_tx": settings.inner, "outer_tx": settings.outer}
-        fields = vars(spec) | made | {"machine": tuple(map(id, spec.machine.devices))}
-        first = specs.setdefault((machine(), *fields.values()), spec)
-        return dataclasses.replace(first, machine=spec.machine)
+        return first
 
     def compile_once(self, key, *, background):
-        # A program may depend on anything that a test has replaced in the module.
-        used = [*(vars(self.spec) | {"machine": None}).values(), *self.spec.machine.devices]
-        used += vars(programs).values()
-        place = (key, *map(id, used))
+        spec, optimized = self.spec, not jax.config.values["jax_disable_most_optimizations"]
+        fields = {"params": str(spec.params), "base": str(spec.base)}
+        fields = vars(spec) | fields | {"machine": spec.machine.devices}
+        place = (key, *fields.values(), self._x64, optimized)
+        place += (jax.lax.platform_dependent, programs.GRADIENTS_HELD)  # that tests replace
         if place not in compiled:
-            compiled[place] = compile_now(self, key, background=background), used
+            compiled[place] = compile_now(self, key, background=background)
         else:
-            program, _ = compiled[place]
-            size = programs.needed_bytes(program)
+            size = programs.needed_bytes(compiled[place])
             self._on_compile(programs.Compiled(key, 0.0, True, background, size))
-        return compiled[place][0]
+        return compiled[place]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "build_model", one_model)
-        for module in (assemble, plan):
-            patch.setattr(module, "program_spec", one_spec)
+        for name in ("build_model", "inner_transform", "outer_transform", "aggregator"):
+            patch.setattr(assemble, name, once(getattr(assemble, name)))
         patch.setattr(programs.Programs, "_compile", compile_once)
-        yield
+        yield compiled
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_given_back(shared_programs):
+    """Frees programs. Each has some twenty memory maps, and a process may have 65,530."""
+    yield
+    if len(shared_programs) > 1000:
+        shared_programs.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
