@@ -12,6 +12,7 @@ from toy import settings_of
 from toy_runs import events, run
 
 from adloco_jax.elastic import fleet
+from adloco_jax.elastic.formats import Refused
 from adloco_jax.errors import DivergedError, ResourceError
 from probes import runs
 
@@ -85,6 +86,8 @@ class Fates:
         return "answer"
 
     def played(self, handle, order, answers, what, seconds):
+        if isinstance(answers, Refused):
+            return answers
         held = self.here.learner(handle).held
         for work, answer in zip(order.work, answers, strict=True):
             key = order.trainer, work.stream
@@ -96,7 +99,10 @@ class Fates:
             answer._replace(
                 seconds=seconds / len(answers),
                 differences=answer.differences._replace(
-                    packed_R=jax.tree.map(lambda leaf: leaf * factor, answer.differences.packed_R)
+                    packed_R=jax.tree.map(
+                        lambda leaf: leaf * np.float32(factor) if leaf.dtype.kind == "f" else leaf,
+                        answer.differences.packed_R,
+                    )
                 ),
             )
             for answer in answers
@@ -142,6 +148,7 @@ def settings_for(seed, **address):
         merge={"every_rounds": 3, "policy": rng.choice(["none", "worst_with_worst"])},
         batching={"test": rng.choice(["constant", "norm"])},
         checkpoint={"every_rounds": 2},
+        outer={"precision": rng.choice(["float32", "int4"]), "skip_single": rng.random() < 0.5},
         engine=engine | address,
     )
 

@@ -310,6 +310,15 @@ def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
     assert runs.audit(tmp_path) == []
 
 
+@both
+def test_a_round_after_a_rejected_update_needs_no_parameters_again(monkeypatch, tmp_path):
+    Here(monkeypatch, at(0, [2], lambda answers: scaled(answers, 1e6)))
+    with the_drivers_parameters(monkeypatch) as sent:
+        run(tmp_path, settings_with(num_workers=1, num_rounds=4))
+    assert counted(tmp_path) == [1, 0, 1, 1]
+    assert sent == [["whole"], ["whole"], ["nothing"], ["whole"]]
+
+
 def test_a_round_that_cannot_begin_ends_the_run_after_the_last_one_is_recorded(
     monkeypatch, tmp_path
 ):

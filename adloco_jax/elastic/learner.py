@@ -173,20 +173,19 @@ class Learner:
         `sent` (NumPy, see `sent_form`) has the trainer's parameters, or what changes those of the
         last round; None if nothing does.
         """
-        order, precision = self._fitted(order), self.spec.outer.precision
+        order = self._fitted(order)
         there, params_M = self._params.pop(order.trainer, (0, None))
         if sent is not None and not order.base_id:
             params_M = jax.tree.map(lambda leaf: leaf[None], sent)
         elif params_M is None or there != order.base_id:
             raise Refused(f"no parameters {order.base_id} of trainer {order.trainer}")
         elif sent is not None:
-            params_M = fetch(_add_packed(params_M, sent, precision))
+            params_M = fetch(_add_packed(params_M, sent, self.spec.outer.precision))
         answers, next_id = [self._play(order, work, params_M) for work in order.work], 0
         if order.is_taken(self.spec):
             step_M, next_id = jax.tree.map(np.negative, answers[0].differences.packed_R), 1
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
-        if precision != "float32" or next_id:
-            self._params[order.trainer] = order.params_id + next_id, params_M
+        self._params[order.trainer] = order.params_id + next_id, params_M
         return answers
 
     def prepare(self, order: Order, tests: bool) -> None:
