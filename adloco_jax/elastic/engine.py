@@ -23,7 +23,7 @@ from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.formats import Refused
 from adloco_jax.elastic.learner import Order, WorkerOrder
 from adloco_jax.elastic.rounds import Round, check_answers
-from adloco_jax.elastic.states import InnerStates, Params
+from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
@@ -71,7 +71,7 @@ class ElasticEngine:
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
         self.fleet = Fleet(run)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
-        self._params = Params(self.fleet)
+        self._params = SentParams(self.fleet)
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for

@@ -33,7 +33,7 @@ class _Present:
     stored: dict[int, Any] = field(default_factory=dict)  # references by `Order.base_id`
 
 
-class Params:
+class SentParams:
     """Trainers' parameters in the form in which learners get them: whole, or their last update.
 
     The update is that of `core.outer.outer_update`, so learners have the driver's bits.
