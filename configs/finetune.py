@@ -1,7 +1,7 @@
-"""Train an adapter for a checkpoint on your own text, with all workers from the start.
+"""Train an adapter for a checkpoint on your chats or text, with all workers from the start.
 
 Command:   adloco train finetune --config.model.init_from=Qwen/Qwen3-0.6B
-           --config.data.path='texts/*.jsonl.gz'
+           --config.data.path=chats.jsonl
 Model:     matrices of rank 16 (LoRA) beside the frozen weights of a Llama, Mistral, Qwen2 or Qwen3
            in Hugging Face layout; sizes and tokenizer are the checkpoint's. All weights are trained
            with --config.adapter.rank=0 --config.inner.learning_rate=2e-5, as AdLoCo continues them

@@ -147,7 +147,8 @@ class Site:
         enter = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', _group(self.name) / "cgroup.procs"]
         pin = [] if self.core is None else ["taskset", "-c", self.core]
         words = [*enter, "ip", "netns", "exec", self.name, *pin, *command]
-        environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environ
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environ = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | environ
         with open(log, "a") as file:
             process = subprocess.Popen([*map(str, words)], stdout=file, stderr=file, env=environ)
         self._started.append(process)
@@ -181,7 +182,9 @@ def _group(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def network(rate: int | None, share: float | None) -> Iterator[tuple[Site, list[Site]]]:
+def network(
+    rate: int | None, share: float | None, num_sites: int = NUM_SITES
+) -> Iterator[tuple[Site, list[Site]]]:
     """Make the hub, and the sites with one link each to it, of `rate` Mbit/s in both directions."""
     with contextlib.ExitStack() as stack:
 
@@ -194,7 +197,7 @@ def network(rate: int | None, share: float | None) -> Iterator[tuple[Site, list[
         ip("-n", hub.name, "link", "add", "dev", "bridge0", "type", "bridge")
         ip("-n", hub.name, "addr", "add", f"{hub.address}/24", "dev", "bridge0")
         ip("-n", hub.name, "link", "set", "bridge0", "up")
-        sites = [site(f"{number}", number, share) for number in range(1, NUM_SITES + 1)]
+        sites = [site(f"{number}", number, share) for number in range(1, num_sites + 1)]
         for number, each in enumerate(sites, 1):
             ends = ((hub.name, f"site{number}"), (each.name, "eth0"))
             ip("-n", hub.name, "link", "add", ends[0][1], "type", "veth", "peer", "name", "eth0",
