@@ -290,7 +290,8 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sites are removed
     given.model, given.chats = str(Path(given.model).resolve()), given.chats.resolve()
-    lines = [json.loads(line) for line in RECORDS.open()] if RECORDS.exists() else []
+    records = RECORDS.read_text().splitlines() if RECORDS.exists() else []
+    lines = [json.loads(line) for line in records]
     for seed in given.seeds:
         for name in given.arms:
             if any((line["arm"], line["seed"]) == (name, seed) for line in lines):
