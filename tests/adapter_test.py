@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from learners import Here, InBucket
+from learners import InBucket
 from toy import tiny_config
 from toy_runs import events
 from trees import assert_close, assert_equal
@@ -263,12 +263,6 @@ def test_an_adapter_of_another_kind_is_refused(trained, tmp_path, changes, fault
     path.write_text(text.replace("ADAPTER", str(folder)))
     with pytest.raises(DataError, match=fault):
         hf.load(folder)
-
-
-def test_learners_of_ray_read_the_base_by_themselves(trained, weights, monkeypatch, tmp_path):
-    Here(monkeypatch, lambda *_: "answer")
-    config = adapted(weights, engine={"kind": "ray"})
-    assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
 
 
 def test_learners_read_the_base_by_themselves_and_send_the_adapter(
