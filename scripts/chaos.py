@@ -7,7 +7,8 @@ python scripts/chaos.py slow                  one learner of four, four times sl
 python scripts/chaos.py --scale short         a little of `single`, within two minutes
 
 With `--transport bucket`, learners join through an S3 server on loopback. `single` then has faults
-of the bucket too, and second drivers that take over from one that is stopped. There a learner that
+of the bucket too, second drivers that take over from one that is stopped, and an attacker that
+changes answers on their way, which the ledger must refuse and name. There a learner that
 ends is started again by this script, as a service manager would, and one that is stopped goes on
 after STOPPED_S. `nodes` needs Ray.
 
@@ -18,6 +19,7 @@ logs of the learners give their processes and the sequences that they have read.
 import argparse
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -58,9 +61,10 @@ BUCKET_FAULTS = {
     "noise": (15, 0.3, ("503", "reset", "lost", "cut", "wrong", "slow")),
     "expired": (15, 1.0, ("expired",)),
     "gone": (60, 1.0, ("reset",)),
+    "forged": (20, 0.5, ("forged",)),
 }
 THROUGH_BUCKET = ["kill"] * 30 + ["stop"] * 10 + ["noise"] * 42 + ["expired"] * 8 + ["gone"] * 5
-THROUGH_BUCKET += ["driver"] * 5
+THROUGH_BUCKET += ["driver"] * 5 + ["forged"] * 5
 STOPPED_S = 30
 NODE = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
 
@@ -85,10 +89,10 @@ def joining(run: Path, options: list[str]) -> Iterator[None]:
     def keep() -> None:
         with open(run.parent / f"{run.name}.learners.log", "a") as log:
             while not ended.wait(0.5):
-                for place, process in enumerate(there):
+                for index, process in enumerate(there):
                     if process is None or process.poll() is not None:
                         how = {"stdout": log, "stderr": log, "env": environ}
-                        there[place] = subprocess.Popen(command, **how)
+                        there[index] = subprocess.Popen(command, **how)
 
     run.parent.mkdir(parents=True, exist_ok=True)
     keeper = threading.Thread(target=keep, daemon=True)
@@ -103,18 +107,48 @@ def joining(run: Path, options: list[str]) -> Iterator[None]:
             process.wait()
 
 
+def forged(rng: random.Random, data: bytes) -> bytes:
+    """Change a number of a learner's answer, or make its update huge; its SHA-256 fits."""
+    arrays = load(data[64:])
+    content = json.loads(arrays["message"].tobytes())
+    values = content["values"]
+    keys = [key for key in values if not key.endswith("seconds")]
+    if not keys:
+        return data
+    if rng.random() < 0.5:
+        arrays = {k: x * x.dtype.type(1e6) if "packed" in k else x for k, x in arrays.items()}
+    else:
+        key = rng.choice(keys)
+        values[key] = rng.choice([-8, 10**400, values[key] + 1, None, "\x1b[2Jround 99/99: done"])
+    arrays["message"] = np.frombuffer(json.dumps(content).encode(), np.uint8)
+    return hashlib.sha256(save(arrays)).hexdigest().encode() + save(arrays)
+
+
 @contextlib.contextmanager
-def bucket(rng: random.Random) -> Iterator[list[str]]:
-    """Start an S3 server; its requests have the faults of the kind that the list has."""
+def bucket(rng: random.Random) -> Iterator[tuple[list[str], list[int]]]:
+    """Start an S3 server, whose requests have the faults of the kind that the first list has.
+
+    The second one gets the learner of each forged answer.
+    """
     now: list[str] = []
+    changed: list[int] = []
 
-    def fate(*_: object) -> str:
+    def fate(method: str, path: str, number: int) -> str:
         _, share, faults = BUCKET_FAULTS[now[0]] if now else (0, 0.0, [""])
-        return rng.choice(faults) if rng.random() < share else ""
+        is_possible = now != ["forged"] or (method == "PUT" and "/answers/" in path)
+        return rng.choice(faults) if is_possible and rng.random() < share else ""
 
-    with faulty_store.s3_server("chaos") as server, faulty_store.faulty(server, fate) as url:
+    def forge(path: str, body: bytes) -> bytes:
+        new = forged(rng, body)
+        changed.extend([int(path.split("/")[-2].partition("-")[0])] * (new != body))
+        return new
+
+    with (
+        faulty_store.s3_server("chaos") as server,
+        faulty_store.faulty(server, fate, forge) as url,
+    ):
         os.environ |= faulty_store.environment(url)
-        yield now
+        yield now, changed
 
 
 def _stat(pid: int) -> list[str]:
@@ -172,11 +206,17 @@ def lose_node(cluster: Any, there: dict[int, dict]) -> list[int]:
 
 
 def single(
-    run: Path, kinds: list[str], rng: random.Random, options: list[str], now: list[str]
+    run: Path,
+    kinds: list[str],
+    rng: random.Random,
+    options: list[str],
+    now: list[str],
+    changed: list[int],
 ) -> Iterator[dict]:
     """Cause faults at random times of one run, each after the run has recovered from the last.
 
-    A lost node takes its learners with it, and another node joins. `now` gets faults of the bucket.
+    A lost node takes its learners with it, and another node joins. `now` and `changed` are
+    `bucket`'s.
     """
     with contextlib.ExitStack() as stack:
         how, cluster = ["num_rounds=1000000", "inner.steps_per_round=10", *options], None
@@ -215,6 +255,10 @@ def single(
                 seconds.append(round((wait_for(again, process, 240) or 1e12) - struck_s, 2))
             result = {"trial": trial, "what": kind, "learners": lost, "seconds": seconds}
             result["passed"] = 0 < max(seconds, default=0) < 300
+            if kind == "forged":
+                is_told = functools.partial(all_named, folder, changed)
+                result["passed"] = bool(wait_for(is_told, process, 120))
+                result["answers"] = len(changed)
             if kind == "driver":  # the first one comes back, and must end
                 before.send_signal(signal.SIGCONT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -230,6 +274,12 @@ def single(
     causes = Counter(e["why"] for e in events(folder, "learner") if e["what"] == "lost")
     found = {"audit": audit(run)[:3], "left_s": left_s, "exit": code, "lost": causes}
     yield {"trial": "end", "what": found, "passed": code == 75 and not found["audit"]}
+
+
+def all_named(run: Path, changed: list[int]) -> bool:
+    """Whether the ledger says of each forged answer that it was refused or rejected."""
+    found = (e["learner"] for e in events(run, "learner") if e["what"] in ("refused", "rejected"))
+    return Counter(found) >= Counter(changed)
 
 
 def _all_at_work(run: Path) -> bool:
@@ -370,17 +420,17 @@ def main() -> int:
     done = [json.loads(line) for line in results.open()] if results.exists() else []
     done = [e for e in done if e["kind"] == given.what and e.get("trial") != "end"]
     kinds = random.Random(given.seed).sample(all_kinds, len(all_kinds))
-    kinds = (
-        kinds[len(done) :] if given.scale == "long" else ["kill", "stop"] + ["noise"] * is_bucket
-    )
+    short = ["kill", "stop"] + ["noise", "forged"] * is_bucket
+    kinds = kinds[len(done) :] if given.scale == "long" else short
     rng = random.Random(f"{given.seed} {len(done)}")
     stack = contextlib.ExitStack()
-    now = stack.enter_context(bucket(rng)) if is_bucket else []
+    now, changed = stack.enter_context(bucket(rng)) if is_bucket else ([], [])
     ways = {
         "soak": soak(given.folder, given.seed, given.rounds, done, given.option),
         "slow": slow(given.folder, given.rounds, given.option),
     }
-    one = single(given.folder / given.what, kinds, rng, given.option, now) if kinds else ()
+    how = rng, given.option, now, changed
+    one = single(given.folder / given.what, kinds, *how) if kinds else ()
     trials = ways.get(given.what, one)
     failed = 0
     with stack, open(results, "a", buffering=1) as file:

@@ -17,7 +17,14 @@ from toy_runs import events, run
 from adloco_jax import __version__
 from adloco_jax.config import validate
 from adloco_jax.elastic import bucket, bucket_learner, store
-from adloco_jax.elastic.formats import DriverBoard, LearnerOrders, OrderId, Params, RunDescription
+from adloco_jax.elastic.formats import (
+    DriverBoard,
+    LearnerBoard,
+    LearnerOrders,
+    OrderId,
+    Params,
+    RunDescription,
+)
 from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form, sent_form
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
@@ -46,6 +53,10 @@ def settings_at(url, **engine):
         batching={"test": "constant"},
         engine={"kind": "bucket", "address": url, "heartbeat_s": 4.0} | engine,
     )
+
+
+def order(epoch, learner, number):
+    return OrderId(epoch=epoch, learner=learner, life=0, order=number)
 
 
 def test_an_object_holds_what_was_packed_and_zeros_take_no_space():
@@ -184,7 +195,7 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="learners build model and data from settings"):
         run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="is no folder here; make it"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
     store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json(About(about="another")))
     with pytest.raises(ConfigError, match="holds another run"):
@@ -202,8 +213,8 @@ def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch,
     path = tmp_path / "bucket" / "run.json"
     message = json.loads(path.read_bytes())["message"]
     path.write_bytes(store.to_json(RunDescription(**message | {what: "other"})))
-    corpus = types.SimpleNamespace(fingerprint="table")
-    here_too = types.SimpleNamespace(corpus=corpus)
+    corpus, base = (types.SimpleNamespace(fingerprint=name) for name in ("table", ""))
+    here_too = types.SimpleNamespace(corpus=corpus, model=types.SimpleNamespace(base=base))
     monkeypatch.setattr(bucket_learner, "assemble", lambda *_, **__: here_too)
     with pytest.raises(ConfigError, match="the driver has ") as error:
         bucket_learner.join(there.url, own={})
@@ -218,7 +229,8 @@ def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, t
     message = json.loads(path.read_bytes())["message"]
     message["settings"]["data"] |= {"source": "text", "path": text}
     path.write_bytes(store.to_json(RunDescription(**message)))
-    other = types.SimpleNamespace(corpus=types.SimpleNamespace(fingerprint="other"))
+    same, other = (types.SimpleNamespace(fingerprint=name) for name in ("", "other"))
+    other = types.SimpleNamespace(corpus=other, model=types.SimpleNamespace(base=same))
     monkeypatch.setattr(bucket_learner, "assemble", lambda *_, **__: other)
     words = "data.path = 's3://secret/text.txt'; .*--accept-data" if how == "refused" else "other d"
     own = {"data.path": text} if how == "named" else {}
@@ -230,7 +242,7 @@ def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd):
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
     said = capfd.readouterr().out
-    assert "answer 1: loss 1." in said and "; computed " in said
+    assert "round 1 of trainer 0: loss 1." in said and "; waited 0.0 s, prepared " in said
 
 
 def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp_path):
@@ -242,14 +254,14 @@ def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp
 def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(monkeypatch, tmp_path, capfd):
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
-    (one, *_), shared = there.sites.values(), store.Store(there.url)
+    (one, *_), shared = there.learners.values(), store.Store(there.url)
     one.handle, one._epoch = None, 0
     capfd.readouterr()
     for epoch in (1, 2, 3):
         board = DriverBoard(id="", count=7, adloco_jax=__version__)
         shared.put(f"driver/{epoch}.json", store.to_json(board))
     assert one.step() == "nothing" and one._epoch == 3
-    free = LearnerOrders(number=0, life=0, num_orders=0, is_free=True)
+    free = LearnerOrders(id=order(3, 0, 0), is_free=True)
     for count, version, joins in [
         (6, __version__, False),
         (8, "9.9", None),
@@ -267,6 +279,9 @@ def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(monkeypatc
     shared.put("driver/3.json", store.to_json(ended))
     one.step()
     assert "the driver has ended; waiting" in capfd.readouterr().out
+    over = ended.model_copy(update={"count": 11, "is_over": True})
+    shared.put("driver/3.json", store.to_json(over))
+    assert one.step() == "over" and capfd.readouterr().out == ""
 
 
 def test_a_resumed_driver_writes_its_own_version(monkeypatch, tmp_path):
@@ -281,26 +296,82 @@ def test_a_resumed_driver_writes_its_own_version(monkeypatch, tmp_path):
 def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monkeypatch, tmp_path):
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
-    (one, *_) = there.sites.values()
-    steps, one.handle = iter(["done", "nothing", "over"]), OrderId(epoch=1, learner=0, life=0)
+    (one, *_), shared = there.learners.values(), store.Store(there.url)
+    one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 5
+    boards = iter(
+        DriverBoard(
+            id="",
+            count=count,
+            learners=[LearnerOrders(id=one.handle.of(5), num_read=read, is_free=False)],
+        )
+        for count, read in enumerate([4, 4, 5, 5], start=1000)
+    )
+    one._read_driver = lambda epoch: next(boards) if epoch == 1 else None
     one.learner.leaving = True
-
-    def step():  # the order took longer than the driver's signs are awaited; then there is one
-        what = next(steps)
-        one._changed_s = there.now_s - 100 * (what == "done")
-        return what
-
-    one.step = step
     one.serve()
-    assert next(steps, None) is None
+    assert len([*boards]) == 1  # at once when the fifth answer has been read
+    left = store.from_json(shared.get(one.handle.board_name()), "", LearnerBoard)
+    assert left.sign.has_left
+
+
+def test_a_learner_without_a_driver_ends_after_its_patience(monkeypatch, tmp_path):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    (one, *_), start_s = there.learners.values(), there.now_s
+    one._driver = DriverBoard(id="", count=10**9, adloco_jax=__version__)
+    one.handle, one._epoch, one._changed_s = None, 1, start_s
+    one._store.patience_s = 600.0
+    with pytest.raises(ResourceError, match="left, as for 10 minutes there was no driver"):
+        one.serve()
+    empty = store.Store(f"file://{tmp_path}/empty", patience_s=600.0)
+    with pytest.raises(ResourceError, match="for 10 minutes there was no driver"):
+        bucket_learner._read_run(empty)
+    assert 1200 < there.now_s - start_s < 1300
+
+
+def test_a_learner_says_for_what_it_waits(monkeypatch, tmp_path, capfd):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    (one, *_) = there.learners.values()
+    one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 1
+    one._idle_s, counts = there.now_s, iter(range(1000, 2000))
+    for seconds, late, said in [
+        (19, [1], ""),
+        (1, [1], "waiting for learner 1's answer\n"),
+        (1, [1], ""),
+        (1, [], "waiting for the driver\n"),
+        (1, [1, 2], "waiting for answers of learners [1, 2]\n"),
+    ]:
+        there.now_s += seconds
+        learners = [
+            LearnerOrders(id=order(1, n, 1), num_read=int(read), is_free=False)
+            for n, read in enumerate([0, 1 not in late, 2 not in late])  # 0: not yet
+        ]
+        board = DriverBoard(id="", count=next(counts), learners=learners)
+        one._read_driver = lambda epoch, board=board: board if epoch == 1 else None
+        capfd.readouterr()
+        assert one.step() == "nothing" and capfd.readouterr().out == said
+
+
+def test_a_learner_that_has_left_is_not_waited_for(monkeypatch, tmp_path):
+    def fate(n, life, method, arguments):
+        has_left = (n, life, method) == (1, 0, "ping") and len(there.orders) > 2
+        gone = {"leaving": True, "has_left": True}
+        return (lambda found: found.model_copy(update=gone)) if has_left else "answer"
+
+    there = InBucket(monkeypatch, tmp_path / "bucket", fate)
+    run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 20}))
+    left = events(tmp_path / "one", "learner", what="left")
+    assert [(e["learner"], e["why"]) for e in left] == [(1, "asked to end")]
+    assert not events(tmp_path / "one", "learner", what="lost")
 
 
 def test_a_learner_that_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
-    (one, *_), shared = there.sites.values(), store.Store(there.url)
-    one._epoch, one.handle, one._num_answers = 1, OrderId(epoch=1, learner=0, life=0), 5
-    again = LearnerOrders(number=0, life=1, num_orders=0, is_free=True)
+    (one, *_), shared = there.learners.values(), store.Store(there.url)
+    one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 5
+    again = LearnerOrders(id=OrderId(epoch=1, learner=0, life=1), is_free=True)
     one._find_driver, one._driver = lambda: True, DriverBoard(id="", count=1, learners=[again])
     last = one.handle.of(5)
     for name in (last.board_name(), last.answer_name()):
@@ -312,7 +383,7 @@ def test_a_learner_that_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
 def test_a_driver_whose_looks_do_not_return_judges_nobody(monkeypatch, tmp_path):
     there, look = InBucket(monkeypatch, tmp_path / "bucket"), concurrent.futures.Future()
     run(tmp_path / "one", settings_at(there.url))
-    there.driver._exchanges[0] = bucket._Exchange(0, look=look, next_s=there.now_s)
+    there.driver._exchanges[0] = bucket._Exchange(order(1, 0, 0), look=look, next_s=there.now_s)
     there.now_s += 1  # a sign of life comes every second
     assert not there.driver._cannot_look()
     there.now_s += 0.1
@@ -330,7 +401,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     monkeypatch.setattr(store, "time", clock)
     there = store.Store(f"file://{tmp_path}/bucket")
     there.put("a", b"1")
-    fails = iter([True] * 9 + [False])
+    fails = iter([True] * 12 + [False])
 
     def write():
         if next(fails):
@@ -338,9 +409,16 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
         return 7
 
     assert there._patiently("write", write) == 7
-    assert len(waits) == 9 and waits == sorted(waits) and max(waits) <= 3
+    assert len(waits) == 12 and waits == sorted(waits) and max(waits) <= 3
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and said[0].endswith("cannot write (503); waiting")
+    assert [line.removeprefix(f"{there.url}: ") for line in said] == [
+        "cannot write (503); waiting for the bucket, 1 s",
+        "cannot write (503); waiting for the bucket, 21 s",
+        "can write again, after 27 s",
+    ]
+    fails, there.patience_s = iter([True] * 99), 30.0
+    with pytest.raises(ResourceError, match="cannot write"):
+        there._patiently("write", write)
     assert threading.active_count() < 50
 
 

@@ -183,10 +183,13 @@ def test_a_learner_that_dies_between_its_answer_and_the_end_of_the_round_costs_o
     assert runs.audit(tmp_path) == []
 
 
-def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(monkeypatch, tmp_path):
+def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(
+    monkeypatch, tmp_path, capfd
+):
     def fate(n, life, method, arguments):
-        if n == 0 and method == "play" and arguments[0].round == 2:
-            return "answer" if here.now_s > 1030 else "wait"
+        if n == 0 and method == "play" and arguments[0].round <= 2:
+            is_done = here.now_s > 1000 + 40 * arguments[0].round
+            return (lambda found: [a._replace(seconds=40.0) for a in found]) if is_done else "wait"
         is_asked = n == 1 and life == 0 and method == "ping" and len(counted(tmp_path)) == 1
         return (lambda found: found.model_copy(update={"leaving": True})) if is_asked else "answer"
 
@@ -195,6 +198,10 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(mon
     assert [e["learner"] for e in events(tmp_path, "learner", what="left")] == [1]
     asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each life
     assert num_updates(asked[1][4]) == 3 * (asked[1][2] - 1) and counted(tmp_path)[1] == 3
+    said = capfd.readouterr().out.splitlines()
+    assert "round 1: 2 of 3 answers have come, 172 bytes to move" in said
+    assert "round 2: 2 of 3 answers have come, 172 bytes to move, in about 20 s" in said
+    assert "learner 1 left (2 answers): asked to end" in said
     assert runs.audit(tmp_path) == []
 
 
@@ -599,6 +606,8 @@ def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tm
         if name.startswith("params/") and name.split("/")[-1] != "0.safetensors":
             written.append(0)
         written[-1] += is_sent * len(data)
+        is_params = name.startswith("params/")
+        assert here.driver.unsent == ({name: len(data)} if is_params else {})
         put(self, name, data)
 
     monkeypatch.setattr(store.Store, "put", putting)

@@ -12,7 +12,6 @@ import jax
 from adloco_jax.elastic import (
     bucket,
     bucket_learner,
-    decisions,
     engine,
     fleet,
     learner,
@@ -34,12 +33,13 @@ class Here:
     def __init__(self, monkeypatch, fate):
         self.fate, self.number, self.now_s = fate, itertools.count(), 1000.0
         self.calls, self.handles, self.alive = {}, {}, set()
+        self.unsent = {}
         self.orders = []  # learner, life, order
         self.starts = []  # learner, life, seconds
         monkeypatch.setitem(fleet.TRANSPORTS, "ray", self)
         _simulate(monkeypatch, self)
 
-    reach = decisions.NEAR
+    is_far = False
 
     def time(self):
         return time.time()
@@ -117,7 +117,7 @@ class InBucket:
         self.fate, self.now_s = fate, 1000.0
         self.url = folder if "://" in str(folder) else f"file://{folder}"
         self.alive = set()  # of learners that hold something of this process
-        self.sites, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
+        self.learners, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
         monkeypatch.setattr(bucket, "_aside", _inline)
         begin = bucket.BucketTransport._act
@@ -148,7 +148,7 @@ class InBucket:
     @contextlib.contextmanager
     def connected(self, connected, address, num_learners, given, is_over):
         self.given, self.log = given, Path(given.log).parent
-        self.sites, self.dead = {}, set()
+        self.learners, self.dead = {}, set()
         with connected(address, num_learners, given, is_over) as made:
             poll, self.driver = made.poll, made
 
@@ -164,10 +164,10 @@ class InBucket:
         for act in self.acts:
             act()
         for number, exchange in [*self.driver._exchanges.items()]:
-            handle = number, exchange.life
-            if handle not in self.sites and handle not in self.dead:
+            handle = number, exchange.id.life
+            if handle not in self.learners and handle not in self.dead:
                 self.open(handle)
-        for handle, there in [*self.sites.items()]:
+        for handle, there in [*self.learners.items()]:
             if handle in self.dead:
                 continue
             try:
@@ -193,7 +193,7 @@ class InBucket:
         with contextlib.suppress(_Waits):
             while there.handle is None:
                 there.step()
-            self.sites[handle] = there
+            self.learners[handle] = there
 
     def only(self, handle, read_driver, epoch):
         """The driver's board, in which only one number is free."""
@@ -201,7 +201,9 @@ class InBucket:
         if board is None:
             return None
         learners = [
-            each.model_copy(update={"is_free": each.is_free and (each.number, each.life) == handle})
+            each.model_copy(
+                update={"is_free": each.is_free and (each.id.learner, each.id.life) == handle}
+            )
             for each in board.learners
         ]
         return board.model_copy(update={"learners": learners})
@@ -213,7 +215,7 @@ class InBucket:
         def call(*arguments):
             if method == "hello" and first:
                 return first[0]
-            if method == "ping" and handle not in self.sites:
+            if method == "ping" and handle not in self.learners:
                 return own()
             if method == "play" and arguments[0].round not in told:
                 self.orders.append((*handle, arguments[0]))
@@ -233,7 +235,7 @@ class InBucket:
         return call
 
     def learner(self, handle):
-        return self.sites[handle].learner
+        return self.learners[handle].learner
 
 
 class _Waits(BaseException):

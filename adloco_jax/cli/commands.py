@@ -58,8 +58,13 @@ def join(options: argparse.Namespace, command: str) -> None:
     add_entries(options.config)
     named = {key: vars(options)[f"config.{key}"] for key in OWN}
     own = {key: value for key, value in named.items() if value is not None}
-    accepts = options.accept_data
-    join(options.address, own=own, accepts_data=accepts, workdir=options.workdir)
+    join(
+        options.address,
+        own=own,
+        accepts_data=options.accept_data,
+        workdir=options.workdir,
+        patience_s=60 * options.leave_after,
+    )
 
 
 def export(options: argparse.Namespace, command: str) -> None:

@@ -159,6 +159,7 @@ def _shaped(pattern: str, example: str) -> Callable[[str], str]:
 _KINDS: dict[str, Callable[[str], Any]] = {
     "N": int,
     "X": float,
+    "MINUTES": float,
     "FILE": local_path,
     "FOLDER": local_path,
     "DIR": lambda text: str(local_path(text)),
@@ -249,6 +250,7 @@ ADDRESS: bucket of the run, and its prefix there
 --config.data.tokenizer PATH: the tokenizer on this machine; likewise
 --config.data.template PATH: the template of chats on this machine; likewise
 --config.model.init_from PATH: the weights on this machine; likewise
+--leave-after MINUTES=inf: end, with exit code 5, after so long without a driver or the bucket
 --accept-data: read from addresses that the driver names, with this machine's credentials
 --workdir FOLDER: folder for a log of what is read; default: no log""",
     "compare": """CONFIG [--workdir FOLDER] [--processes 2]

@@ -31,7 +31,6 @@ from jaxtyping import PyTree
 
 from adloco_jax import __version__
 from adloco_jax.elastic import store
-from adloco_jax.elastic.decisions import FAR
 from adloco_jax.elastic.formats import (
     AnswerMessage,
     DriverBoard,
@@ -165,7 +164,12 @@ def _describe(bucket: Store, given: Given) -> None:
         settings=given.settings.model_dump(),
     )
     if not bucket.create("run.json", store.to_json(described)):
-        raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
+        raise _other_run(bucket)
+
+
+def _other_run(bucket: Store) -> ConfigError:
+    url = bucket.url.rstrip("/")
+    return ConfigError(f"{url}: holds another run; name another prefix, such as {url}-2")
 
 
 def _described(bucket: Store, path: Path) -> RunDescription | None:
@@ -174,7 +178,7 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
         run = bucket.message("run.json", RunDescription)
         if run is None or run.id == path.read_text("utf-8"):
             return run
-    raise ConfigError(f"{bucket.url}: holds another run; name another prefix, or delete it")
+    raise _other_run(bucket)
 
 
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
@@ -231,9 +235,9 @@ def _aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future
 class _Exchange:
     """What the driver has written to a learner, and read from it."""
 
-    life: int
-    num_sent: int = 0  # orders that have been written
+    id: OrderId  # of the last order that was written
     num_asked: int = 0  # orders that have been submitted
+    num_read: int = 0  # answers that have been read
     board: LearnerBoard | None = None  # the newest one; None: no machine has taken the number
     look: concurrent.futures.Future | None = None  # a request for the board that has not ended
     next_s: float = 0.0  # when to look at the board next, or when the look began
@@ -243,13 +247,14 @@ class _Exchange:
 class BucketTransport:
     """The transport of a run whose learners join by themselves, through a bucket."""
 
-    reach = FAR
+    is_far = True
 
     def __init__(self, bucket: Store, epoch: int, given: Given):
         self._store, self._epoch, self._spec = bucket, epoch, given.spec
         self._exchanges: dict[int, _Exchange] = {}
         self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
         self._num_params, self._count = itertools.count(), itertools.count()
+        self.unsent: dict[str, int] = {}  # bytes of parameters that are not yet in the bucket
         self._id = uuid.uuid4().hex
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
         self._returned_s = 0.0  # when a look at a learner's board last returned
@@ -266,8 +271,8 @@ class BucketTransport:
             adloco_jax=__version__,
             count=next(self._count),
             learners=[
-                LearnerOrders(number=n, life=e.life, num_orders=e.num_sent, is_free=e.board is None)
-                for n, e in [*self._exchanges.items()]
+                LearnerOrders(id=e.id, num_read=e.num_read, is_free=e.board is None)
+                for e in [*self._exchanges.values()]
             ],
             is_over=is_over,
             has_ended=has_ended,
@@ -301,7 +306,9 @@ class BucketTransport:
         def write() -> None:
             self._store.delete(*old)
             self._store.put(name, data)
+            del self.unsent[name]
 
+        self.unsent[name] = len(data)
         self._begin(write)
         return Params(name=name, sha256=sha256), len(data)
 
@@ -320,9 +327,10 @@ class BucketTransport:
 
     def start(self, number: int, life: int) -> OrderId:
         """Let a machine become a learner, and return a handle for calls to it."""
-        self._exchanges[number] = _Exchange(life)
+        handle = OrderId(epoch=self._epoch, learner=number, life=life)
+        self._exchanges[number] = _Exchange(handle)
         self._begin(self._write_board)
-        return OrderId(epoch=self._epoch, learner=number, life=life)
+        return handle
 
     def submit(
         self, handle: OrderId, method: str, *arguments: Any, aside: bool = False
@@ -353,7 +361,7 @@ class BucketTransport:
 
         def write() -> None:
             self._store.put(call.id.order_name(), data)
-            exchange.num_sent = call.id.order
+            exchange.id = call.id
             self._write_board()
 
         self._begin(write)
@@ -369,7 +377,7 @@ class BucketTransport:
             if self._fault is not None and not processes.is_asked_to_stop():
                 raise self._fault
             for number in {call.id.learner for call in calls}:
-                self._look(number, self._exchanges[number])
+                self._look(self._exchanges[number])
             replies = {call: self._reply(call) for call in calls}
             ended = {call: reply for call, reply in replies.items() if reply is not None}
             if ended or time.monotonic() >= until_s:
@@ -382,14 +390,13 @@ class BucketTransport:
         # The link does not work if no look has returned since one began that is late.
         late_s = time.monotonic() - self._late_s
         late = [e for e in self._exchanges.values() if self._returned_s < e.next_s < late_s]
-        return self._store.is_out_of_reach or any(e.look and not e.look.done() for e in late)
+        return self._store.num_failing > 0 or any(e.look and not e.look.done() for e in late)
 
-    def _look(self, number: int, exchange: _Exchange) -> None:
+    def _look(self, exchange: _Exchange) -> None:
         """Take the board of a learner if it has come, or request it if it is time."""
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
-                handle = OrderId(epoch=self._epoch, learner=number, life=exchange.life)
-                exchange.look = _aside(self._read_board, handle.board_name())
+                exchange.look = _aside(self._read_board, exchange.id.board_name())
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
@@ -411,16 +418,18 @@ class BucketTransport:
         return None
 
     def _reply(self, call: OrderCall) -> Reply | None:
-        board = self._exchanges[call.id.learner].board
-        if board is None:
+        exchange = self._exchanges[call.id.learner]
+        if (board := exchange.board) is None:
             return None
         if call.what == "hello":
             return Reply(board.hello)
         if call.what == "ping":
-            return Reply(board.sign) if board.count != call.id.order else None
-        if call.answer is not None:
-            return call.answer.result() if call.answer.done() else None
-        if board.num_answers >= call.id.order:
+            is_new = board.sign.has_left or board.count != call.id.order
+            return Reply(board.sign) if is_new else None
+        if call.answer is not None and call.answer.done():
+            exchange.num_read = max(exchange.num_read, call.id.order)
+            return call.answer.result()
+        if call.answer is None and board.num_answers >= call.id.order:
             call.answer = _aside(self._read, call)
         return None
 

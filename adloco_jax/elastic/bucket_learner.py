@@ -1,6 +1,7 @@
 """A learner that joins a run through a bucket (`elastic.bucket`): `adloco join`."""
 
 import concurrent.futures
+import math
 import os
 import random
 import sys
@@ -31,7 +32,7 @@ from adloco_jax.elastic.formats import (
 from adloco_jax.elastic.learner import Answer, Given, Learner, sent_form
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
-from adloco_jax.errors import ConfigError, DataError, reason
+from adloco_jax.errors import ConfigError, DataError, ResourceError, reason
 from adloco_jax.files import Format, with_tuples
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import assemble
@@ -46,15 +47,17 @@ def join(
     own: Mapping[str, str],
     accepts_data: bool = False,
     workdir: Path | None = None,
+    patience_s: float = math.inf,
 ) -> None:
     """Train for the run in a bucket until it is over, or a signal asks to leave.
 
     `own` has this machine's values of settings in `OWN`, if they differ; `workdir`, logs of the
     rows read. Raises ConfigError if the bucket, version, data, weights or table entries do not fit,
-    or an address of data is not in `own`, without `accepts_data`; and as `assemble` does.
+    or an address of data is not in `own`, without `accepts_data`; ResourceError after `patience_s`
+    seconds without a driver or the bucket; and as `assemble` does.
     """
     store.check_installed("adloco join")
-    bucket = Store(url)
+    bucket = Store(url, patience_s=patience_s)
     run = _read_run(bucket)
     given = _given(bucket, run, own, accepts_data)
     with processes.stop_requests("leaving when the round under way has ended"):
@@ -64,9 +67,11 @@ def join(
 def _read_run(bucket: Store) -> RunDescription:
     """Read the description of the run; wait for it if no driver has begun yet."""
     pause_s, data = store.FIRST_PAUSE_S, bucket.get("run.json")
+    start_s = time.monotonic()
     if data is None:
         print(f"{bucket.url}: waiting for a driver", flush=True)
     while data is None:
+        _check_patience(bucket, start_s)
         time.sleep(pause_s)
         pause_s = store.longer(pause_s)
         data = bucket.get("run.json")
@@ -76,6 +81,12 @@ def _read_run(bucket: Store) -> RunDescription:
         raise DataError(
             f"{bucket.url}: {error}; name the prefix of a run, and use its version of adloco_jax"
         ) from error
+
+
+def _check_patience(bucket: Store, since_s: float) -> None:
+    if time.monotonic() - since_s > bucket.patience_s:
+        minutes = bucket.patience_s / 60
+        raise ResourceError(f"{bucket.url}: left, as for {minutes:g} minutes there was no driver")
 
 
 def _given(bucket: Store, run: RunDescription, own: Mapping[str, str], accepts_data: bool) -> Given:
@@ -91,19 +102,15 @@ def _given(bucket: Store, run: RunDescription, own: Mapping[str, str], accepts_d
         )
     settings = validate(unflatten_dict(flat, sep="."))
     here_too = assemble(settings, here(), Path(), commit=run.commit)
-    if here_too.corpus.fingerprint != run.fingerprint:
+    corpus, base = here_too.corpus, here_too.model.base
+    differ = [("data", "data.path")] * (corpus.fingerprint != run.fingerprint)
+    differ += [("base weights", "model.init_from")] * (base.fingerprint != run.base)
+    for what, key in differ:
         raise ConfigError(
-            f"{bucket.url}: the driver has other data than this machine; give it the same files, by"
-            " --config.data.path if they are elsewhere here"
+            f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
+            f" by --config.{key} if they are elsewhere here"
         )
-    base = here_too.model.base
-    if base.fingerprint != run.base:
-        raise ConfigError(
-            f"{bucket.url}: the driver has other base weights than this machine; give it the same,"
-            " by --config.model.init_from if they are elsewhere here"
-        )
-    rows = here_too.corpus, run.commit, run.fingerprint
-    return Given(settings, here_too.spec, *rows, {}, "", base)
+    return Given(settings, here_too.spec, corpus, run.commit, run.fingerprint, {}, "", base)
 
 
 def _check_version(bucket: Store, version: str) -> None:
@@ -129,7 +136,9 @@ class BucketLearner:
         self._writing = threading.Lock()
         self._id = uuid.uuid4().hex
         self._idle_s = time.monotonic()  # when the last answer was sent
+        self._has_left = False
         self._said = ""  # the last line that was printed
+        self._doing = ""  # which round is under way
 
     def serve(self) -> None:
         """Take part in the run until it is over, or until the learner has left."""
@@ -140,11 +149,15 @@ class BucketLearner:
                 pause_s = store.longer(pause_s)
                 if what == "done":
                     pause_s = store.FIRST_PAUSE_S
-                is_there = self.handle is not None and self._is_alive()
-                if what == "nothing" and self.learner.leaving and not is_there:
+                elif self.learner.leaving and not self._is_awaited():
                     break
+                elif not self._is_alive():
+                    _check_patience(self._store, self._changed_s)
                 time.sleep(pause_s)
-        if self.handle is not None:
+        self._has_left = what == "nothing" and self._is_alive()
+        if self._has_left:
+            self.give_sign()
+        elif self.handle is not None:
             self._store.delete(self.handle.board_name())
         bytes_up, bytes_down = self._store.bytes_up, self._store.bytes_down
         self._say(
@@ -160,14 +173,15 @@ class BucketLearner:
             return "over"
         if self.handle is None:
             return "done" if not self.learner.leaving and self._enlist() else "nothing"
-        orders = {self._id_of(each): each.num_orders for each in self._driver.learners}
-        if self.handle not in orders:
-            self._say(
-                f"lost: the driver goes on without learner {self.handle.learner}, as it was silent"
-            )
+        if (own := self._own_orders()) is None:
+            number = self.handle.learner
             self._resign()
-            return "over" if self.learner.leaving else "done"
-        if orders[self.handle] <= self._num_answers:
+            if self.learner.leaving:
+                return "over"
+            self._say(f"lost: the driver goes on without learner {number}, as it was silent")
+            return "done"
+        if own.id.order <= self._num_answers:
+            self._say_for_what(own)
             return "nothing"
         self._do(self.handle.of(self._num_answers + 1))
         return "done"
@@ -178,17 +192,32 @@ class BucketLearner:
             if self.handle is not None:
                 self._store.put(self.handle.board_name(), self._board())
 
-    def _id_of(self, orders: LearnerOrders) -> OrderId:
-        return OrderId(epoch=self._epoch, learner=orders.number, life=orders.life)
+    def _own_orders(self) -> LearnerOrders | None:
+        return next((e for e in self._driver.learners if e.id.of(0) == self.handle), None)
+
+    def _is_awaited(self) -> bool:
+        """Whether there is a driver that still has to read an answer."""
+        own = self._own_orders() if self._is_alive() else None
+        return own is not None and own.num_read < self._num_answers
+
+    def _say_for_what(self, own: LearnerOrders) -> None:
+        """Say for what the learner waits, if it takes long."""
+        if time.monotonic() - self._idle_s < store.TELL_S or not self._is_alive():
+            return
+        others = [each for each in self._driver.learners if each is not own]
+        late = [each.id.learner for each in others if each.id.order > each.num_read]
+        whose = f"learner {late[0]}'s answer" if late else "the driver"
+        self._say(f"waiting for {whose if len(late) < 2 else f'answers of learners {late}'}")
 
     def _board(self) -> bytes:
         self._count += 1
         self.learner.leaving |= processes.is_asked_to_stop()
+        sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
         board = LearnerBoard(
             id=self._id,
             count=self._count,
             num_answers=self._num_answers,
-            sign=self.learner.ping(),
+            sign=sign,
             hello=self.learner.hello(),
         )
         return store.to_json(board)
@@ -199,15 +228,16 @@ class BucketLearner:
         self._said = line
 
     def _is_alive(self) -> bool:
-        """Whether the driver has given a sign in the time after which it counts as lost."""
-        return time.monotonic() - self._changed_s < self._heartbeat_s
+        """Whether the driver has not ended, nor been silent until it counts as lost."""
+        is_silent = time.monotonic() - self._changed_s >= self._heartbeat_s
+        return not (is_silent or self._driver.has_ended)
 
     def _find_driver(self) -> bool:
         """Read the board of the newest driver; return whether there is one that works."""
         if self._epoch and (board := self._read_driver(self._epoch)) is not None:
             if board.count > self._driver.count:
                 self._changed_s, self._driver = time.monotonic(), board
-        if self.handle is None or self._driver.has_ended or not self._is_alive():
+        if self.handle is None or not self._is_alive():
             while (board := self._read_driver(self._epoch + 1)) is not None:
                 self._resign()
                 self._epoch, self._driver = self._epoch + 1, board
@@ -215,7 +245,7 @@ class BucketLearner:
         if self._driver.has_ended and not self._driver.is_over:
             self._say("the driver has ended; waiting until it is started again")
             return False
-        if self._epoch and not self._is_alive():
+        if self._epoch and not (self._is_alive() or self._driver.is_over):
             self._say("the driver gives no sign; waiting for it")
         return self._epoch > 0
 
@@ -236,7 +266,7 @@ class BucketLearner:
     def _enlist(self) -> bool:
         """Become a learner of the run, if it has room for one, and this version is the driver's."""
         _check_version(self._store, self._driver.adloco_jax)
-        free = [self._id_of(each) for each in self._driver.learners if each.is_free]
+        free = [each.id for each in self._driver.learners if each.is_free]
         random.shuffle(free)
         for handle in free:
             with self._writing:
@@ -262,16 +292,17 @@ class BucketLearner:
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
             why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
             message, fault = AnswerMessage(id=order, error=why, refused=refused), error
-        computed_s = time.monotonic() - start_s
+        worked_s = time.monotonic() - start_s
         self._store.put(order.answer_name(), store.pack(message, tree)[0])
-        sent_s, waited_s = time.monotonic() - start_s - computed_s, start_s - self._idle_s
+        sent_s, waited_s = time.monotonic() - start_s - worked_s, start_s - self._idle_s
         self._idle_s = time.monotonic()
         if played := [each for each in tree or () if isinstance(each, Answer)]:
             tokens = self._spec.sequence_length * sum(each.num_sequences for each in played)
+            computed_s = min(worked_s, sum(each.seconds for each in played))
             self._say(
-                f"answer {order.order}: loss {np.nanmean([each.loss_SR for each in played]):.4g},"
-                f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; computed {computed_s:.1f} s,"
-                f" waited {waited_s:.1f} s, sent {sent_s:.1f} s"
+                f"{self._doing}: loss {np.nanmean([each.loss_SR for each in played]):.4g},"
+                f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; waited {waited_s:.1f} s, prepared"
+                f" {worked_s - computed_s:.1f} s, computed {computed_s:.1f} s, sent {sent_s:.1f} s"
             )
         self._num_answers = order.order
         self.give_sign()
@@ -306,5 +337,6 @@ class BucketLearner:
         with concurrent.futures.ThreadPoolExecutor(1) as aside:
             how = name, limit(want), Format, lambda _: want, message.params.sha256
             reading = aside.submit(self._store.read, *how)
+            self._doing = f"round {order.round} of trainer {order.trainer}"
             self.learner.prepare(order, any(work.num_tested for work in order.work))
         return answer, self.learner.play(order, reading.result()[1])

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.elastic.decisions import NEAR
 from adloco_jax.elastic.formats import Refused, array_bytes, said
 from adloco_jax.elastic.learner import Given, Learner, Reply
 from adloco_jax.errors import ConfigError, ResourceError, reason
@@ -159,9 +158,10 @@ def _reply(call: Any) -> Reply:
 class RayTransport:
     """The transport of a run whose learners are actors of a Ray cluster."""
 
-    reach = NEAR
+    is_far = False
 
     def __init__(self, num_learners: int, given: Given | None):
+        self.unsent: dict[str, int] = {}  # Ray does not say
         self._num_learners, (self._given, _) = num_learners, self.put(given, None)
 
     def put(self, value: Any, kind: Any) -> tuple[Any, int]:

@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from adloco_jax.settings import EngineSettings
-
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
@@ -38,6 +36,7 @@ class LearnerRecord:
     sign_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     sent_s: float = 0.0  # when its present order was submitted
+    num_answers: int = 0
     failures: float = 0  # number of processes before it, in a row, that ran but did not join
     lost_s: float | None = None  # when its last process ended; None if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
@@ -63,29 +62,6 @@ class LearnerRecord:
         return ""
 
 
-@dataclass(frozen=True)
-class Reach:
-    """How learners that the driver starts nearby differ from machines that join from afar."""
-
-    joins_itself: bool
-    moves_states: bool  # else a worker on another learner gets a fresh inner state
-
-    def at_start(self, rule: EngineSettings, count: int) -> tuple[int, int, float]:
-        """Return how many learners to wait for, how many must join, and in how many seconds."""
-        if self.joins_itself:
-            quorum = min(rule.quorum or count, count)
-            return quorum, quorum, math.inf
-        return count, min(rule.quorum or 1, count), rule.restart_s
-
-    def restart_s(self, rule: EngineSettings) -> float:
-        """Return the seconds within which a learner must join."""
-        return math.inf if self.joins_itself else rule.restart_s
-
-
-NEAR = Reach(joins_itself=False, moves_states=True)
-FAR = Reach(joins_itself=True, moves_states=False)
-
-
 def jitter_s(measured: Sequence[float]) -> float:
     """Return by how much a duration may exceed the median of three or more measurements; else 0."""
     if len(measured) < 3:
@@ -107,6 +83,14 @@ def pause_s(failures: float) -> float:
     return failures if failures in (0, math.inf) else min(2.0 ** (failures - 1), 60.0)
 
 
+def predicted_s(learner: LearnerRecord, sequences: int) -> float | None:
+    """Return the seconds until some sequences are done and sent; None if no speed is known."""
+    if learner.sequence_s is None:
+        return None
+    transfer_s = usual_s(learner.transfer_s) or max(learner.transfer_s, default=0.0)
+    return learner.sequence_s * sequences + transfer_s
+
+
 def deadline(
     learner: LearnerRecord, sequences: int, now_s: float, *, heartbeat_s: float
 ) -> float | None:
@@ -114,11 +98,8 @@ def deadline(
 
     It allows `SLOW` times the predicted seconds, and at least `SLOW` heartbeats.
     """
-    if learner.sequence_s is None:
-        return None
-    transfer_s = usual_s(learner.transfer_s) or max(learner.transfer_s, default=0.0)
-    predicted_s = learner.sequence_s * sequences + transfer_s
-    return now_s + SLOW * max(heartbeat_s, predicted_s)
+    seconds = predicted_s(learner, sequences)
+    return None if seconds is None else now_s + SLOW * max(heartbeat_s, seconds)
 
 
 def assign(

@@ -20,11 +20,11 @@ from adloco_jax.core.types import Ensemble, GradientStats, norms, put, take, tra
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.formats import Refused
-from adloco_jax.elastic.learner import Order, WorkerOrder
+from adloco_jax.elastic.formats import Refused, array_bytes
+from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form
 from adloco_jax.elastic.rounds import Round, check_answers
 from adloco_jax.elastic.states import InnerStates, SentParams
-from adloco_jax.elastic.store import LAST_S
+from adloco_jax.elastic.store import LAST_S, TELL_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.local import Metrics, count_skips, without_broken
@@ -37,11 +37,11 @@ from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans,
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.observers import Stopped
+from adloco_jax.run.terminal import in_bytes, say
 from adloco_jax.settings import Settings
 
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
 _PATIENCE_S = 300.0
-_TELL_S = 20.0  # seconds of waiting from one line about it to the next
 
 
 @functools.partial(jax.jit, static_argnames=("outer_tx", "aggregate", "precision", "skip_single"))
@@ -145,7 +145,7 @@ class ElasticEngine:
         if not self.rounds:
             self._states.adopt(state)
         together, rule = _keep_together(self.settings), self.settings.engine
-        self._tell_s = time.monotonic() + _TELL_S
+        self._tell_s = time.monotonic() + TELL_S
         while True:
             if processes.is_asked_to_stop():
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
@@ -172,13 +172,22 @@ class ElasticEngine:
         """Say what the driver waits for, if it takes long."""
         if time.monotonic() < self._tell_s:
             return
-        self._tell_s = time.monotonic() + _TELL_S
-        reported = sum(len(each.reported) for each in self.rounds.values())
-        awaited = sum(len(each.awaited) for each in self.rounds.values())
-        words = f"{reported} of {reported + awaited} learners have answered"
-        if not any(each.joined for each in self.fleet.learners.values()):
-            words = "no learner: waiting for one"
-        print(f"round {control.round + 1}: {words}", flush=True)
+        self._tell_s = time.monotonic() + TELL_S
+        learners, now_s = self.fleet.learners, time.monotonic()
+        if not self.fleet.num_present:
+            return say("no learner: waiting for one")
+        come = sum(len(each.reported) for each in self.rounds.values())
+        to_come = sum(len(each.awaited) for each in self.rounds.values())
+        left_bytes, left_s = self.fleet.unsent_bytes(), 0.0
+        for call in self.fleet.asked("play"):
+            learner, order = learners[call.learner], call.about
+            left_bytes += sum(array_bytes(answer_form(self.spec, order, w)) for w in order.work)
+            seconds = decisions.predicted_s(learner, sum(map(order.sequences, order.work)))
+            due_s = math.inf if seconds is None else learner.sent_s + seconds
+            left_s = max(left_s, due_s - now_s)
+        words = f"{come} of {come + to_come} answers have come, {in_bytes(left_bytes)} to move"
+        soon = f", in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
+        say(f"round {control.round + 1}: {words}{soon}")
 
     def _outer_updates(
         self, state: State, ended: Mapping[int, Round]
@@ -237,7 +246,7 @@ class ElasticEngine:
 
         They are fresh instead if learners are far away, or `inner.state=reset`.
         """
-        fetches = not self.fleet.learners or self.fleet.reach.moves_states
+        fetches = not self.fleet.learners or not self.fleet.is_far
         return self._states.whole(state, fetches=fetches)
 
     def close(self) -> None:
@@ -263,7 +272,7 @@ class ElasticEngine:
             plan.num_sequences * len(control.trainers[m].streams) for m, plan in plans.items()
         )
         leaving = {n for n, learner in self.fleet.learners.items() if learner.leaving}
-        occupied = self.fleet.asked("play") | leaving
+        occupied = {call.learner for call in self.fleet.asked("play")} | leaving
         for m, plan in plans.items():
             starts = {stream: start for _, stream, start in control.reads([m])}
             hosts = {stream: self.fleet.host(stream) for stream in starts}
@@ -357,6 +366,8 @@ class ElasticEngine:
             elif event.what == "play":
                 self._take(event)
             elif event.what == "lost":
+                if not self.fleet.num_present:
+                    self._tell_s = 0.0  # at once
                 self._do_without(event.learner, event.value)
 
     def _take(self, event: Event) -> None:
@@ -367,6 +378,7 @@ class ElasticEngine:
             if isinstance(answers, Refused):
                 raise answers
             check_answers(answers, order, self.spec)
+            learner.num_answers += 1
         except Refused as error:
             learner.params_ids.pop(order.trainer, None)
             self.fleet.note(learner.number, "refused", str(error), order.trainer)
@@ -404,7 +416,7 @@ class ElasticEngine:
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
         """Assign workers to learners; fetch the inner states that new learners must get."""
         trainers = control.trainer_of
-        busy = self.fleet.asked("play")
+        busy = {call.learner for call in self.fleet.asked("play")}
         self._let_leave(control, busy)
         now_s, patience_s = time.monotonic(), self.settings.engine.restart_s
         movable = {stream for m in idle for stream in control.trainers[m].streams}
@@ -432,9 +444,7 @@ class ElasticEngine:
             self._states.bring(control, dict.fromkeys(learner.streams))
             if self.fleet.learners[number] is not learner:
                 continue  # the learner was lost in the meantime
-            self.fleet.note(number, "left", "asked to end")
-            learner.streams = []
-            self.fleet.start_again(number)
+            self.fleet.let_go(learner)
 
 
 def _concatenated(trees: Sequence[PyTree]) -> PyTree:

@@ -13,20 +13,21 @@ from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic import bucket, cluster, decisions
 from adloco_jax.elastic.formats import Hello, Sign, said
 from adloco_jax.elastic.learner import Given
-from adloco_jax.errors import ConfigError, Preempted, ResourceError
+from adloco_jax.errors import ConfigError, Preempted, ResourceError, counted
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import is_over
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.folder import versions
+from adloco_jax.run.terminal import say
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
 
 
 # By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
-# put, start, submit, poll, kill, `reach`.
+# put, start, submit, poll, kill, `is_far`.
 TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
 
 
@@ -107,13 +108,16 @@ class Fleet:
     def _wait(self) -> None:
         """Wait until all learners have joined, or at least enough when the time is over."""
         rule, count, told = self._settings.engine, len(self.learners), -1
-        wanted, least, seconds = self.reach.at_start(rule, count)
+        wanted, least, seconds = count, min(rule.quorum or 1, count), rule.restart_s
+        if self.is_far:
+            wanted = least = min(rule.quorum or count, count)
+            seconds = math.inf
         until_s = time.monotonic() + seconds
-        while (there := count - len(self._absent())) < wanted and time.monotonic() < until_s:
-            if self.reach.joins_itself and there != told:
-                print(f"learners: {there} of {wanted} have joined", flush=True)
+        while (there := self.num_present) < wanted and time.monotonic() < until_s:
+            if self.is_far and there != told:
+                say(f"learners: {there} of {wanted} have joined")
                 told = there
-            if not self.reach.joins_itself and len(self._causes) == count:
+            if not self.is_far and len(self._causes) == count:
                 break
             if processes.is_asked_to_stop():
                 raise Preempted("stopped by a signal before enough learners had joined")
@@ -146,14 +150,14 @@ class Fleet:
             elif asked.what == "hello":
                 events += self._greet(learner, reply.value)
             elif asked.what == "ping":
-                self._hear(learner, reply.value)
+                events += self._hear(learner, reply.value)
             else:
                 events.append(Event(asked.what, learner, asked.about, reply.value))
         now_s = time.monotonic()
         for number, learner in [*self.learners.items()]:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
-            restart_s = self.reach.restart_s(rule)
+            restart_s = math.inf if self.is_far else rule.restart_s
             if cause := learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s):
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
@@ -181,12 +185,14 @@ class Fleet:
         return self._ended_up_s + sum(now_s - each.started_s for each in there)
 
     @property
-    def reach(self) -> decisions.Reach:
-        """Whether learners are near or far."""
-        return self._transport.reach
+    def is_far(self) -> bool:
+        """Whether learners join by themselves, over links too slow for inner states."""
+        return self._transport.is_far
 
-    def _absent(self) -> list[int]:
-        return [n for n, learner in self.learners.items() if not learner.joined]
+    @property
+    def num_present(self) -> int:
+        """How many learners have joined and are not lost."""
+        return sum(learner.joined for learner in self.learners.values())
 
     def _launch(self, learner: decisions.LearnerRecord) -> None:
         learner.started_s = time.monotonic()
@@ -199,9 +205,13 @@ class Fleet:
         self.wire_bytes += sent_bytes
         return reference
 
-    def asked(self, what: str) -> set[int]:
-        """Return the numbers of the learners that have not answered a call of `what` yet."""
-        return {call.learner for call in self._calls.values() if call.what == what}
+    def unsent_bytes(self) -> int:
+        """Return the bytes of parameters that are still to be sent to the bucket."""
+        return sum([*self._transport.unsent.values()])
+
+    def asked(self, what: str) -> list[PendingCall]:
+        """Return the calls of `what` that have not been answered yet."""
+        return [call for call in self._calls.values() if call.what == what]
 
     def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
         """Call a method of a learner; `poll` returns the answer, with `about`, later."""
@@ -228,6 +238,8 @@ class Fleet:
             trainer = next((of[stream] for stream in present if stream in of), None)
         line = {"event": "learner", "round": self.control.round, "learner": number}
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
+        answers = f" ({counted(self.learners[number].num_answers, 'answer')})"
+        say(f"learner {number} {what}{answers if what in ('left', 'lost') else ''}: {why}")
 
     def _greet(self, learner: decisions.LearnerRecord, found: Hello) -> list[Event]:
         """Process the first answer of a learner's process: record that the learner has joined."""
@@ -235,11 +247,11 @@ class Fleet:
         differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
         differing += ["other base weights"] * (found.base != self._run.model.base.fingerprint)
         # A learner that joins by itself compares the package's, and may have others of the rest.
-        if not self.reach.joins_itself and found.versions != versions():
+        if not self.is_far and found.versions != versions():
             differing.append("other versions of packages")
         if differing:
             fault = f"has {' and '.join(differing)} than the driver"
-            if self.reach.joins_itself:
+            if self.is_far:
                 return [self._lose(learner, fault, has_run=True)]
             if self._has_started:
                 learner.failures = math.inf
@@ -251,13 +263,13 @@ class Fleet:
         learner.joined, learner.lost_s = True, None
         self._causes.pop(number, None)
         about = found.devices
-        if self.reach.joins_itself:
+        if self.is_far:
             learner.started_s = time.monotonic()  # until then no machine had joined
             about += "".join(f", {each} {found.versions.get(each)}" for each in _TOLD)
         self.note(number, "joined", said(about))
         return []
 
-    def _hear(self, learner: decisions.LearnerRecord, found: Sign) -> None:
+    def _hear(self, learner: decisions.LearnerRecord, found: Sign) -> list[Event]:
         """Process a learner's answer to a heartbeat request."""
         if learner.asked_s is not None:
             learner.sign_s.append(time.monotonic() - learner.asked_s)
@@ -265,6 +277,15 @@ class Fleet:
         learner.leaving |= found.leaving
         if found.compiling and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
+        if found.has_left:
+            self.let_go(learner)
+        return [Event("lost", learner, None, "it has left")] * found.has_left
+
+    def let_go(self, learner: decisions.LearnerRecord) -> None:
+        """Record that a learner has left as it was asked to; others get its workers at once."""
+        self.note(learner.number, "left", "asked to end")
+        learner.streams = []
+        self.start_again(learner.number)
 
     def _lose(
         self, learner: decisions.LearnerRecord, cause: str, *, has_run: bool = False

@@ -70,12 +70,39 @@ class RunDescription(Format):
     base: str = ""  # hash of the frozen weights; empty if there are none
 
 
+class OrderId(Format):
+    """Which order of a learner this is, or the answer to it."""
+
+    epoch: Count
+    learner: Count
+    life: Count  # how many times the learner has been restarted
+    order: Count = 0  # 0: none; the id is that of the learner
+
+    def of(self, order: int) -> "OrderId":
+        """Return the id of an order of this learner."""
+        return self.model_copy(update={"order": order})
+
+    def board_name(self) -> str:
+        """Return the name of the learner's board in the bucket."""
+        return f"learners/{self.epoch}/{self.learner}-{self.life}.json"
+
+    def order_name(self) -> str:
+        """Return the name of the order in the bucket."""
+        return f"orders/{self._where()}"
+
+    def answer_name(self) -> str:
+        """Return the name of its answer."""
+        return f"answers/{self._where()}"
+
+    def _where(self) -> str:
+        return f"{self.epoch}/{self.learner}-{self.life}/{self.order}.safetensors"
+
+
 class LearnerOrders(Format):
     """The driver's part of the exchange with a learner, whose number any machine may take."""
 
-    number: Count
-    life: Count  # how many times the learner has been restarted
-    num_orders: Count  # that have been written
+    id: OrderId  # of the last order that was written
+    num_read: Count = 0  # answers that the driver has read
     is_free: bool  # whether no machine has taken the number
 
 
@@ -100,10 +127,11 @@ class Hello(Format):
 
 
 class Sign(Format):
-    """A learner's answer to a heartbeat: whether it was asked to leave, and whether it compiles."""
+    """A learner's answer to a heartbeat."""
 
-    leaving: bool
+    leaving: bool  # whether it was asked to leave
     compiling: bool
+    has_left: bool = False  # whether this is its last one
 
 
 class LearnerBoard(Format):
@@ -114,34 +142,6 @@ class LearnerBoard(Format):
     num_answers: Count  # that have been written in this life
     sign: Sign
     hello: Hello
-
-
-class OrderId(Format):
-    """Which order of a learner this is, or the answer to it."""
-
-    epoch: Count
-    learner: Count
-    life: Count
-    order: Count = 0  # 0: none; the id is that of the learner
-
-    def of(self, order: int) -> "OrderId":
-        """Return the id of an order of this learner."""
-        return self.model_copy(update={"order": order})
-
-    def board_name(self) -> str:
-        """Return the name of the learner's board in the bucket."""
-        return f"learners/{self.epoch}/{self.learner}-{self.life}.json"
-
-    def order_name(self) -> str:
-        """Return the name of the order in the bucket."""
-        return f"orders/{self._where()}"
-
-    def answer_name(self) -> str:
-        """Return the name of its answer."""
-        return f"answers/{self._where()}"
-
-    def _where(self) -> str:
-        return f"{self.epoch}/{self.learner}-{self.life}/{self.order}.safetensors"
 
 
 class WorkerPart(Format):

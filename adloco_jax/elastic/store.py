@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from adloco_jax.run import processes
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
+TELL_S = 20.0  # seconds of waiting from one line about it to the next
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
@@ -51,18 +53,19 @@ class Store:
     (read, write) only for a short time.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, patience_s: float = math.inf):
         """Open a bucket, such as s3://bucket/run1 or file:///shared/run1, without a request.
 
-        Raises ConfigError for another address or a missing parent folder.
+        A request that fails for `patience_s` seconds raises ResourceError. Raises ConfigError for
+        another address or a missing parent folder.
         """
         from obstore.store import from_url
 
-        self.url, self._known = url, set[str]()
+        self.url, self.patience_s, self._known = url, patience_s, set[str]()
         self.requests = self.bytes_up = self.bytes_down = 0
         self._counting = threading.Lock()
         self._folder: Path | None = None  # of file://
-        self._num_failing = 0  # number of requests that are being repeated
+        self.num_failing = 0  # requests that have failed several times, and not succeeded since
         folder = Path(url.removeprefix("file://"))
         how: dict[str, Any] = {"mkdir": True}
         if not url.startswith("file://"):
@@ -73,7 +76,9 @@ class Store:
             how["client_options"] = {"allow_http": True, "connect_timeout": "10s"}
             how["client_options"]["timeout"] = "180s"  # of a piece
         elif not folder.parent.is_dir():
-            raise ConfigError(f"{url}: no such folder {folder.parent}; make it, or name another")
+            raise ConfigError(
+                f"{url}: {folder.parent} is no folder here; make it (mkdir -p), or name another"
+            )
         else:
             self._folder = folder.resolve()
         if not url.startswith(("file:///", "s3://", "gs://", "az://")):
@@ -85,11 +90,6 @@ class Store:
             self._store: Any = from_url(url, **how)
         except Exception as error:  # deliberately broad: obstore's errors have no common meaning
             raise ConfigError(f"{url}: {_cause(error)}") from error
-
-    @property
-    def is_out_of_reach(self) -> bool:
-        """Whether a request has failed several times, and has not succeeded since."""
-        return self._num_failing > 0
 
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object; None if there is none, Refused if it has more than `limit` bytes."""
@@ -210,32 +210,35 @@ class Store:
             self.requests += requests
             self.bytes_up += up
             self.bytes_down += down
-            self._num_failing += failing
+            self.num_failing += failing
 
     def _patiently(self, kind: str, act: Callable[[], T]) -> T:
         """Return what `act` returns; repeat it while it fails."""
-        pause_s, failures, failed_s, is_told = 0.2, 0, time.monotonic(), False
+        pause_s, failures, start_s, told_s = 0.2, 0, time.monotonic(), 0.0
         while True:
             try:
                 result = act()
             except (Refused, ConfigError):
                 raise
             except Exception as error:  # deliberately broad: obstore's errors have no common kind
-                failures += 1
-                if processes.is_asked_to_stop():
+                failures, failed_s = failures + 1, time.monotonic() - start_s
+                if processes.is_asked_to_stop() or failed_s > self.patience_s:
                     raise ResourceError(f"{self.url}: cannot {kind} ({_cause(error)})") from error
                 if kind not in self._known:
                     self._give_up(kind, error, failures)
-                elif failures >= 3 and not is_told:
-                    is_told = True
-                    self._count(failing=1)
-                    print(f"{self.url}: cannot {kind} ({_cause(error)}); waiting")
+                elif failures >= 3 and (not told_s or failed_s > told_s + TELL_S):
+                    self._count(failing=not told_s)
+                    told_s = failed_s
+                    why = f"cannot {kind} ({_cause(error)})"
+                    print(
+                        f"{self.url}: {why}; waiting for the bucket, {failed_s:.0f} s", flush=True
+                    )
             else:
                 self._known.add(kind)
-                if is_told:
+                if told_s:
                     self._count(failing=-1)
-                    gone_s = time.monotonic() - failed_s
-                    print(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
+                    gone_s = time.monotonic() - start_s
+                    print(f"{self.url}: can {kind} again, after {gone_s:.0f} s", flush=True)
                 return result
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_S)

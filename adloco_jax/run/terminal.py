@@ -23,7 +23,6 @@ with warnings.catch_warnings():  # without ipywidgets the first import in a note
 _MOST_LISTED = 2  # with more sizes of batches, the line of a round has the range
 # The line for each kind of change at the end of a round.
 _CHANGES = {
-    "learner": "learner {learner} {what}: {why}",
     "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
     "merge": "trainers {listed} merge into trainer {into}:"
     " decision loss {losses} -> {loss_after:.4f}",
@@ -154,6 +153,12 @@ class Progress:
         self._seconds_per_run = (pace + before) / 2
         self._last_s, self._last_share = now_s, share
         return (1 - share) * self._seconds_per_run
+
+
+def say(line: str) -> None:
+    """Print a line at once, above a progress bar if one is shown."""
+    with tqdm.external_write_mode():
+        print(line, flush=True)
 
 
 def describe_round(
