@@ -164,7 +164,9 @@ def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
 ):
     check, there = bucket.check_possible, InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url))
-    with pytest.raises(ConfigError, match="holds another run; name another prefix") as error:
+    with pytest.raises(
+        ConfigError, match="holds another run; name another, such as .*-2$"
+    ) as error:
         run(tmp_path / "two", settings_at(there.url))
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
     inner = settings_at(there.url).inner.model_copy(update={"weight_decay": 0.25})

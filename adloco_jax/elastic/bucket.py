@@ -164,12 +164,7 @@ def _describe(bucket: Store, given: Given) -> None:
         settings=given.settings.model_dump(),
     )
     if not bucket.create("run.json", store.to_json(described)):
-        raise _other_run(bucket)
-
-
-def _other_run(bucket: Store) -> ConfigError:
-    url = bucket.url.rstrip("/")
-    return ConfigError(f"{url}: holds another run; name another prefix, such as {url}-2")
+        _described(bucket, path)  # fails: another has been faster
 
 
 def _described(bucket: Store, path: Path) -> RunDescription | None:
@@ -178,7 +173,7 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
         run = bucket.message("run.json", RunDescription)
         if run is None or run.id == path.read_text("utf-8"):
             return run
-    raise _other_run(bucket)
+    raise ConfigError(f"{bucket.url}: holds another run; name another, such as {bucket.url}-2")
 
 
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:

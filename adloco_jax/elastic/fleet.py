@@ -108,10 +108,8 @@ class Fleet:
     def _wait(self) -> None:
         """Wait until all learners have joined, or at least enough when the time is over."""
         rule, count, told = self._settings.engine, len(self.learners), -1
-        wanted, least, seconds = count, min(rule.quorum or 1, count), rule.restart_s
-        if self.is_far:
-            wanted = least = min(rule.quorum or count, count)
-            seconds = math.inf
+        least = min(rule.quorum or (count if self.is_far else 1), count)
+        wanted, seconds = (least, math.inf) if self.is_far else (count, rule.restart_s)
         until_s = time.monotonic() + seconds
         while (there := self.num_present) < wanted and time.monotonic() < until_s:
             if self.is_far and there != told:

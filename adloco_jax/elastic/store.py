@@ -25,6 +25,7 @@ from adloco_jax.elastic.formats import Refused, array_bytes, check_form
 from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
 from adloco_jax.run import processes
+from adloco_jax.run.terminal import say
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
@@ -230,15 +231,13 @@ class Store:
                     self._count(failing=not told_s)
                     told_s = failed_s
                     why = f"cannot {kind} ({_cause(error)})"
-                    print(
-                        f"{self.url}: {why}; waiting for the bucket, {failed_s:.0f} s", flush=True
-                    )
+                    say(f"{self.url}: {why}; waiting for the bucket, {failed_s:.0f} s")
             else:
                 self._known.add(kind)
                 if told_s:
                     self._count(failing=-1)
                     gone_s = time.monotonic() - start_s
-                    print(f"{self.url}: can {kind} again, after {gone_s:.0f} s", flush=True)
+                    say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
                 return result
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_S)
