@@ -110,6 +110,10 @@ def test_a_finished_run_names_the_next_commands(tmp_path, capsys):
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
     both = f"adloco report {first} '{run}' --out '{tmp_path}/first-runs of mine'"
     assert commands == [f"next: adloco generate '{run}' --prompt \"The\"", f"next: {both}"]
+    path = run / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"text_column": "text"', '"text_column": "messages"'))
+    report.conclude(run)
+    assert f"next: adloco generate '{run}' --chat\n" in capsys.readouterr().out
 
 
 class Page(HTMLParser):

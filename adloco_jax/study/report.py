@@ -11,6 +11,7 @@ from pathlib import Path
 
 from adloco_jax.errors import DataError, counted
 from adloco_jax.run.terminal import in_bytes
+from adloco_jax.settings import CHATS
 from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
@@ -127,7 +128,9 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
 def _next_commands(workdir: Path) -> list[str]:
     run, found = shlex.quote(str(workdir)), []
     if card.task_of(workdir / "export") == "text-generation":
-        found.append(f'adloco generate {run} --prompt "The"')
+        data = curves.read_run(workdir).start["config"]["data"]
+        asks = "--chat" if data["text_column"] in CHATS else '--prompt "The"'
+        found.append(f"adloco generate {run} {asks}")
     others = {path.parent for path in workdir.parent.glob("*/ledger.jsonl")} - {workdir}
     if others:
         other = max(others, key=lambda path: (path / "ledger.jsonl").stat().st_mtime)
