@@ -6,6 +6,7 @@ shape and type is checked; `models.weight_maps` has the names.
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import huggingface_hub
@@ -24,12 +25,13 @@ import numpy as np
 import safetensors
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
+from pydantic import Field
 from safetensors.numpy import save_file
 
 from adloco_jax.data.files import fetched, is_address, is_on_hub
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
-from adloco_jax.files import read_json, replaced_folder
+from adloco_jax.files import Format, checked, read_json, replaced_folder
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_adapter
 from adloco_jax.models.weight_maps import WeightMap
@@ -430,10 +432,6 @@ def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
     files, hint = ("config.json", "*.index.json", _ADAPTER), "" if _has_torch() else _TORCH
     with fetched(name, files, one_of=one_of, key=key, hint=hint) as folder:
-        if folder.is_file():
-            raise DataError(
-                f"{folder}: a file; give a folder with config.json and model.safetensors"
-            )
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")
         yield folder
@@ -451,11 +449,10 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
     config = read_json(path, DataError, **_JSON)
     known = {kind: names for names in _weight_maps() for kind in names.classes}
     names = known.get(str(config.get("model_type")))
+    attributes = {} if names is None else names.attributes(config, fault)
     if names is None:
-        have = f"have {str(config.get('model_type'))[:80]!r}"
-        raise DataError(f"{path}: model_type: {have}, need {' or '.join(map(repr, known))}")
-    attributes = names.attributes(config, fault)
-    if not faults:
+        fault("model_type", repr(config.get("model_type")), " or ".join(map(repr, known)))
+    elif not faults:
         network = names.model(**attributes)
         try:
             param_shapes(network)
@@ -489,38 +486,29 @@ def _stored(folder: Path) -> dict[str, _Stored]:
         )
     opened = _unpickled if file.name.startswith(_PICKLED) else _open
     if file.suffix != ".json":
-        return opened(_inside(folder, file.name, file))
-    weight_map = read_json(file, DataError, **_JSON).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise DataError(f"{file}: need a weight_map from tensor to file")
-    shards = [opened(_inside(folder, name, file)) for name in sorted(set(weight_map.values()))]
-    found = _joined((name, where) for shard in shards for name, where in shard.items())
-    misplaced = [
-        f"{file}: {name}: not in {shard}"
-        for name, shard in weight_map.items()
-        if name not in found or found[name].file.name != shard
-    ]
-    if misplaced:
-        raise DataError(_listed(misplaced))
-    return found
+        return opened(_inside(folder, file.name))
+    index = checked(read_json(file, DataError, **_JSON), _Index, f"{file}: index", DataError)
+    shards = [opened(_inside(folder, name)) for name in sorted({*index.weight_map.values()})]
+    return _joined((name, where) for shard in shards for name, where in shard.items())
 
 
-def _inside(folder: Path, name: str, index: Path) -> Path:
-    """Return the path of a file of weights, whose name may come from the index `index`.
+class _Index(Format):
+    """What is read of an index: the file of each tensor, beside the index."""
 
-    Refuses names and links that lead out of the folder, except the hub cache's links to `blobs`.
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\\x00]+\.(safetensors|bin)$")]]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return the path of a file of weights.
+
+    Refuses links that lead out of the folder, except the hub cache's links to `blobs`.
     """
-    kind = ".bin" if index.name.startswith(_PICKLED) else ".safetensors"
-    if not re.fullmatch(r"[^/\\\0]+" + re.escape(kind), name):
-        raise ConfigError(f"{index}: {name[:200]!r} is not the name of a {kind} file beside it")
     # The hub's cache has links from models--x--y/snapshots/<commit>/ to models--x--y/blobs/.
     root = folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     target = (folder / name).resolve()
     if target.parent not in allowed:
         raise ConfigError(f"{folder / name}: leads out of its folder, to {target}")
-    if not target.is_file():
-        raise DataError(f"{folder / name}: no such file; {index.name} names it")
     return folder / name
 
 
@@ -529,10 +517,6 @@ def _open(file: Path) -> dict[str, _Stored]:
 
     The library checks that each byte after the header belongs to exactly one tensor.
     """
-    try:
-        file.open("rb").close()
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     try:
         with safetensors.safe_open(file, framework="numpy"), file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
@@ -560,12 +544,11 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
     `weights_only` refuses anything but tensors and runs no code; it is safe from PyTorch 2.6 on.
     """
-    if not _has_torch():
-        raise ConfigError(f"{file}: {_TORCH}")
+    version = importlib.metadata.version("torch") if _has_torch() else "0.0"
+    if tuple(map(int, version.split(".")[:2])) < (2, 6):
+        raise ConfigError(f"{file}: PyTorch {version} is installed; {_TORCH}")
     import torch
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
-        raise ConfigError(f"{file}: PyTorch {torch.__version__} is installed; {_TORCH}")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # deliberately broad: zip, pickle and PyTorch raise their own kinds

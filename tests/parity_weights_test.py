@@ -54,5 +54,5 @@ def test_without_pytorch_a_line_names_the_extra(folder, monkeypatch):
     assert "pip install torch" in refused(folder, ConfigError)
     monkeypatch.undo()
     # weights_only was not safe in this version
-    monkeypatch.setattr("torch.__version__", "2.5.1+cpu")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.5.1+cpu")
     assert "PyTorch 2.5.1+cpu is installed" in refused(folder, ConfigError)
