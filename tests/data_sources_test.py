@@ -20,7 +20,7 @@ from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import load_corpus, sources
 from adloco_jax.data.files import find
 from adloco_jax.data.prepared import shard_changes
-from adloco_jax.errors import DataError, ResourceError
+from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.files import write_errors
 
 DATA = data_settings(label_column="").data
@@ -106,6 +106,8 @@ def test_a_path_without_regular_files_is_refused(tmp_path):
         with pytest.raises(DataError, match=message) as error:
             names(tmp_path / path)
         assert str(error.value).startswith(f"data.path={tmp_path / path}")
+    with pytest.raises(ConfigError, match="data.path is empty"):
+        names("")
 
 
 def test_what_changed_between_two_readings_is_named(tmp_path):
