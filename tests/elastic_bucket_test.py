@@ -355,16 +355,17 @@ def test_a_learner_says_for_what_it_waits(monkeypatch, tmp_path, capfd):
         assert one.step() == "nothing" and capfd.readouterr().out == said
 
 
-def test_a_learner_that_has_left_is_not_waited_for(monkeypatch, tmp_path):
+def test_learners_that_have_left_are_not_waited_for(monkeypatch, tmp_path, capfd):
     def fate(n, life, method, arguments):
-        has_left = (n, life, method) == (1, 0, "ping") and len(there.orders) > 2
+        has_left = (life, method) == (0, "ping") and len(there.orders) > 2
         gone = {"leaving": True, "has_left": True}
         return (lambda found: found.model_copy(update=gone)) if has_left else "answer"
 
     there = InBucket(monkeypatch, tmp_path / "bucket", fate)
     run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 20}))
     left = events(tmp_path / "one", "learner", what="left")
-    assert [(e["learner"], e["why"]) for e in left] == [(1, "asked to end")]
+    assert sorted((e["learner"], e["why"]) for e in left) == [(n, "asked to end") for n in (0, 1)]
+    assert "no learner: waiting for one" in capfd.readouterr().out.splitlines()
     assert not events(tmp_path / "one", "learner", what="lost")
 
 

@@ -145,7 +145,7 @@ class ElasticEngine:
         if not self.rounds:
             self._states.adopt(state)
         together, rule = _keep_together(self.settings), self.settings.engine
-        self._tell_s = time.monotonic() + TELL_S
+        self._tell_s = time.monotonic() + TELL_S * (self.fleet.num_present > 0)
         while True:
             if processes.is_asked_to_stop():
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
