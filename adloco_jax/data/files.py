@@ -140,8 +140,8 @@ def find(path: str, *, key: str) -> dict[str, File]:
       part of the glob before the first wildcard.
 
     Raises:
-      ConfigError: If `path` is empty, or an address of a kind that is not supported or not installed, or has
-        a password or signature; if a server refuses access.
+      ConfigError: If `path` is empty, or an address of a kind that is not supported or not
+        installed, or has a password or signature; if a server refuses access.
       DataError: If there is no file, or a link leads nowhere.
       hub.Unreachable: If the server does not answer.
     """
