@@ -245,7 +245,7 @@ def test_a_part_that_takes_too_long_is_stopped_with_what_it_has_started(monkeypa
     monkeypatch.setattr(gpu, "__file__", str(script))
     names = ("rows", "tokenizer", "weights")
     options = argparse.Namespace(out=tmp_path, work=tmp_path, tiny=True, **dict.fromkeys(names))
-    assert gpu.run_part("training", options, 3) == -signal.SIGKILL
+    assert gpu.run_part("training", options, 5) == -signal.SIGKILL
     # A killed process dies when it next runs. Nobody waits for it, so it may stay a zombie.
     child_id, until = int((tmp_path / "pid").read_text()), time.monotonic() + 30
     while is_running(child_id) and time.monotonic() < until:

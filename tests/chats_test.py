@@ -328,7 +328,7 @@ def test_the_loss_of_rows_is_the_mean_over_the_tokens_that_count():
         losses = sequence_losses(model, row_parts=3, sequences_per_chunk=chunk)
         assert_close(jax.jit(losses)(params, batch), expected_B)
     total = sums_B.sum() / given.answers.sum()
-    assert_close(loss_of(model, row_parts=3)(params, batch), total)
+    assert_close(jax.jit(loss_of(model, row_parts=3))(params, batch), total)
     of_examples = jax.jit(jax.vmap(jax.grad(loss_of(model, row_parts=3)), in_axes=(None, 0)))
     assert_close(flat(of_examples(params, batch[:, None]), axes=1), gradients_B)
     mean, norms_B = tapped_grad(model, row_parts=3)(params, batch, jnp.zeros(5))
@@ -338,7 +338,7 @@ def test_the_loss_of_rows_is_the_mean_over_the_tokens_that_count():
     ends = ~given.answers & (np.arange(LENGTH + 1) == LENGTH)
     changed = np.where(ends, (given.tokens + 1) % FAMILY.vocab_size, given.tokens)
     same = jnp.asarray(DocumentRows(changed, given.starts, given.answers)[np.arange(5)])
-    losses = sequence_losses(model, row_parts=3)
+    losses = jax.jit(sequence_losses(model, row_parts=3))
     assert ends.any() and (losses(params, same) == losses(params, batch)).all()
 
 

@@ -109,26 +109,3 @@ def test_the_command_of_each_file_trains(tmp_path, monkeypatch, scheduler):
         }[scheduler]
         subprocess.run(command(words, workdir), check=True, timeout=300, cwd=tmp_path)
     assert (workdir / "report" / "index.html").exists()
-
-
-RAY_SBATCH = ROOT / "scripts" / "ray.sbatch"
-RAY_JOB = yaml.safe_load((ROOT / "scripts" / "ray.yaml").read_text("utf-8"))
-
-
-def test_the_cluster_of_learners_on_kubernetes_has_a_token_and_room_for_all(tmp_path):
-    spec = RAY_JOB["spec"]
-    cluster = spec["rayClusterSpec"]
-    assert (RAY_JOB["apiVersion"], RAY_JOB["kind"]) == ("ray.io/v1", "RayJob")
-    assert cluster["authOptions"] == {"mode": "token"}
-    [group] = cluster["workerGroupSpecs"]
-    assert f"--config.engine.max_learners={group['replicas']}" in spec["entrypoint"]
-    assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    folder = shlex.split(spec["entrypoint"].split("--workdir=")[1])[0]
-    for pod in (cluster["headGroupSpec"], group):
-        [container] = pod["template"]["spec"]["containers"]
-        [mount] = container["volumeMounts"]  # where the run's folder is
-        assert folder.startswith(f"{mount['mountPath']}/")
-        assert mount["name"] in [v["name"] for v in pod["template"]["spec"]["volumes"]]
-    [head] = cluster["headGroupSpec"]["template"]["spec"]["containers"]
-    assert "nvidia.com/gpu" not in head["resources"]["limits"]
-    assert shlex.split(spec["entrypoint"])[:2] == ["env", "JAX_PLATFORMS=cpu"]

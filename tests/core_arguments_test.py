@@ -2,16 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ensembles import ADAMW, TXS, batch_of, ensemble_of
-from flax import nnx
 from toy import bigram_loss, corpus, init_fn, settings_of, spec_of
-from trees import assert_close
 
 from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
 from adloco_jax.engine.inputs import Group, calls_of
@@ -29,65 +26,12 @@ def residual(w, b, batch):
     return jnp.mean(jnp.square(jnp.tanh(batch["x"] @ w + b[None]) - batch["y"]))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("w", "b", "act"), meta_fields=("size",)
-)
-@dataclasses.dataclass
-class Module:
-    """Like an Equinox module: a static field, and None where `eqx.partition` found no array."""
-
-    w: Any
-    b: Any
-    act: Any
-    size: int
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        self.w, self.b = nnx.Param(jnp.asarray(W)), nnx.Param(jnp.asarray(B))
-
-
-NET, STATE = nnx.split(Net())
-
-
-def merged_net(params):
-    net = nnx.merge(NET, params)
-    return net.w[...], net.b[...]
-
-
-KINDS = {
-    "dict": (PARAMS, lambda p: (p["w"], p["b"])),
-    "nnx state": (STATE, merged_net),
-    "partitioned module": (Module(W, B, None, 3), lambda p: (p.w, p.b)),
-}
-
-
 def of_dict(params, batch):
     return residual(params["w"], params["b"], batch)
 
 
 def stats_of(loss_fn, *arguments, **how):
     return jax.jit(functools.partial(gradient_stats, loss_fn, **how))(*arguments)
-
-
-def round_of(kind):
-    params, read = KINDS[kind]
-
-    def loss_fn(params, batch):
-        return residual(*read(params), batch)
-
-    ensemble = ensemble_of([2, 1], params)
-    step = jax.jit(lambda e, batch: outer_step(e, batch, loss_fn, **TXS))
-    after, _ = step(ensemble, batch_of(2, 3, 4))
-    assert jax.tree.structure(after) == jax.tree.structure(ensemble)
-    one = jax.tree.map(lambda leaf: leaf[0], after.params_M)
-    return read(one), stats_of(loss_fn, one, batch_of(5))
-
-
-def test_parameters_may_be_of_any_kind():
-    expected = round_of("dict")
-    for kind in ("nnx state", "partitioned module"):
-        assert_close(round_of(kind), expected, atol=0)
 
 
 # --- Losses with a key, and with auxiliary output

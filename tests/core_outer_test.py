@@ -397,12 +397,9 @@ def test_bfloat16_parameters_keep_every_dtype():
     [
         ([(2, 4, 6)], 1, r"batch: .*\(2, 4, 6\).* R=3"),
         ([(2, 3, 6)], 4, "batch: 6 examples .* num_accum_steps=4"),
-        ([(0, 3, 6)], 1, r"batch: a leaf has shape \(0, 3, 6\).* S >= 1"),
         ([(2, 3, 0)], 1, r"batch: .*\(2, 3, 0\)"),
-        ([()], 1, r"batch: .*\(\)"),
         ([], 1, "batch: expected a pytree"),
         ([(2, 3, 3), (1, 3, 3)], 1, "batch: a leaf has shape"),
-        ([(2, 3, 3), (2, 3, 1)], 1, r"batch: a leaf has shape \(2, 3, 1\)"),
     ],
 )
 def test_wrong_shapes_are_named_while_tracing(shapes, num_accum_steps, words):
@@ -512,20 +509,10 @@ def test_single_workers_may_go_on_without_the_outer_optimizer(precision):
     assert_equal(at(after.outer_state_M, 1), at(start.outer_state_M, 1))
 
 
-KEEPS = "its state has a {}, which holds parameters"
-TO_REFUSE = [
-    ("inner_tx", optax.contrib.schedule_free_sgd(0.1), KEEPS.format("ScheduleFreeState")),
-    ("inner_tx", optax.chain(optax.contrib.sam(SGD, SGD), SGD), KEEPS.format("SAMState")),
-    ("outer_tx", optax.lookahead(SGD, 3, 0.5), KEEPS.format("LookaheadState")),
-]
-
-
-@pytest.mark.parametrize(("name", "tx", "words"), TO_REFUSE, ids=lambda value: str(value)[:12])
-def test_a_transformation_that_a_round_cannot_serve_is_refused(name, tx, words):
-    txs = {"inner_tx": SGD, "outer_tx": PLAIN, name: tx}
-    ensemble = ensemble_of([1], **txs)
-    with pytest.raises(ValueError, match=f"{name}: .*{words}"):
-        jax.eval_shape(lambda e, b: outer_step(e, b, loss_fn, **txs), ensemble, batch_of(1, 1, 2))
+def test_a_transformation_whose_state_holds_parameters_is_refused():
+    txs = {"inner_tx": optax.chain(optax.contrib.sam(SGD, SGD), SGD), "outer_tx": PLAIN}
+    with pytest.raises(ValueError, match="inner_tx: .*a SAMState, which holds parameters"):
+        outer_step(ensemble_of([1], **txs), batch_of(1, 1, 2), loss_fn, **txs)
 
 
 @pytest.mark.parametrize("name", ["inner_tx", "outer_tx"])
@@ -540,11 +527,10 @@ def test_a_key_of_the_old_style_is_refused(unchecked):
         outer_step(ensemble_of([1]), batch_of(1, 1, 2), loss_fn, **TXS, key=jax.random.PRNGKey(0))
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_in_shard_map_a_round_is_refused_and_inner_steps_are_each_devices(check_vma):
+def test_in_shard_map_a_round_is_refused_and_inner_steps_are_each_devices():
     ensemble, batch = ensemble_of([1], **TXS), batch_of(2, 1, 8)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    how = {"mesh": mesh, "in_specs": (P(), P(None, None, "data")), "check_vma": check_vma}
+    how = {"mesh": mesh, "in_specs": (P(), P(None, None, "data"))}
 
     def round_of(ensemble, batch):
         return outer_step(ensemble, batch, loss_fn, **TXS)[0]

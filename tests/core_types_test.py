@@ -194,7 +194,8 @@ def test_what_a_round_returns_has_a_short_repr():
     assert repr(State(ensemble, Control({}, 1, 1, round=3, tokens_total=5000))) == (
         f"State(round 3, 5,000 tokens, {text})"
     )
-    stats = gradient_stats(lambda w, x: jnp.mean(x @ w), jnp.zeros(2), jnp.eye(2).at[1, 0].set(1))
+    measure = jax.jit(lambda w, x: gradient_stats(lambda w, x: jnp.mean(x @ w), w, x))
+    stats = measure(jnp.zeros(2), jnp.eye(2).at[1, 0].set(1))
     short = "GradientStats(num_examples=2, noise=0.5, signal=1)"
     assert repr(stats) == repr(jax.tree.map(np.float64, stats)) == short
     several = jax.tree.map(lambda leaf: leaf[None], stats)

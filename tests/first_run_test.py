@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hubs import ROOT, TOKENIZER, add_bert, add_qwen3, served
+from hubs import ROOT, TOKENIZER, add_qwen3, served
 
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
@@ -92,22 +92,6 @@ def test_a_state_too_large_is_refused_before_weights_and_text_are_downloaded(hub
     assert not (tmp_path / "runs").exists()
     asked = (folder / "log").read_text()[len(before) :]
     assert "safetensors" not in asked and "c4-train" not in asked
-
-
-def test_long_bert_learns_from_the_hub_and_from_files(hub_root, hub, tmp_path, data_dir):
-    add_bert(hub_root, data_dir)
-    environment, _ = hub
-    config = ("--config", ROOT / "configs" / "bert_imdb.py")
-    small = {key: value for key, value in SHORT.items() if "kv_heads" not in key}
-    small |= {"model.vocab_size": "none", "model.max_length": "none", "model.norm_eps": "none"}
-    small |= {"inner.warmup_updates": 0, "batching.initial_batch_size": 1, "eval.num_sequences": 20}
-    words = [f"--config.{key}={value}" for key, value in small.items()]
-    done = adloco(environment, *config, *words, "--workdir=hub", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "accuracy" in done.stdout
-    reviews = f"--config.data.path={data_dir / 'sentiment' / 'movie_reviews.jsonl.gz'}"
-    done = adloco(environment, *config, *words, reviews, "--workdir=files", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_trained_qwen3_continues_on_own_text_as_the_readme_says(hub_root, hub, tmp_path):

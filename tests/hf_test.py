@@ -279,7 +279,7 @@ def test_a_bert_comes_back_bit_for_bit_and_without_its_head(bert):
 # --- Checkpoints that are refused -------------------------------------------------------------
 
 
-GAIN, UP = "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"
+GAIN = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,6 @@ GAIN, UP = "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.
         ("lm_head.weight", None, "missing"),  # the head is not tied
         ("bias", np.ones(3, np.float32), "unexpected"),
         (GAIN, np.ones(13, np.float32), "have (13,), want (12,)"),
-        (UP, np.ones((12, 10), np.float32), "have (12, 10), want (10, 12)"),
         (GAIN, np.ones(12, np.int8), "have I8, want a float type"),
         (GAIN, np.float32([1] * 11 + [np.nan]), "not all of its numbers are finite"),
         (GAIN.replace("weight", "gamma"), np.ones(12, np.float32), "stored twice"),
@@ -305,19 +304,12 @@ def test_a_bad_tensor_is_named(folder, name, array, fault):
     "changes, expected",
     [
         (dict(model_type="gemma"), "model_type: have 'gemma', need 'llama' or 'mistral' or"),
-        (dict(rope_parameters="x"), "rope_parameters: have x"),
         (dict(rope_parameters={"full_attention": {}}), "have {'full_attention': {}}, need one obj"),
         (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor: have 0.5"),
-        (dict(head_dim=False), "head_dim: have False, need a positive int"),
         (dict(quantization_config={"bits": 4}), "quantization_config: have {'bits': 4}, need None"),
-        (dict(is_causal=False), "is_causal: have False, need True"),
         (dict(pad_token_id=11), "pad_token_id: have 11, need null or an id below 11"),
         (dict(head_dim=5), "head_size=5: rotary embeddings need an even head size"),
         (dict(num_hidden_layers=10**9), "1000000000 layers, have 30 tensors"),
-        (
-            dict(num_attention_heads=5, head_dim=...),
-            "num_heads=5, width=12: the heads must divide the width",
-        ),
     ],
 )
 def test_another_architecture_is_refused(folder, changes, expected):
@@ -355,8 +347,6 @@ def test_all_faults_of_a_config_are_named_at_once(folder):
 
 DAMAGES = {
     "truncated": lambda content: content[:-5],
-    "appended": lambda content: content + b"\0" * 8,
-    "empty": lambda content: b"",
     "header of 2^60": lambda content: (2**60).to_bytes(8, "little") + content[8:],
     "no json": lambda content: content[:8] + b"x" * len(content[8:]),
     "another shape": lambda content: content.replace(b"[12]", b"[99]", 1),

@@ -45,21 +45,11 @@ def train(folder, *, limits=(), environment=None, stdout=subprocess.PIPE, progra
 
 
 CONTINUES = {
-    "64 open files": dict(limits=[(resource.RLIMIT_NOFILE, 64)]),
     "no home": dict(
         environment={"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE},
         programs=False,
     ),
-    "no temporary folder": dict(environment={"TMPDIR": NOWHERE}),
     "plain locale": dict(environment={"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0"}),
-    "no network": dict(environment={"HF_HUB_OFFLINE": "1", "https_proxy": "http://127.0.0.1:9"}),
-}
-
-
-STOPS = {
-    "12 open files": [(resource.RLIMIT_NOFILE, 12)],
-    # Too small for a single array, whatever the packing.
-    "files of 16 KiB": [(resource.RLIMIT_FSIZE, 2**14)],
 }
 
 
@@ -75,10 +65,8 @@ def test_a_run_works_without_what_it_does_not_need(tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", STOPS.values(), ids=STOPS)
-def test_a_run_out_of_resources_exits_with_one_line(tmp_path, limits):
-    # No program cache: the limit could leave cut files in it that other tests would read.
-    done = train(tmp_path, limits=limits, environment={"JAX_ENABLE_COMPILATION_CACHE": "false"})
+def test_a_run_out_of_open_files_exits_with_one_line(tmp_path):
+    done = train(tmp_path, limits=[(resource.RLIMIT_NOFILE, 12)])
     assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, done.stderr
 
 

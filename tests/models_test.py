@@ -207,14 +207,12 @@ def test_products_of_bfloat16_hardly_add_to_the_gradients_error(name, monkeypatc
     ("name", "change", "message"),
     [
         ("llama", {"num_heads": 3}, "num_heads=3, width=16: the heads must divide the width"),
-        ("llama", {"num_heads": 0}, "num_heads=0: must be at least 1"),
         ("llama", {"num_kv_heads": 3}, "num_kv_heads=3, num_heads=4: the key/value heads must"),
         ("llama", {"width": 12}, "num_heads=4, width=12: rotary embeddings need an even head"),
         ("llama", {"dtype": "float16"}, "dtype='float16': must be one of float32, bfloat16"),
         ("llama", {"attention": "flash"}, "attention='flash' must be one of xla, cudnn"),
         ("llama", {"max_length": 8}, "9 tokens per sequence, max_length is 8"),
         ("bert", {"num_classes": 1}, "num_classes=1: must be at least 2"),
-        ("bert", {"max_length": 8}, "9 tokens per sequence, max_length is 8"),
     ],
 )
 def test_faulty_sizes_raise_while_tracing(name, change, message):

@@ -1,14 +1,15 @@
 """The card of an export, its shards, and its way to the Hugging Face hub."""
 
+import fnmatch
 import json
 import re
 import shutil
+import types
 import xml.etree.ElementTree as xml
 
 import huggingface_hub
 import pytest
-from hubs import receiving
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from ledgers import round_line, start_line
 from toy import tiny_config
 from trees import assert_equal
@@ -20,11 +21,7 @@ from adloco_jax.study import card
 from adloco_jax.study.benchmarks import Score
 from adloco_jax.training import train
 
-pytestmark = [
-    pytest.mark.usefixtures("one_device"),
-    # By huggingface_hub, whose upload without Xet calls httpx in an old way.
-    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +30,39 @@ def trained(tmp_path_factory):
     return train(config, tmp_path_factory.mktemp("trained") / "demo", command="adloco train x")
 
 
+class Hub:
+    """Stands in for `huggingface_hub.HfApi`: repositories are folders, and calls may fail."""
+
+    endpoint = "https://hub"
+
+    def __init__(self, root, fault=None):
+        self.root, self.fault = root, fault
+
+    def create_repo(self, name, *, private, exist_ok):
+        if self.fault:
+            raise self.fault
+        folder = self.root / name
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "private").touch() if private else None
+
+    def model_info(self, name, **_):
+        return types.SimpleNamespace(private=(self.root / name / "private").exists())
+
+    def upload_folder(self, *, repo_id, folder_path, delete_patterns, **_):
+        for file in (self.root / repo_id).iterdir():
+            if any(fnmatch.fnmatch(file.name, pattern) for pattern in delete_patterns):
+                file.unlink()
+        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub that accepts uploads, and the folder with its repositories."""
-    root = tmp_path / "hub"
-    root.mkdir()
-    for name, value in {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("HF_TOKEN", "writer")
-    huggingface_hub.close_session()  # of another test, which may be offline
-    with receiving(root) as address:
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        yield root
-    huggingface_hub.close_session()
+    """A hub that accepts uploads."""
+    made = Hub(tmp_path / "hub")
+    made.root.mkdir()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: made)
+    return made
 
 
 def export(run, *words):
@@ -139,42 +156,44 @@ def test_the_runs_export_is_pushed_with_the_users_changes(trained, tmp_path, hub
     (run / "benchmarks_1.json").write_text(json.dumps(scores))
     assert export(run, "--push=me/model") == 0
     assert "/me/model\n" in capsys.readouterr().out
-    assert files(hub / "me" / "model") == files(run / "export")
+    assert files(hub.root / "me" / "model") == files(run / "export")
     assert b"license: mit" in files(run / "export")["README.md"]
     assert b"type: arc" in files(run / "export")["README.md"]
     assert export(run, "--push=me/model", "--dtype=bfloat16", "--shard-size=10KB") == 0
-    assert files(hub / "me" / "model") == files(run / "export")
+    assert files(hub.root / "me" / "model") == files(run / "export")
     assert not re.search(b"license: mit|type: arc", files(run / "export")["README.md"])
     assert hf.load(run / "export").stored_as == ("bfloat16",)
 
 
 def test_a_private_repository_is_private_or_nothing_is_pushed(trained, hub, capsys):
     assert export(trained.workdir, "--push=me/secret", "--private") == 0
-    assert (hub / "me" / "secret" / "private").exists()
-    (hub / "me" / "open").mkdir()
+    assert (hub.root / "me" / "secret" / "private").exists()
+    (hub.root / "me" / "open").mkdir()
     capsys.readouterr()
     assert export(trained.workdir, "--push=me/open", "--private") == 2
     assert "me/open: exists and is public" in capsys.readouterr().err
-    assert files(hub / "me" / "open") == {}
+    assert files(hub.root / "me" / "open") == {}
+
+
+class HTTPError(Exception):
+    response = types.SimpleNamespace(status_code=401)
 
 
 @pytest.mark.parametrize(
-    "words, code, fault",
+    "words, code, raised, fault",
     [
-        (["--push=me/model"], 2, "no access"),
-        (["--push=me/model"], 5, "does not answer"),
-        (["--push=model"], 2, "model: expected for instance OWNER/NAME"),
-        (["--private"], 2, "--private: needs --push OWNER/NAME"),
-        (["--shard-size=5"], 2, "5: expected for instance 500MB"),
+        (["--push=me/model"], 2, HTTPError(), "no access"),
+        (["--push=me/model"], 5, ConnectionError(), "does not answer"),
+        (["--push=model"], 2, None, "model: expected for instance OWNER/NAME"),
+        (["--private"], 2, None, "--private: needs --push OWNER/NAME"),
+        (["--shard-size=5"], 2, None, "5: expected for instance 500MB"),
     ],
 )
 def test_what_cannot_be_pushed_is_one_line(
-    words, code, fault, trained, tmp_path, hub, monkeypatch, capsys
+    words, code, raised, fault, trained, tmp_path, hub, capsys
 ):
-    monkeypatch.setenv("HF_TOKEN", "reader")
-    if code == 5:
-        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub.fault = raised
     assert export(trained.workdir, *words, "--out", tmp_path / "out") == code
     line = capsys.readouterr().err
     assert fault in line and line.count("\n") == 1
-    assert not (tmp_path / "out").exists() and not any(hub.iterdir())
+    assert not (tmp_path / "out").exists() and not any(hub.root.iterdir())

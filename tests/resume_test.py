@@ -1,6 +1,5 @@
 """A resumed run ends bit for bit like the uninterrupted one, from any round."""
 
-import collections
 import dataclasses
 import json
 import shutil
@@ -14,9 +13,8 @@ import pytest
 from toy import corpus, settings_of
 from toy_runs import GROWING, Signalling, assert_same_end, events, lines, run, stop_at
 
-from adloco_jax import crashpoints
 from adloco_jax import main as cli
-from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
+from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run import checkpoint
 from adloco_jax.run.folder import check_config, exclusive, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, change
@@ -278,14 +276,3 @@ def test_a_round_that_fails_is_run_once_more(tmp_path, whole):
 def test_a_round_that_fails_twice_ends_the_run(tmp_path):
     with pytest.raises(OSError, match="Input/output error"):
         run(tmp_path / "r", corpus=Failing(at_read=14, times=100))
-
-
-def test_a_save_that_fails_stops_the_run(tmp_path, monkeypatch, whole):
-    settings = settings_of(**GROWING, checkpoint={"every_rounds": 2})
-    monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
-    monkeypatch.setenv("ADLOCO_FAIL_AT", "save.manifest:2:ENOSPC")
-    with pytest.raises(ResourceError, match="No space left on device"):
-        run(tmp_path / "r", settings)
-    assert checkpoint.list_rounds(tmp_path / "r" / "checkpoints") == [2]
-    monkeypatch.delenv("ADLOCO_FAIL_AT")
-    assert_same_end(run(tmp_path / "r", settings), whole)
