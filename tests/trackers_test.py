@@ -203,36 +203,3 @@ def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
     assert 50e6 < host[0] <= host[-1] < ram
     assert lines[0]["device_peak_bytes"] == [None]  # a CPU reports no peak
     assert all(e["needed_bytes"] > 0 for e in events(plain.workdir, "compile"))
-
-
-def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plain):
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import masked_crc32c
-
-    assert feed(tmp_path, events(plain.workdir), tensorboard=True) == []
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    content, losses = path.read_bytes(), {}
-    while content:  # a record: length, checksum, data, checksum
-        length = int.from_bytes(content[:8], "little")
-        data, content = content[12 : 12 + length], content[16 + length :]
-        event = Event.FromString(data)
-        assert masked_crc32c(data)
-        for value in event.summary.value:
-            if value.tag == "loss/consensus":
-                losses[event.step] = value.simple_value
-    assert losses == pytest.approx(dict(consensus_losses(plain)))
-
-
-def test_the_real_wandb_and_trackio_take_the_ledger_offline(tmp_path, monkeypatch, plain):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
-    sqlite = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    lines = events(plain.workdir)
-    for _ in range(2):  # the second time is a run that is resumed
-        assert feed(tmp_path, lines, wandb=True, trackio=True) == []
-    (name,) = sqlite.get_runs("adloco-jax")
-    logs = sqlite.get_logs("adloco-jax", name)
-    losses = [(e["step"], e["loss/consensus"]) for e in logs if "loss/consensus" in e]
-    assert losses == consensus_losses(plain)
