@@ -206,6 +206,7 @@ def assert_alike(lines, expected):
 
 TEN = ("--config.num_rounds=10", "--config.ensemble.num_workers=4")
 TEN += ("--config.merge.every_rounds=7", "--config.checkpoint.every_rounds=100")
+TEN += ("--config.outer.average=0.5",)
 FRAGMENTS = ("--config.outer.fragments=2", "--config.outer.delay_updates=1")
 FRAGMENTS += ("--config.outer.mixing=0.5", "--config.inner.steps_per_round=4")
 
