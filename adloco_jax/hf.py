@@ -164,8 +164,8 @@ def load(
 ) -> Loaded:
     """Read a model and its weights from a checkpoint in Hugging Face layout.
 
-    The model may be a Llama, Mistral, Qwen2 or Qwen3, a BERT for classification, or an added
-    architecture with a weight map (`models.weight_maps`).
+    The model may be of any family in `models.weight_maps`, or an added architecture with a weight
+    map.
 
     Args:
       path_or_name: A folder, its address (`data.files`), or a repository on the hub, with

@@ -33,7 +33,7 @@ WIDTH = LENGTH + 1
 BEGIN = ([9], [], [0, LENGTH], [3, 4, 20, 33])
 MODELS = {
     "family": FAMILY.clone(max_length=LENGTH),
-    "window": Llama(**LLAMA | {"max_length": 2 * LENGTH, "window": LENGTH}),
+    "window": Llama(**LLAMA | {"max_length": 2 * LENGTH, "window": 7}),
 }
 DOCUMENT = {"attention": "document"}
 

@@ -179,19 +179,6 @@ def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_pa
         train(config, tmp_path / "another")
 
 
-def test_rows_longer_than_a_sliding_window_are_refused(tmp_path):
-    config = tiny(init_from=str(tmp_path / "far"))
-    config.data.tokenizer = "bytes"
-    network = build_network(validate(tiny())).clone(window=config.data.sequence_length - 1)
-    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), param_shapes(network))
-    hf.save(params, tmp_path / "far", network=network)
-    with pytest.raises(
-        ConfigError, match="has sliding_window = 15; set --config.data.sequence_len"
-    ):
-        train(config, tmp_path / "r")
-    assert not (tmp_path / "r").exists()
-
-
 def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):
     folder = shutil.copytree(trained.workdir / "export", tmp_path / "headless")
     tensors = load_file(folder / "model.safetensors")

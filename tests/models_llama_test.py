@@ -19,7 +19,7 @@ from nets import (
 from trees import assert_close
 
 from adloco_jax.models import Llama, next_token_loss, sequence_losses
-from adloco_jax.models.llama import RopeScaling, generate
+from adloco_jax.models.llama import LayerKind, RopeScaling, generate
 
 MODEL = Llama(**LLAMA)
 
@@ -32,11 +32,13 @@ def oracle_logits(model, params, tokens):
     def norm(x, gain):
         return x / np.sqrt(np.mean(x**2) + model.norm_eps) * gain
 
-    def frequency(i, size):
-        frequency = 1 / model.rope_theta ** (2 * i / size)
-        if model.rope_scaling is None:
+    def frequency(i, size, kind):
+        if kind.rope_theta is None:
+            return 0
+        frequency = 1 / kind.rope_theta ** (2 * i / size)
+        if kind.rope_scaling is None:
             return frequency
-        factor, low, high, original_length = model.rope_scaling
+        factor, low, high, original_length = kind.rope_scaling
         turns = original_length * frequency / (2 * np.pi)
         if turns < low:
             return frequency / factor
@@ -46,11 +48,11 @@ def oracle_logits(model, params, tokens):
     def product(x, module):
         return x @ module["kernel"] + module.get("bias", 0)
 
-    def rotate(x, position):
+    def rotate(x, position, kind):
         half = len(x) // 2
         y = np.empty_like(x)
         for i in range(half):
-            angle = position * frequency(i, len(x))
+            angle = position * frequency(i, len(x), kind)
             y[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
             y[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
         return y
@@ -58,7 +60,7 @@ def oracle_logits(model, params, tokens):
     xs = [params["embed"]["embedding"][token] for token in tokens]
     size = model.head_size or len(xs[0]) // num_heads
     for n in range(len(params["layers"]["mlp_norm"]["scale"])):
-        layer = jax.tree.map(lambda w, n=n: w[n], params["layers"])
+        layer, kind = jax.tree.map(lambda w, n=n: w[n], params["layers"]), model.kinds[n]
         attention, mlp = layer["attention"], layer["mlp"]
         normed = [norm(x, layer["attention_norm"]["scale"]) for x in xs]
         heads = [[] for _ in xs]
@@ -70,13 +72,14 @@ def oracle_logits(model, params, tokens):
                 y = product(x, attention[name])[part]  # noqa: B023
                 return norm(y, attention[f"{name}_norm"]["scale"]) if model.qk_norm else y  # noqa: B023
 
-            keys = [rotate(head("key", x, of_key), t) for t, x in enumerate(normed)]
+            keys = [rotate(head("key", x, of_key), t, kind) for t, x in enumerate(normed)]
             values = [product(x, attention["value"])[of_key] for x in normed]
             for t, x in enumerate(normed):
-                query = rotate(head("query", x, of_query), t)
-                weights = np.exp([query @ keys[s] / np.sqrt(size) for s in range(t + 1)])
+                query = rotate(head("query", x, of_query), t, kind)
+                seen = range(t + 1)[-(kind.window or 0) :]
+                weights = np.exp([query @ keys[s] / np.sqrt(size) for s in seen])
                 weights /= weights.sum()
-                heads[t].append(sum(weights[s] * values[s] for s in range(t + 1)))
+                heads[t].append(weights @ [values[s] for s in seen])
         for t in range(len(xs)):
             x = xs[t] + product(np.concatenate(heads[t]), attention["out"])
             normed_x = norm(x, layer["mlp_norm"]["scale"])
@@ -100,6 +103,8 @@ def oracle_logits(model, params, tokens):
             | dict.fromkeys(["mlp_bias", "qk_norm", "qkv_bias", "out_bias", "tied"], True),
             9,
         ),
+        ({"window": 5}, 33),
+        ({"layer_kinds": (LayerKind(50.0, RopeScaling(3.0), 4), LayerKind(None))}, 9),
     ],
 )
 def test_logits_agree_with_a_slow_float64_forward_pass(change, length):

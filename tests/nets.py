@@ -10,7 +10,7 @@ from adloco_jax.core import gradstats
 from adloco_jax.core.types import trainable
 from adloco_jax.models import Bert, Llama, classification_loss, next_token_loss
 from adloco_jax.models.layers import param_shapes
-from adloco_jax.models.llama import RopeScaling
+from adloco_jax.models.llama import LayerKind, RopeScaling
 
 SIZES = dict(vocab_size=13, width=16, num_layers=2, num_heads=4, mlp_width=20, max_length=16)
 LLAMA, BERT = SIZES | {"num_kv_heads": 2}, SIZES | {"num_classes": 3}
@@ -18,10 +18,14 @@ NETWORKS = {"llama": Llama(**LLAMA), "bert": Bert(**BERT)}
 # A Llama with all features that checkpoints of its family may have.
 FAMILY = Llama(
     **LLAMA,
-    rope_scaling=RopeScaling(4.0, 1.0, 4.0, 8),
+    layer_kinds=(LayerKind(1e4, RopeScaling(4.0, 1.0, 4.0, 8), window=4), LayerKind(None)),
     head_size=6,
     pad_id=3,
+    norm_offset=0.5,
+    query_size=24.0,
+    activation="gelu_tanh",
     **dict.fromkeys(["qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied"], True),
+    **dict.fromkeys(["out_norms", "scales_embedding"], True),
 )
 TAPPED = NETWORKS | {"family": FAMILY}
 BATCH, LENGTH = 7, 9

@@ -8,6 +8,7 @@ import pytest
 from adloco_jax import hf
 from adloco_jax.models import Llama
 from adloco_jax.models.layers import Adapter
+from adloco_jax.models.llama import LayerKind
 from adloco_jax.run.assemble import split_adapter
 
 torch = pytest.importorskip("torch")
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.filterwarnings(  # PEFT asks transformers 5.23 by its o
 )
 SIZES = dict(vocab_size=31, width=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=24)
 PLAIN = Llama(**SIZES, max_length=32, qkv_bias=True)
+GEMMA = Llama(
+    **SIZES,
+    **dict(max_length=32, norm_offset=1.0, query_size=4.0, activation="gelu_tanh"),
+    **dict.fromkeys(["qk_norm", "out_norms", "scales_embedding", "tied"], True),
+    layer_kinds=(LayerKind(50.0, window=4), LayerKind(1e4)),
+)
 TOKENS = np.random.default_rng(0).integers(0, 31, (2, 9))
 
 
@@ -32,14 +39,14 @@ def of_torch(model):
         return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
 
-@pytest.mark.parametrize("layers", ["attention", "all"])
-def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, layers):
-    network = PLAIN.clone(adapter=Adapter(3, 5.0, layers))
+@pytest.mark.parametrize(("plain", "layers"), [(PLAIN, "attention"), (GEMMA, "all")])
+def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, plain, layers):
+    network = plain.clone(adapter=Adapter(3, 5.0, layers))
     shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), shapes["params"])
     adapter, base = split_adapter(params)
-    hf.save(base, tmp_path / "base", network=PLAIN)
+    hf.save(base, tmp_path / "base", network=plain)
     hf.save_adapter(adapter, tmp_path / "ours", None, network=network, base=str(tmp_path / "base"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.PeftModel.from_pretrained(model, str(tmp_path / "ours"))

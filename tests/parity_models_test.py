@@ -17,12 +17,17 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
+    CwmConfig,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from adloco_jax import hf  # noqa: E402
@@ -40,6 +45,9 @@ LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=3.0)
 BIASES = dict(attention_bias=True, mlp_bias=True)
 TIED = dict(tie_word_embeddings=True)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = dict(layer_types=MIXED, sliding_window=7, pad_token_id=5)
+PLAIN = dict(rope_type="default", rope_theta=1e3)
 # By name: the class of transformers, and what differs from its defaults.
 DECODERS = {
     "one head each": (
@@ -56,9 +64,30 @@ DECODERS = {
     ),
     "llama3": (LlamaConfig, HEADS | TIED | dict(rope_parameters=LLAMA3, head_dim=8)),
     "linear": (LlamaConfig, HEADS | BIASES | dict(rope_parameters=LINEAR)),
-    "mistral": (MistralConfig, HEADS | dict(head_dim=10, sliding_window=61)),
+    "mistral": (MistralConfig, HEADS | dict(head_dim=10, sliding_window=7)),
+    "ministral": (MinistralConfig, HEADS | dict(head_dim=6, layer_types=MIXED, sliding_window=7)),
     "qwen2": (Qwen2Config, HEADS | TIED | dict(rope_theta=1e6)),
     "qwen3": (Qwen3Config, HEADS | TIED | dict(head_dim=16)),
+    "qwen3 with windows": (
+        Qwen3Config,
+        HEADS | dict(head_dim=8, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    ),
+    "smollm3": (SmolLM3Config, HEADS | dict(no_rope_layers=[1, 0, 1], pad_token_id=5)),
+    "smollm3 with windows": (
+        SmolLM3Config,
+        HEADS
+        | dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=7)
+        | dict(mlp_bias=True, pad_token_id=5),
+    ),
+    "seed_oss": (SeedOssConfig, HEADS | dict(head_dim=8, mlp_bias=True, pad_token_id=None)),
+    "gemma3": (Gemma3TextConfig, HEADS | dict(head_dim=8, query_pre_attn_scalar=24) | GEMMA),
+    "gemma3 with scaling": (
+        Gemma3TextConfig,
+        HEADS
+        | dict(head_dim=10, sliding_window=3, attention_bias=True, layer_types=MIXED)
+        | dict(rope_parameters={"full_attention": LINEAR, "sliding_attention": PLAIN}),
+    ),
+    "cwm": (CwmConfig, HEADS | dict(head_dim=8, sliding_window=7, rope_parameters=LLAMA3)),
     "qwen3 with biases": (
         Qwen3Config,
         HEADS | dict(head_dim=6, attention_bias=True, pad_token_id=3),
@@ -164,6 +193,8 @@ FIELDS = {
     "quantization_config": [{"quant_method": "bitsandbytes", "load_in_4bit": True}],
     "layer_types": [["sliding_attention"]],
     "max_window_layers": [0],
+    "no_rope_layers": [[0]],
+    "no_rope_layer_interval": [1],
     "num_labels": [3],
     "original_max_position_embeddings": [4],
     "partial_rotary_factor": [0.5],
@@ -178,11 +209,16 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["grouped heads", "mistral", "qwen2", "qwen3", "three classes"])
+@pytest.mark.parametrize(
+    "name",
+    ["grouped heads", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss", "cwm"]
+    + ["gemma3", "three classes"],
+)
 def test_no_field_of_a_config_changes_the_model_unread(tmp_path, name):
     """Each is varied: the model is then that of transformers, or one of the two refuses it."""
     kind, sizes = DECODERS[name] if name in DECODERS else (BertConfig, BERTS[name])
-    theirs = drawn(kind(**SIZES | sizes | {"num_hidden_layers": 1}))
+    types = {key: sizes[key][:1] for key in ("layer_types",) if key in sizes}
+    theirs = drawn(kind(**SIZES | sizes | types | {"num_hidden_layers": 1}))
     theirs.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     values = theirs.config.to_dict() | FIELDS
@@ -191,15 +227,16 @@ def test_no_field_of_a_config_changes_the_model_unread(tmp_path, name):
     labels = [{"0": "a", "1": "b", "2": "c"}]
     others = {key: FIELDS.get(key) or OTHERS.get(type(x), labels) for key, x in values.items()}
     cases = [(key, other) for key in others for other in others[key]]
+    cases += [(key, ...) for key in content.keys() - {"model_type"}]  # without this key
     for key, other in cases:
-        (tmp_path / "config.json").write_text(json.dumps(content | {key: other}))
+        changed = {k: v for k, v in (content | {key: other}).items() if v is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
         try:
             loaded = hf.load(tmp_path)
         except DataError:
             refused.add(key)
             continue
-        window = getattr(loaded.network, "window", None) or 20
-        rows = make_rows(loaded.network, length=min(20, window, loaded.network.max_length) - 1)
+        rows = make_rows(loaded.network, length=min(20, loaded.network.max_length) - 1)
         try:
             model, info = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
             theirs_of(model.float(), rows)
@@ -209,20 +246,29 @@ def test_no_field_of_a_config_changes_the_model_unread(tmp_path, name):
         assert_same_logits(loaded.network, loaded.params, model, rows)
         compared.add(key)
     assert compared > {"initializer_range", "pad_token_id", "use_cache"}
-    assert refused > {"hidden_act", "quantization_config"}
+    activation = "hidden_activation" if name == "gemma3" else "hidden_act"
+    assert refused > {activation, "quantization_config"}
     assert ("is_causal" in refused) == (kind is not BertConfig)
 
 
 def old_spelling(config: dict) -> dict:
     """The content of config.json as transformers 4 wrote it."""
     rope = dict(config["rope_parameters"])
+    more = (
+        {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]}
+        if "sliding_attention" in rope
+        else {}
+    )
+    rope = rope.get("full_attention", rope)
     old = {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
     old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    return {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | old
+    return {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | old | more
 
 
 @pytest.mark.parametrize("spelling", [dict, old_spelling])
-@pytest.mark.parametrize("name", ["llama3", "linear", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "linear", "mistral", "qwen2", "qwen3", "smollm3", "gemma3"]
+)
 def test_a_trained_model_is_loaded_by_transformers(tmp_path, name, spelling):
     """The checkpoint is sharded and in bfloat16 if its keys are the old ones."""
     kind, sizes = DECODERS[name]

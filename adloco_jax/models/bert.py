@@ -166,7 +166,8 @@ class Bert(nn.Module):
         x_BLD = self.token_type(x_BLD, 0, tap_B)
         x_BLD = self.position(x_BLD, slice(length), tap_B)
         x_BLD = self.embed_norm(x_BLD, tap_B)
-        x_BLD = run_layers(self.layers, self.layer, x_BLD, real_BL, tap_B, form=self.layer_form)
+        shared = (real_BL, tap_B)
+        x_BLD = run_layers(self.layers, self.layer, x_BLD, shared, form=self.layer_form)
         pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
         return self.classifier(pooled_B1D, tap_B)[:, 0]
 

@@ -5,7 +5,8 @@ The comment above a kernel has the measurement behind its form, dated as in docs
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -41,7 +42,7 @@ def attend(
     q_BHLK: Float[Array, "B H L K"],
     k_BGLK: Float[Array, "B G L K"],
     v_BGLK: Float[Array, "B G L K"],
-    starts_BL: Int[Array, "B L"] | None = None,
+    starts_BL: Int[Array, "#B L"] | None = None,
 ) -> Float[Array, "B L D"]:
     """Compute causal grouped-query attention: softmax(q k^T, masked) v, with heads concatenated.
 
@@ -51,7 +52,8 @@ def attend(
       q_BHLK: Queries, already scaled. H/G consecutive query heads share a key and value head.
       k_BGLK: Keys.
       v_BGLK: Values.
-      starts_BL: The first position to which each position attends. None: position 0.
+      starts_BL: The first position to which each position attends, [1, L] if rows are alike. None:
+        position 0.
     """
     B, H, L, K = q_BHLK.shape
     G = k_BGLK.shape[1]
@@ -213,17 +215,19 @@ def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return silu * up, dgate * gate_rate + dup * silu
 
 
-def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
+def stacked(
+    block: Callable[..., nn.Module], num_layers: int, in_axes: Any = nn.broadcast
+) -> Callable[..., nn.Module]:
     """Make a module class that applies `num_layers` layers of the class `block` in a scan.
 
     Parameters have a leading axis N. A layer takes the activations and arguments that all layers
-    share, and returns the new activations and None.
+    share (an axis in `in_axes` has the layers' own), and returns the new activations and None.
     """
     return nn.scan(
         block,
         variable_axes={"params": 0, BASE: 0},
         split_rngs={"params": True},
-        in_axes=nn.broadcast,
+        in_axes=in_axes,
         length=num_layers,
     )
 
@@ -237,37 +241,47 @@ def run_layers(
     layers: nn.Module,
     layer: nn.Module,
     x_BLD: Float[Array, "B L D"],
-    *shared: Array | None,
+    *kinds: tuple[Array | None, ...],
+    order: Sequence[int] = (),
     form: str,
 ) -> Float[Array, "B L D"]:
-    """Apply a stack of layers: `layers(x_BLD, *shared)[0]`.
+    """Apply a stack of layers: `layers(x_BLD, *shared)[0]` if `shared` are the only arguments.
 
     Args:
       layers: Module of a class from `stacked`, bound to the parameters. A leaf may be a tuple of
         the layers' arrays instead of their stack, except with "scan".
       layer: Module of a single layer with the same attributes, not bound to parameters.
       x_BLD: Activations, the input of the first layer.
-      *shared: Further arguments, the same for every layer.
+      *kinds: Further arguments, for each kind of layers. If there are several kinds, a layer that
+        is scanned is given all kinds' arguments, stacked, and its own kind as the last argument.
+      order: The layers' kinds, if there are several.
       form: What the compiled program does: "scan" over the layers, "call" each layer as a function,
         which is fastest on a CPU, or "inline" every layer, which gives a GPU the fewest kernels.
     """
     if form == "scan" or layers.is_initializing():
-        return layers(x_BLD, *shared)[0]
+        if len(kinds) == 1:
+            return layers(x_BLD, *kinds[0])[0]
+        stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kinds)
+        return layers(x_BLD, *stacks, jnp.asarray(order))[0]
 
-    def apply(variables: PyTree, x_BLD: Array) -> Array:
-        return layer.apply(variables, x_BLD, *shared)[0]
+    def of_kind(shared: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Array]:
+        def apply(variables: PyTree, x_BLD: Array) -> Array:
+            return layer.apply(variables, x_BLD, *shared)[0]
 
-    if form == "call":
-        space = jax.memory.Space.Device
-        apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
+        if form == "call":
+            space = jax.memory.Space.Device
+            apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
+        return apply
+
+    apply = [of_kind(shared) for shared in kinds]
     leaves_N, structure = jax.tree.flatten(layers.variables, is_leaf=_is_split)
     # Split all layers at once, so that the gradients are concatenated in one step too.
     parts = [
         leaf_N if _is_split(leaf_N) else [part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))]
         for leaf_N in leaves_N
     ]
-    for leaves in zip(*parts, strict=True):
-        x_BLD = apply(structure.unflatten(leaves), x_BLD)
+    for number, leaves in enumerate(zip(*parts, strict=True)):
+        x_BLD = apply[order[number] if order else 0](structure.unflatten(leaves), x_BLD)
     return x_BLD
 
 

@@ -367,15 +367,22 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """A layer that divides each vector by its root mean square, then multiplies it by a gain."""
+    """A layer that divides each vector by its root mean square, then multiplies it by a gain.
+
+    The gain is the parameter plus `offset`.
+    """
 
     eps: float
     dtype: DTypeLike
+    offset: float = 0.0
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalise in float32, apply `apply_gain` and cast to `dtype`."""
-        gain_D, tap_B = _weight(self, "scale", nn.initializers.ones, x_BLD.shape[-1:], tap_B)
+        init = nn.initializers.constant(1 - self.offset)
+        gain_D, tap_B = _weight(self, "scale", init, x_BLD.shape[-1:], tap_B)
+        if self.offset:
+            gain_D = gain_D.astype(jnp.float32) + self.offset
         x_BLD = x_BLD.astype(jnp.float32)
         mean_square_BL1 = jnp.mean(jnp.square(x_BLD), axis=-1, keepdims=True)
         normed_BLD = x_BLD * lax.rsqrt(mean_square_BL1 + self.eps)

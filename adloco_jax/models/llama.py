@@ -1,6 +1,7 @@
 """The Llama family on a plain parameter tree, its next-token loss, and text generation.
 
-Arithmetic is that of Hugging Face's Llama, Mistral, Qwen2 and Qwen3; matrices are transposed.
+Arithmetic is that of Hugging Face's families of this form (`models.weight_maps`); matrices are
+transposed.
 """
 
 import functools
@@ -77,10 +78,24 @@ class RopeScaling(NamedTuple):
     original_length: int = 0
 
 
+class LayerKind(NamedTuple):
+    """What a layer knows of positions.
+
+    `rope_theta` is the base of its rotary wavelengths; None: queries and keys are not rotated.
+    `window` is the number of positions to which a position attends, its own included; None: all.
+    """
+
+    rope_theta: float | None
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+
+
 def rotary_frequencies(
-    head_size: int, theta: float, scaling: RopeScaling | None = None
+    head_size: int, theta: float | None, scaling: RopeScaling | None = None
 ) -> np.ndarray:
     """Return the angle, in radians, by which each pair of a head's features turns per position."""
+    if theta is None:
+        return np.zeros(head_size // 2)
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     if scaling is None:
         return frequencies
@@ -116,6 +131,10 @@ class _Sizes(NamedTuple):
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    out_norms: bool
+    norm_offset: float
+    query_size: float | None
+    activation: str
     dtype: DTypeLike
     attention: str
     adapter: Adapter | None
@@ -124,6 +143,10 @@ class _Sizes(NamedTuple):
         """Return what makes the linear layers of a part of a block, "attention" or "mlp"."""
         adapter = None if self.adapter is None else self.adapter.of(part)
         return functools.partial(Linear, dtype=self.dtype, adapter=adapter)
+
+    def norm(self, name: str) -> RMSNorm:
+        """Return the norm of this name."""
+        return RMSNorm(self.norm_eps, self.dtype, self.norm_offset, name=name)
 
 
 class _Attention(nn.Module):
@@ -142,7 +165,7 @@ class _Attention(nn.Module):
             project = linear(num_heads * K, use_bias=sizes.qkv_bias, name=name)
             y = project(x_BLD, tap_B)
             if norm:
-                gain = RMSNorm(sizes.norm_eps, sizes.dtype, name=f"{name}_norm")
+                gain = sizes.norm(f"{name}_norm")
                 y = gain(kept(y).reshape(B, L * num_heads, K), tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
@@ -151,7 +174,8 @@ class _Attention(nn.Module):
             return y_BHLK if sizes.qk_norm else kept(y_BHLK)  # with norms, their inputs are kept
 
         # Rotate and scale the queries in one multiplication.
-        scaled = (K**-0.5 * cos_LK, K**-0.5 * sin_LK)
+        scale = (sizes.query_size or K) ** -0.5
+        scaled = (scale * cos_LK, scale * sin_LK)
         q_BHLK = rotated(heads("query", sizes.num_heads, norm=sizes.qk_norm), *scaled)
         k_BGLK = rotated(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
         v_BGLK = kept(heads("value", sizes.num_kv_heads))
@@ -159,8 +183,14 @@ class _Attention(nn.Module):
         return kept(linear(D, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B))
 
 
+_ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "silu": swiglu,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+}
+
+
 class _MLP(nn.Module):
-    """Two matrices, the SwiGLU of their products, and a third matrix."""
+    """Two matrices, the gated product of their results, and a third matrix."""
 
     sizes: _Sizes
 
@@ -171,7 +201,7 @@ class _MLP(nn.Module):
         gate_BLF = kept(linear(width, name="gate")(x_BLD, tap_B))
         up_BLF = kept(linear(width, name="up")(x_BLD, tap_B))
         down = linear(x_BLD.shape[-1], name="down")
-        return down(swiglu(gate_BLF, up_BLF), tap_B)
+        return down(_ACTIVATIONS[self.sizes.activation](gate_BLF, up_BLF), tap_B)
 
 
 class _Block(nn.Module):
@@ -181,13 +211,26 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, starts_BL: Array | None
+        self,
+        x_BLD: Array,
+        cos_LK: Array,
+        sin_LK: Array,
+        tap_B: Array | None,
+        starts_BL: Array | None,
+        kind: Array | None = None,
     ) -> tuple[Array, None]:
+        if kind is not None:  # the others are stacks
+            cos_LK, sin_LK, tap_B, starts_BL = jax.tree.map(
+                lambda stack: stack[kind], (cos_LK, sin_LK, tap_B, starts_BL)
+            )
         attention, mlp = _Attention(self.sizes, name="attention"), _MLP(self.sizes, name="mlp")
-        norm = functools.partial(RMSNorm, self.sizes.norm_eps, self.sizes.dtype)
-        attention_norm, mlp_norm = norm(name="attention_norm"), norm(name="mlp_norm")
-        x_BLD = x_BLD + attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, starts_BL)
-        return x_BLD + mlp(mlp_norm(x_BLD, tap_B), tap_B), None
+        norm, has_out_norms = self.sizes.norm, self.sizes.out_norms
+        attention_norm = norm("attention_norm")
+        mlp_norm = norm("mlp_in_norm" if has_out_norms else "mlp_norm")
+        y_BLD = attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, starts_BL)
+        x_BLD = x_BLD + (norm("attention_out_norm")(y_BLD, tap_B) if has_out_norms else y_BLD)
+        y_BLD = mlp(mlp_norm(x_BLD, tap_B), tap_B)
+        return x_BLD + (norm("mlp_out_norm")(y_BLD, tap_B) if has_out_norms else y_BLD), None
 
 
 class Llama(nn.Module):
@@ -209,12 +252,17 @@ class Llama(nn.Module):
       rope_theta: Base of the rotary wavelengths.
       rope_scaling: How rotary frequencies are divided; None: they are not.
       head_size: K, an even number. None: `width / num_heads`.
-      window: The checkpoint's sliding window, the longest input for which full attention is the
-        same. None: it has none.
+      window: Number of positions to which a position attends, its own included. None: all.
+      layer_kinds: Rotary base, scaling and window of each layer, if these differ. None: as above.
       qkv_bias: Whether the products of queries, keys and values have biases.
       out_bias: Whether the product after attention has a bias.
       mlp_bias: Whether the three products of the MLP have biases.
       qk_norm: Whether the queries and keys of each head are normalised before rotation.
+      out_norms: Whether the results of attention and MLP are normalised.
+      norm_offset: Added to the parameters of all norms.
+      query_size: Number by whose root attention's scores are divided. None: K.
+      activation: Of the MLP, "silu" or "gelu_tanh".
+      scales_embedding: Whether embeddings are multiplied by the root of D.
       tied: Whether head and embedding table are one parameter.
       pad_id: Token id whose embedding gets no gradient, except as a part of a tied head.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16". Norms, rotation, softmax and logits
@@ -242,10 +290,16 @@ class Llama(nn.Module):
     rope_scaling: RopeScaling | None = None
     head_size: int | None = None
     window: int | None = None
+    layer_kinds: tuple[LayerKind, ...] | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    out_norms: bool = False
+    norm_offset: float = 0.0
+    query_size: float | None = None
+    activation: str = "silu"
+    scales_embedding: bool = False
     tied: bool = False
     pad_id: int | None = None
     dtype: str = "float32"
@@ -266,11 +320,18 @@ class Llama(nn.Module):
         own = vars(self) | {"head_size": self.head_dim}
         sizes = _Sizes(**{name: own[name] for name in _Sizes._fields})
         self.embed = Embed(self.vocab_size, self.width, self.dtype, self.pad_id)
-        self.layers = stacked(block, self.num_layers)(sizes)
+        in_axes = (*[nn.broadcast] * 4, 0) if len({*self.kinds}) > 1 else nn.broadcast
+        self.layers = stacked(block, self.num_layers, in_axes)(sizes)
         self.layer = block(sizes, parent=None)
-        self.norm = RMSNorm(self.norm_eps, self.dtype)
+        self.norm = RMSNorm(self.norm_eps, self.dtype, self.norm_offset)
         if not self.tied:
             self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of the layers."""
+        uniform = LayerKind(self.rope_theta, self.rope_scaling, self.window)
+        return self.layer_kinds or (uniform,) * self.num_layers
 
     def __call__(
         self,
@@ -292,18 +353,35 @@ class Llama(nn.Module):
         starts_BL: Int[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
         """Return what `logits` takes: the last layer's normalised output, and the head's tap."""
-        length = tokens_BL.shape[1]
-        check_length(length, min(self.max_length, self.window or self.max_length))
-        frequencies = rotary_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
-        tables, head_tap = _rotary_tables(length, frequencies), tap_B
+        length, head_tap = tokens_BL.shape[1], tap_B
+        check_length(length, self.max_length)
         if self.tied:
             x_BLD, head_tap = self.embed.look_up_tied(tokens_BL, tap_B)
         else:
             x_BLD = self.embed(tokens_BL, tap_B)
-        # Rotary attention depends on distances alone, so the tables need no restart in a document.
-        shared = (*tables, tap_B, starts_BL)
-        x_BLD = run_layers(self.layers, self.layer, x_BLD, *shared, form=self.layer_form)
+        if self.scales_embedding:
+            x_BLD = x_BLD * self.width**0.5
+        kinds = [*dict.fromkeys(self.kinds)]
+        if starts_BL is None and any((kind.window or length) < length for kind in kinds):
+            starts_BL = jnp.zeros((1, length), jnp.int32)
+        shared = [self._shared(kind, length, tap_B, starts_BL) for kind in kinds]
+        order = [kinds.index(kind) for kind in self.kinds] if len(kinds) > 1 else ()
+        x_BLD = run_layers(
+            self.layers, self.layer, x_BLD, *shared, order=order, form=self.layer_form
+        )
         return self.norm(x_BLD, tap_B), head_tap
+
+    def _shared(
+        self, kind: LayerKind, length: int, tap_B: Tap, starts_BL: Array | None
+    ) -> tuple[Array | None, ...]:
+        """Return the further arguments of the layers of a kind."""
+        theta, scaling, window = kind
+        # Rotary attention depends on distances alone, so the tables need no restart in a document.
+        tables = _rotary_tables(length, rotary_frequencies(self.head_dim, theta, scaling))
+        if window is not None and window < length and starts_BL is not None:
+            first_1L = np.arange(1 - window, length + 1 - window, dtype=np.int32)[None]
+            starts_BL = jnp.maximum(starts_BL, first_1L)
+        return *tables, tap_B, starts_BL
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap: Any = None) -> Float[Array, "B L V"]:
         """Return the float32 logits that the head computes from the results of `hidden`."""

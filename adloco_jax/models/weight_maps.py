@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from adloco_jax.models.bert import Bert
-from adloco_jax.models.llama import Llama, RopeScaling
+from adloco_jax.models.llama import LayerKind, Llama, RopeScaling
 
 Fault = Callable[[str, object, object], None]
 """`fault(key, have, need)` records an unusable value of config.json."""
@@ -122,13 +122,72 @@ def _flag(key: str, content: dict, fault: Fault) -> bool:
 
 
 # The values that `transformers` assumes in a family for keys that config.json lacks.
-_ABSENT = {
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+_MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN: dict[str, object] = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
 }
+_ABSENT: dict[str, dict[str, object]] = {
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "pad_token_id": 128004,
+    },
+    "seed_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "pad_token_id": 1,
+    },
+    "cwm": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+}
+_ABSENT["gemma3_text"] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "rope_theta": 1e6,
+}
+# What keys must say, if they are there.
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
+_GEMMA |= {"final_logit_softcapping": None, "attn_logit_softcapping": None}
+_CWM_ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0}
+_CWM_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # The keys that switch biases on; other families ignore them.
-_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+_BIASES = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "qwen3": ("attention_bias",),
+    "smollm3": ("attention_bias", "mlp_bias"),
+    "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
+    "cwm": ("mlp_bias",),
+    "gemma3_text": ("attention_bias",),
+}
+# Whether layer i has the sliding window, if `layer_types` does not say so; no other family has one.
+_SLIDES: dict[str, Callable[[dict, int], bool]] = {
+    "mistral": lambda content, i: True,
+    "ministral": lambda content, i: True,
+    "qwen2": lambda content, i: i >= content["max_window_layers"],
+    "qwen3": lambda content, i: i >= content["max_window_layers"],
+    "smollm3": lambda content, i: content["use_sliding_window"] and not content["rotated"][i],
+    "cwm": lambda content, i: i % 4 != 0,
+    "gemma3_text": lambda content, i: (i + 1) % content["sliding_window_pattern"] != 0,
+}
+_TYPES = ("full_attention", "sliding_attention")
+_MOST_LAYERS = 4096  # of a model whose layers are listed
 # The kinds of rotary frequencies, and the keys of the numbers in `RopeScaling`.
 _ROPES = {
     "default": (),
@@ -141,10 +200,12 @@ def _normalised_llama(content: dict, fault: Fault) -> dict:
     content = _ABSENT.get(content["model_type"], {}) | content
     if content.get("num_key_value_heads") is None:
         content["num_key_value_heads"] = content.get("num_attention_heads")
+    if content["model_type"] == "gemma3_text":
+        content = _normalised_gemma(content, fault)
     # transformers 5 writes `rope_parameters`, and 4 wrote `rope_scaling`. 5 takes the second if
     # both are set.
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    rope = content.get(key) or {}
+    rope = content.get(key) or (_CWM_ROPE if content["model_type"] == "cwm" else {})
     if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
         fault(key, rope, "one object for all layers, or null")
         rope = {}
@@ -152,6 +213,27 @@ def _normalised_llama(content: dict, fault: Fault) -> dict:
     rope = {"rope_theta": theta, longest: content.get("max_position_embeddings"), **rope}
     rope |= {longest: content[longest]} if content.get(longest) else {}
     return content | {"rope": (key, rope), "rope_theta": rope["rope_theta"]}
+
+
+def _normalised_gemma(content: dict, fault: Fault) -> dict:
+    """Replace the rotary frequencies of two kinds of layers by those of full attention."""
+    ropes, scaling = (content.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    parts = [part or {} for part in ropes.values()] if isinstance(ropes, Mapping) else [ropes]
+    if not all(isinstance(part, Mapping) for part in (scaling, *parts)) or not {*ropes} <= {
+        *_TYPES
+    }:
+        fault("rope_parameters", ropes, f"objects for {' and '.join(_TYPES)}")
+        ropes, scaling = {}, {}
+    full, sliding = ({**(ropes.get(kind) or {})} for kind in _TYPES)
+    full |= scaling
+    sliding = {"rope_theta": content.get("rope_local_base_freq", 1e4), **sliding}
+    is_bidirectional = content.get("use_bidirectional_attention") or False
+    return content | {
+        "rope_parameters": full,
+        "rope_scaling": None,
+        "sliding_rope": sliding,
+        "use_bidirectional_attention": is_bidirectional,
+    }
 
 
 def _rope_scaling(key: str, rope: Mapping, fault: Fault) -> RopeScaling | None:
@@ -169,33 +251,84 @@ def _rope_scaling(key: str, rope: Mapping, fault: Fault) -> RopeScaling | None:
     return scaling
 
 
-def _window(content: dict, num_layers: int, fault: Fault) -> int | None:
-    family = content["model_type"]
-    has_window = family == "mistral"
-    if family in ("qwen2", "qwen3") and _flag("use_sliding_window", content, fault):
-        kinds, first = content.get("layer_types"), content.get("max_window_layers", 28)
-        has_window = "sliding_attention" in str(kinds)
-        if kinds is None:
-            has_window = not isinstance(first, int) or first < num_layers
-    window = content.get("sliding_window", 4096) if has_window else None
-    return None if window is None else _positive("sliding_window", window, int, fault)
+def _layer_kinds(
+    content: dict, rotary: LayerKind, count: int, fault: Fault
+) -> tuple[LayerKind, ...]:
+    """Return the kinds of the layers; one if all layers of the family are of one kind."""
+    family, sliding = content["model_type"], rotary
+    if family == "gemma3_text":
+        rope, key = content["sliding_rope"], "rope_parameters: sliding_attention"
+        theta = _positive(f"{key}: rope_theta", rope["rope_theta"], float, fault)
+        sliding = LayerKind(theta, _rope_scaling(key, rope, fault))
+    if family not in _SLIDES:
+        return (rotary,)
+    window, types = content.get("sliding_window"), content.get("layer_types")
+    has_flag = _flag("use_sliding_window", content, fault)
+    if family in ("qwen2", "qwen3"):
+        if has_flag and not isinstance(first := content["max_window_layers"], int):
+            fault("max_window_layers", first, "a number of layers")
+            return (rotary,)
+        if not has_flag:
+            return (rotary,)
+    if window is not None:
+        window = _positive("sliding_window", window, int, fault)
+    if family == "mistral":  # which ignores the types
+        return (rotary._replace(window=window),)
+    if count > _MOST_LAYERS:
+        fault("num_hidden_layers", count, f"at most {_MOST_LAYERS}")
+        return (rotary,)
+    rotated, every = [True] * count, content.get("no_rope_layer_interval", 4)
+    if family == "smollm3":
+        every = _positive("no_rope_layer_interval", every, int, fault)
+        rotated = content.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+        if not isinstance(rotated, list) or len(rotated) < count:
+            fault("no_rope_layers", rotated, f"a list of {count} numbers 0 or 1")
+            rotated = [True] * count
+    if types is None:
+        known = content | {"rotated": rotated, "use_sliding_window": has_flag}
+        every = content.get("sliding_window_pattern", 6)
+        known["sliding_window_pattern"] = _positive("sliding_window_pattern", every, int, fault)
+        types = [_TYPES[_SLIDES[family](known, i)] for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not {*map(str, types)} <= {*_TYPES}:
+        fault("layer_types", types, f"a list of {count} names {' or '.join(_TYPES)}")
+        return (rotary,)
+    of_type = dict(zip(_TYPES, (rotary, sliding._replace(window=window)), strict=True))
+    return tuple(
+        of_type[kind] if is_rotated else LayerKind(None, window=of_type[kind].window)
+        for kind, is_rotated in zip(types, rotated, strict=False)
+    )
 
 
 def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
     family, (key, rope) = content["model_type"], content["rope"]
     biases = {key: _flag(key, content, fault) for key in _BIASES.get(family, ())}
-    out_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
+    qkv_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
+    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(key, rope, fault))
+    kinds = _layer_kinds(content, rotary, sizes["num_layers"], fault)
+    is_uniform = {kind._replace(window=None) for kind in kinds} == {rotary} and len({*kinds}) == 1
+    is_gemma, size = family == "gemma3_text", content.get("query_pre_attn_scalar")
+    for key, need in (_GEMMA if is_gemma else {"hidden_act": "silu"}).items():
+        if content.get(key, need) != need:
+            fault(key, content[key], need)
+    if is_gemma:
+        size = _positive("query_pre_attn_scalar", size, float, fault)
     if head_size is not None:
         head_size = _positive("head_dim", head_size, int, fault)
         head_size = None if head_size * sizes["num_heads"] == sizes["width"] else head_size
     return {
-        "rope_scaling": _rope_scaling(key, rope, fault),
+        "rope_scaling": rotary.rope_scaling,
         "head_size": head_size,
-        "window": _window(content, sizes["num_layers"], fault),
-        "qkv_bias": family == "qwen2" or out_bias,
-        "out_bias": out_bias,
+        "window": kinds[0].window if is_uniform else None,
+        "layer_kinds": None if is_uniform else kinds,
+        "qkv_bias": family == "qwen2" or qkv_bias,
+        "out_bias": biases.get("attention_out_bias", qkv_bias),
         "mlp_bias": biases.get("mlp_bias", False),
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "gemma3_text"),
+        "out_norms": is_gemma,
+        "norm_offset": float(is_gemma),
+        "query_size": size if is_gemma else None,
+        "activation": "gelu_tanh" if is_gemma else "silu",
+        "scales_embedding": is_gemma,
         "tied": _flag("tie_word_embeddings", content, fault),
         "pad_id": _pad_id(content, fault),
     }
@@ -209,27 +342,49 @@ def _normalised_bert(content: dict, fault: Fault) -> dict:
 
 
 def _extra_llama(model: Llama) -> dict:
-    family = "mistral" if model.window else "llama"
+    windows = {kind.window for kind in model.kinds if kind.window is not None}
+    family = "llama" if not windows else "mistral" if len({*model.kinds}) == 1 else "ministral"
     if model.qk_norm or model.qkv_bias != model.out_bias:
-        family = "qwen3" if model.qk_norm else "qwen2"
-    rope = {"rope_theta": model.rope_theta, "rope_type": "default"}
-    if (scaling := model.rope_scaling) is not None:
-        rope["rope_type"] = "llama3" if scaling.original_length else "linear"
-        rope |= zip(_ROPES[rope["rope_type"]], scaling, strict=False)
-    return {
+        family = "qwen3" if model.qk_norm else "seed_oss" if model.mlp_bias else "qwen2"
+    if any(kind.rope_theta is None for kind in model.kinds):
+        family = "smollm3"
+    if model.out_norms:
+        family = "gemma3_text"
+    is_gemma = family == "gemma3_text"
+    rope = _rope_parameters(LayerKind(model.rope_theta, model.rope_scaling))
+    found: dict[str, Any] = {
         "model_type": family,
         "head_dim": model.head_size or model.width // model.num_heads,
-        "sliding_window": model.window,
-        "attention_bias": model.out_bias,
+        "sliding_window": max(windows, default=None),
+        "use_sliding_window": bool(windows),
+        "attention_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,
+        "hidden_act": "silu",
         # transformers 5 reads the rotary base here; transformers 4 reads the key `rope_theta`.
         "rope_parameters": rope,
-        "rope_scaling": None if scaling is None else rope,
+        "rope_scaling": rope if model.rope_scaling and not is_gemma else None,
         "tie_word_embeddings": model.tied,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": model.pad_id,
     }
+    if model.layer_kinds or is_gemma:
+        found["layer_types"] = [_TYPES[kind.window is not None] for kind in model.kinds]
+        found["no_rope_layers"] = [int(kind.rope_theta is not None) for kind in model.kinds]
+    if is_gemma:
+        sliding = next((kind for kind in model.kinds if kind.window), LayerKind(1e4))
+        ropes = dict(zip(_TYPES, (rope, _rope_parameters(sliding)), strict=True))
+        found |= {"rope_parameters": ropes, "query_pre_attn_scalar": int(model.query_size or 0)}
+        del found["no_rope_layers"], found["hidden_act"]
+    return found
+
+
+def _rope_parameters(kind: LayerKind) -> dict:
+    rope = {"rope_theta": kind.rope_theta, "rope_type": "default"}
+    if (scaling := kind.rope_scaling) is not None:
+        rope["rope_type"] = "llama3" if scaling.original_length else "linear"
+        rope |= zip(_ROPES[rope["rope_type"]], scaling, strict=False)
+    return rope
 
 
 def _extra_bert(model: Bert) -> dict:
@@ -251,8 +406,13 @@ LLAMA = WeightMap(
     classes={
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
+        "ministral": "MinistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "smollm3": "SmolLM3ForCausalLM",
+        "seed_oss": "SeedOssForCausalLM",
+        "cwm": "CwmForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
     },
     modules={
         "embed": "model.embed_tokens",
@@ -264,6 +424,9 @@ LLAMA = WeightMap(
         "layers/attention/key_norm": f"{_LLAMA_LAYER}self_attn.k_norm",
         "layers/attention/out": f"{_LLAMA_LAYER}self_attn.o_proj",
         "layers/mlp_norm": f"{_LLAMA_LAYER}post_attention_layernorm",
+        "layers/attention_out_norm": f"{_LLAMA_LAYER}post_attention_layernorm",
+        "layers/mlp_in_norm": f"{_LLAMA_LAYER}pre_feedforward_layernorm",
+        "layers/mlp_out_norm": f"{_LLAMA_LAYER}post_feedforward_layernorm",
         "layers/mlp/gate": f"{_LLAMA_LAYER}mlp.gate_proj",
         "layers/mlp/up": f"{_LLAMA_LAYER}mlp.up_proj",
         "layers/mlp/down": f"{_LLAMA_LAYER}mlp.down_proj",
@@ -277,7 +440,7 @@ LLAMA = WeightMap(
         "rms_norm_eps": ("norm_eps", 1e-6),
         "rope_theta": ("rope_theta", None),
     },
-    fixed={"hidden_act": "silu", "is_causal": True, "quantization_config": None},
+    fixed={"is_causal": True, "quantization_config": None},
     normalise=_normalised_llama,
     features=_llama_features,
     extra=_extra_llama,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -124,10 +125,10 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
     and write its gradient), tests by inner products, and gradient tests of sharded workers, where
     XLA cannot partition the cuDNN call.
     """
-    model, device = settings.model, machine.devices[0]
-    head_size = (
-        getattr(build_network(settings), "head_size", None) or model.width // model.num_heads
-    )
+    model, device, network = settings.model, machine.devices[0], build_network(settings)
+    head_size = getattr(network, "head_size", None) or model.width // model.num_heads
+    kinds: tuple[llama.LayerKind, ...] = getattr(network, "kinds", ())
+    windows = [kind.window for kind in kinds if kind.window is not None]
     # GPUs of other vendors do not report their capability as a pair of numbers.
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
     is_sharded = model_shards > 1 and measures_gradients(settings)
@@ -136,6 +137,7 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
         if (
             takes(ARCHITECTURES[model.arch].build, "attention")
             and settings.data.row_parts == 1
+            and settings.data.sequence_length <= min(windows, default=math.inf)
             and model.dtype == "bfloat16"
             and head_size <= 128
             and head_size % 8 == 0
@@ -288,12 +290,6 @@ def require_same_network(settings: Settings, found: hf.Description | hf.Loaded) 
         faults.append(
             f"adapter: {model.init_from} is one of rank {other.rank}, alpha {other.alpha:g} and"
             f" layers {other.layers}; set these, or adapter.rank=0 to train the merged weights"
-        )
-    window, length = getattr(found.network, "window", None), settings.data.sequence_length
-    if window is not None and length > window:
-        faults.append(
-            f"data.sequence_length = {length}: {model.init_from} has sliding_window = {window};"
-            f" set --config.data.sequence_length={window}"
         )
     if faults:
         raise ConfigError("\n".join(faults))
