@@ -93,7 +93,7 @@ def test_a_packed_row_is_the_token_weighted_sum_of_its_documents(name):
 
 def test_attention_over_rows_runs_the_program_that_knows_no_documents():
     """Its masks are constants."""
-    model = MODELS["window"]
+    model = MODELS["window"].clone(window=None)
     params, rows = make_params(model), packed_rows(model)
     whole = rows.at[:, WIDTH:].set(0)
     plain, parted = loss_of(model), loss_of(model, row_parts=2)

@@ -121,7 +121,7 @@ def test_commands_export_and_write(trained, tmp_path, capsys):
     out, workdir = tmp_path / "out", trained.workdir
     done = run("export", workdir=workdir, out=out, trainer=1)
     assert done == (0, f"{out}: round 2, trainer 1, float32\n", "")
-    assert_equal(hf.load(out).params, trainer_of(trained.ensemble.params_M, 1))
+    assert_equal(hf.load(out).params, trainer_of(trained.ensemble.average_M, 1))
     code, _, fault = run("export", workdir=workdir, out=out)
     assert code == 2 and "exists already" in fault
     # A request for more tokens than the model can read gives as many as it can.
