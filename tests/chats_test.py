@@ -173,6 +173,10 @@ def test_fewer_rows_of_a_prepared_folder_have_a_weight_of_one_on_average(tmp_pat
     assert len(corpus.rows) == 3 and np.isclose(row_weights(rows_EL, 400).mean(), 1)
     count = np.count_nonzero(rows_EL[:, 2 * 401 :])
     assert f"; {count:,} and " in corpus.describe()
+    again = load(path, tokenizer, num_sequences=3)
+    for found in (corpus, again):
+        chats = len(chats_in(found)) - 12
+        assert f"data: 1 file; {chats} chats to train on, 12 held out" in found.describe()
 
 
 def test_if_a_later_turn_changes_earlier_ones_only_the_last_answer_counts(tmp_path, tokenizer):
@@ -384,7 +388,7 @@ def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(
     *_, to_train = capsys.readouterr().out.splitlines()
     assert "--config.data.text_column=messages --config.data.loss=answers" in to_train
     config.data.source, config.data.path = "tokens", str(tmp_path / "rows")
-    assert column_of_texts("tokens", config.data.path) == "messages"
+    assert column_of_texts(validate(config).data) == "messages"
     assert load_data(validate(config)).fingerprint == corpus.fingerprint
     for changes, message in (
         ({"text_column": "text"}, "made with data.text_column=messages, data.loss=answers; set"),

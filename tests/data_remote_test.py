@@ -21,10 +21,12 @@ from toy import data_settings
 from adloco_jax import hf
 from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer, rows
+from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama
 from adloco_jax.models.layers import param_shapes
+from adloco_jax.settings import DataSettings
 
 TEXTS = numbered_documents(60)
 
@@ -101,6 +103,40 @@ def test_an_address_gives_the_rows_and_records_of_the_files(tmp_path, bucket, so
     assert guess_source(address) == source
     settings = data_settings(source=source, path=address)
     assert check_corpus(settings) == [f"data.path={address}: its content"]
+
+
+CHATS = {"messages": [{"role": "user", "content": "?"}], "id": "0"}
+
+
+def write_chats(path):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CHATS]), path)
+    elif path.suffix == ".csv":
+        path.write_text("id,prompt,completion\n1,?,!\n")
+    else:
+        write_documents(path.parent, [CHATS] * 9, path.name)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "column"),
+    [
+        ("jsonl", "a.jsonl", "messages"),
+        ("jsonl", "a.jsonl.gz", "messages"),
+        ("parquet", "a.parquet", "messages"),
+        ("hf", "a.csv", "prompt+completion"),
+        ("hf", "gone.jsonl", "text"),
+    ],
+)
+def test_chats_at_an_address_are_known_by_their_columns(
+    tmp_path, bucket, web, monkeypatch, source, name, column
+):
+    monkeypatch.setattr(files, "_copy", None)  # no file is copied for that
+    if column != "text":
+        write_chats(tmp_path / "web" / name)
+    addresses = [bucket(tmp_path / "web", "data") + f"/{name}", f"{web}/{name}"]
+    for address in addresses[: 1 if name.endswith("parquet") else 2]:  # it has no ranges
+        given = {"source": source, "path": address}
+        assert column_of_texts(DataSettings().model_copy(update=given)) == column
 
 
 def test_an_object_beside_a_folder_of_its_name_and_a_question_mark_are_read(tmp_path, bucket):

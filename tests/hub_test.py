@@ -12,6 +12,7 @@ from unittest import mock
 import huggingface_hub
 import pytest
 from hubs import TOKENIZER, served
+from texts import write_documents
 
 from adloco_jax import hub
 from adloco_jax.errors import DataError
@@ -21,6 +22,8 @@ PROGRAM = """
 import dataclasses, json, os, pathlib, shutil, sys
 from toy import data_settings
 from adloco_jax.data import load_corpus
+from adloco_jax.data.corpus import column_of_texts
+from adloco_jax.settings import DataSettings
 from adloco_jax import hub
 from adloco_jax.errors import UserError
 assert hub.FIRST_ANSWER_S == 10
@@ -31,12 +34,15 @@ for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     keys = dict(source="hf", path="allenai/c4", name="en", heldout_split="validation")
     keys |= dict(sequence_length=64, num_sequences=300) | changes
+    if keys["path"].startswith("own/"):
+        keys["text_column"] = column_of_texts(DataSettings().model_copy(update=keys))
     os.environ.pop("HF_TOKEN", None)
     if token := keys.pop("token", None):
         os.environ["HF_TOKEN"] = token
     lines = []
     try:
         corpus = load_corpus(data_settings(**keys), note=lines.append)
+        assert corpus.manifest.loss == "answers" or not keys["path"].startswith("own/")
         found = [0, corpus.fingerprint, corpus.commit, len(corpus.rows), len(corpus.heldout_rows)]
     except UserError as error:
         found = [error.exit_code, str(error)]
@@ -44,6 +50,8 @@ for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
 """
 ADDRESS = {"path": "hf://datasets/allenai/c4/en/c4-validation.*.json.gz", "source": "jsonl"}
 ADDRESS |= {"name": "", "heldout_split": "", "num_sequences": 90}
+CHATS = {"path": "own/chats", "name": "", "heldout_split": "", "num_sequences": 3}
+CHATS["heldout_frac"] = 0.3
 CASES = {  # faults of the server, changes of the config, exit code, words of the line
     "gated, with a token": (
         {"gated": "allenai/c4"},
@@ -81,6 +89,12 @@ def found(tmp_path_factory, hub_root):
     folder = tmp_path_factory.mktemp("hub")
     cases = [("good", {}, {}, False), ("kept", {"latency_s": 3}, {}, True)]
     cases += [("flaky", {"fail_every": 3}, {}, False), ("address", {}, ADDRESS, False)]
+    write_documents(
+        hub_root / "datasets" / "own" / "chats",
+        [{"prompt": f"{n}? ", "completion": "Yes.", "id": n} for n in range(99)],
+        "train.jsonl",
+    )
+    cases += [("chats", {}, CHATS, False), ("kept chats", {"latency_s": 3}, CHATS, True)]
     cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
     with served(hub_root, folder) as (environment, _):
         # The address of a mirror may contain a password.
@@ -107,6 +121,11 @@ def test_rows_of_the_hub_are_bounded_kept_and_survive_a_flaky_server(found):
     assert found["address"][0][0] == 0 and found["address"][0][3] == 90
     assert "the hub does not answer; using the rows made last" in found["kept"][1][0]
     assert found["waits"]  # the library's own line
+
+
+@pytest.mark.slow
+def test_chats_of_the_hub_are_known_by_their_columns_also_while_it_does_not_answer(found):
+    assert found["chats"][0][0] == 0 and found["chats"][0] == found["kept chats"][0]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from adloco_jax.data.files import find, is_on_hub
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, order_of
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
+from adloco_jax.settings import DataSettings
 
 # The source that reads a file, by the ending of its name. Others are read as text.
 SOURCES = {
@@ -66,7 +67,8 @@ def prepare(options: argparse.Namespace, command: str) -> None:
         source = guess_source(path)
         print(f"source: {source}, by the name {path}; --source names another")
     if data["text_column"] == "text":
-        data["text_column"] = column_of_texts(source, path)
+        given = DataSettings().model_copy(update=data | {"source": source, "path": path})
+        data["text_column"] = column_of_texts(given)
     config = default_config()
     config.data.update(data | {"source": source, "path": "" if source == "stdlib" else path})
     config.model.max_length = max(1, data["sequence_length"])

@@ -16,7 +16,7 @@ from adloco_jax import config
 from adloco_jax.cli.names import add_entries, find_config, is_run, load_config
 from adloco_jax.cli.parser import override
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
-from adloco_jax.settings import KNOBS, SIZES, Settings
+from adloco_jax.settings import KNOBS, SIZES, DataSettings, Settings
 
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
 
@@ -93,8 +93,10 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
     if at and values["data.text_column"] is None and isinstance(data, ConfigDict):
         from adloco_jax.data.corpus import column_of_texts
 
-        source = str(values["data.source"] or data.get("source"))
-        if data.get("text_column") == "text" != (column := column_of_texts(source, at)):
+        given = {key: values[f"data.{key}"] for key in ("path", "name", "split", "revision")}
+        given["source"] = values["data.source"] or data.get("source")
+        text = DataSettings().model_copy(update=given)
+        if data.get("text_column") == "text" != (column := column_of_texts(text)):
             values["data.text_column"] = guessed["text_column"] = column
     batching = made.get("batching")
     before = batching.get("initial_batch_size") if isinstance(batching, ConfigDict) else None

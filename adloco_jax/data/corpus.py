@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from adloco_jax.data.files import (
     cache_folder,
     find,
     identity,
-    is_address,
     is_on_hub,
 )
 from adloco_jax.data.prepared import DocumentRows, Manifest, Opened
@@ -34,7 +33,7 @@ from adloco_jax.data.rows import NUM_FIELDS, Job
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
-from adloco_jax.errors import ConfigError, DataError, counted
+from adloco_jax.errors import ConfigError, DataError, UserError, counted
 from adloco_jax.settings import CHATS, DataSettings, Settings
 
 Note = Callable[[str], None]
@@ -186,6 +185,8 @@ def load_corpus(
             if (np.diff(starts, prepend=0, append=array.size) < 0).any():
                 raise DataError(f"{where}: the documents' starts do not ascend; prepare it again")
         arrays[::4] = [array[: data.num_sequences] for array in arrays[::4]]  # rows and answers
+        used = [prepared.num_documents(*arrays[side::2]) for side in (0, 1)]
+        manifest = manifest.model_copy(update={"documents": used})
     rows_of: list[np.ndarray | DocumentRows] = [*arrays[:2]]
     if data.row_parts > 1:
         rows_of = [*prepared.document_rows(arrays)]
@@ -202,15 +203,12 @@ def _kept_rows(
         job = make_job(data, tokenizer, **options)
     except hub.Unreachable:
         wanted = make_job(data, tokenizer, **options | {"commit": "any"}).request
-        found = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
-        for path in sorted(found, key=os.path.getmtime, reverse=True):
-            manifest = None
-            with contextlib.suppress(DataError):  # rows of another version
-                manifest = prepared.read_prepared(path.parent)
-            if manifest and manifest.request | {"commit": "any"} == wanted:
-                note(f"{_where_of(data)}: the hub does not answer; using the rows made last")
-                return manifest, prepared.open_rows(path.parent, manifest)
-        raise
+        made = _rows_made(lambda request: request | {"commit": "any"} == wanted)
+        if made is None:
+            raise
+        folder, manifest = made
+        note(f"{_where_of(data)}: the hub does not answer; using the rows made last")
+        return manifest, prepared.open_rows(folder, manifest)
     with contextlib.ExitStack() as stack:
         folder, manifest = Path(), None
         if DATA_SOURCES[data.source].version is not None:
@@ -310,23 +308,49 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     return False, files, heldout
 
 
-def column_of_texts(source: str, path: str) -> str:
-    """Return the `data.text_column` that fits the first row at a path: "text", or that of chats.
+def column_of_texts(data: DataSettings) -> str:
+    """Return the `data.text_column` that fits the first row of a text: "text", or that of chats.
 
-    "text" also for rows with neither, for rows elsewhere, and for those that cannot be read.
+    "text" also for rows with neither, and for those that cannot be read. If the hub does not
+    answer, it is the column of which rows were made last.
     """
-    with contextlib.suppress(ConfigError, DataError, LookupError):
-        documents = DATA_SOURCES[source].documents
-        if documents is None:
-            return str(prepared.read_prepared(Path(path)).request["text_column"])
-        data = DataSettings(source=source, path=path).model_copy(update={"label_column": ""})
-        files = [] if is_address(path) else [*_find_text(data)[1].values()]
-        for column in ("text", *CHATS):
-            tried = data.model_copy(update={"text_column": column})
-            with contextlib.suppress(DataError):
-                next(iter(documents(files[0], tried)), None)
-                return column
-    return "text"
+    columns: Iterable[str] = ()
+    with contextlib.suppress(UserError, LookupError):
+        source, where = DATA_SOURCES[data.source], _where_of(data)
+        if source.documents is None:
+            return str(prepared.read_prepared(Path(data.path)).request["text_column"])
+        if "text_column" not in source.needs:
+            return "text"
+        # No table has the column, so a source that knows the columns before it reads says them.
+        data = data.model_copy(update={"label_column": "", "text_column": "\0"})
+        try:
+            on_hub, files, _ = _find_text(data)
+            with hub.faults(where):
+                if on_hub:
+                    part, *_ = sources.hub_parts(data, data.split, data.revision, where=where)
+                    found = part.read(None)
+                else:
+                    found = source.documents(next(iter(files.values())), data)
+                row = next(iter(found), None)
+            columns = row.columns if isinstance(row, sources.Record) else ()
+        except sources.MissingColumn as error:
+            columns = error.columns
+        except hub.Unreachable:
+            made = _rows_made(lambda request: request["path"] == data.path)
+            return made[1].request["text_column"] if made else "text"
+    names = ("text", *CHATS)
+    return next((name for name in names if {*name.split("+")} <= {*columns}), "text")
+
+
+def _rows_made(fits: Callable[[dict], bool]) -> tuple[Path, Manifest] | None:
+    """Return the rows made last, in the user's cache, whose request fits."""
+    found = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
+    for path in sorted(found, key=os.path.getmtime, reverse=True):
+        with contextlib.suppress(DataError):  # rows of another version
+            manifest = prepared.read_prepared(path.parent)
+            if fits(manifest.request):
+                return path.parent, manifest
+    return None
 
 
 def make_job(

@@ -10,6 +10,7 @@ import errno
 import fnmatch
 import glob
 import hashlib
+import io
 import json
 import os
 import re
@@ -57,6 +58,11 @@ class RemoteFile:
     def name(self) -> str:
         """The last part of the address."""
         return PurePosixPath(self.address).name
+
+    def open(self) -> io.BufferedReader:
+        """Open the file on its server, also one with gzip; what is read is transferred."""
+        system, path = _file_system(self.address, "address")
+        return io.BufferedReader(system.open(path, block_size=2**20, compression="infer"))
 
 
 File = Path | RemoteFile

@@ -46,7 +46,7 @@ class Manifest(Format):
       eot_id: The id that closes a document.
       shapes: Shapes of the arrays, in the order of `ARRAYS`; see `Corpus.rows`.
       hashes: SHA-256 (hex) of the arrays' files.
-      documents: Number of documents to train on, and number of held-out documents. The last
+      documents: Number of documents in the rows to train on, and in held-out rows. The last
         document of an array may be cut.
       tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes.
       files: A record for each file of text.
@@ -152,6 +152,18 @@ def document_rows(arrays: Sequence[np.ndarray]) -> tuple[DocumentRows, DocumentR
     """Return the rows to train on and the held-out rows of `arrays`, in the order of `ARRAYS`."""
     train, heldout = map(DocumentRows, arrays[:2], arrays[2:4], arrays[4:] or (None, None))
     return train, heldout
+
+
+def num_documents(tokens: np.ndarray, starts: np.ndarray | None = None, *answers: Any) -> int:
+    """Count the documents of rows from their arrays, as in `DocumentRows`; labelled ones have none.
+
+    Chats are counted without padding.
+    """
+    if starts is None:
+        return len(tokens)
+    starts = starts[starts < tokens.size]
+    counts = np.logical_or.reduceat(answers[0].reshape(-1), starts) if answers else starts >= 0
+    return int(np.count_nonzero(counts))
 
 
 def row_weights(rows_EL: np.ndarray, sequence_length: int) -> np.ndarray:

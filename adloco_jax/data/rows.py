@@ -478,6 +478,7 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
             )
     for path in paths:
         sync(path)
+    arrays = [np.load(path, mmap_mode="r") for path in paths]
     heldout_tokens, heldout_bytes = (about[key][masks[1]].sum() for key in ("counted", "num_bytes"))
     cut = about["cut"] if is_packed else job.lengths(about) > job.data.sequence_length
     manifest = Manifest(
@@ -489,7 +490,7 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
         eot_id=encoder.eot_id,
         shapes=shapes,
         hashes=[file_sha256(path) for path in paths],
-        documents=[int(mask.sum()) for mask in masks] if is_packed else [s[0] for s in shapes],
+        documents=[prepared.num_documents(*arrays[side::2]) for side in (0, 1)],
         tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
         files=[FileRecord(**record) for record in kept.files],
         copies=copies,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from adloco_jax import hub
 from adloco_jax.data import chats
-from adloco_jax.data.files import File
+from adloco_jax.data.files import File, RemoteFile
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import (
     TOO_MANY_FILES,
@@ -47,6 +47,15 @@ class Record(NamedTuple):
 
     where: str
     columns: Mapping[str, Any]
+
+
+class MissingColumn(DataError):
+    """Error: a table, whose `columns` are these, lacks one that the config names."""
+
+    def __init__(self, message: str, columns: Sequence[str]):
+        """Keep the columns that there are."""
+        super().__init__(message)
+        self.columns = columns
 
 
 class Document(NamedTuple):
@@ -181,10 +190,8 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
         if column not in columns:
             likely = (*CHATS, *_TEXTS) if key == "text_column" else ()
             other = next((name for name in likely if {*name.split("+")} <= {*columns}), "NAME")
-            raise DataError(
-                f"{where}: no field {column!r}, have {', '.join(columns)}; set"
-                f" --config.data.{key}={other}"
-            )
+            need = f"have {', '.join(columns)}; set --config.data.{key}={other}"
+            raise MissingColumn(f"{where}: no field {column!r}, {need}", columns)
 
 
 # -- The sources -----------------------------------------------------------------------------
@@ -279,7 +286,8 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a parquet file; read only columns that the config names."""
     import pyarrow.parquet
 
-    with _arrow_faults(file), pyarrow.parquet.ParquetFile(file) as rows:
+    with _arrow_faults(file), _opened(file) as content:
+        rows = pyarrow.parquet.ParquetFile(content)
         require_columns(rows.schema_arrow.names, _used(data), str(file))
         yield from _arrow_records(rows.iter_batches(batch_size=1024, columns=[*_used(data)]), file)
 
@@ -360,7 +368,9 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
     )
 
 
-def _opened(file: Path) -> Any:
+def _opened(file: File) -> Any:
+    if isinstance(file, RemoteFile):
+        return file.open()
     return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
 
 
