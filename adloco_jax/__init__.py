@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # the public names, for type checkers
     from adloco_jax.models.architectures import Architecture as Architecture
     from adloco_jax.training import Result as Result
     from adloco_jax.training import fit as fit
+    from adloco_jax.training import join as join
     from adloco_jax.training import train as train
 
 __version__ = "0.3.0"
@@ -77,7 +78,7 @@ _HOMES = {
     "data": "DATA_SOURCES ArrayRows DataSource",
     "loop.adloco": "State",
     "models.architectures": "ARCHITECTURES Architecture",
-    "training": "Result fit train",
+    "training": "Result fit join train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

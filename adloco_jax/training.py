@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -20,6 +21,7 @@ from adloco_jax.config import completed, validate
 from adloco_jax.core.types import Ensemble, LossFn, described
 from adloco_jax.data import ArrayRows
 from adloco_jax.data.sampling import HeldOut
+from adloco_jax.elastic import bucket_learner
 from adloco_jax.elastic.engine import ElasticEngine
 from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
@@ -196,6 +198,65 @@ def fit(
         settings = validate(settings, workdir)
     settings = check_arguments(settings, corpus, init_fn, params, inner_tx, outer_tx)
     folder = Path(workdir)
+    parts = _parts(settings, corpus, loss_fn, init_fn, params, num_classes, loss_of)
+
+    def put_together() -> Run:
+        check_possible(settings, folder, accept=accept_config_change)
+        return assemble(
+            settings,
+            here(),
+            folder,
+            trains=True,
+            **parts,
+            inner_tx=inner_tx,
+            outer_tx=outer_tx,
+            unit=loss_unit,
+            command=command,
+            accept_data_change=accept_data_change,
+        )
+
+    return run_to_end(processes.run_on_all(put_together), on_round)
+
+
+def join(
+    address: str,
+    *,
+    corpus: Rows,
+    loss_fn: LossFn,
+    init_fn: InitFn | None = None,
+    params: PyTree | None = None,
+    num_classes: int | None = None,
+    inner_tx: optax.GradientTransformation | None = None,
+    loss_of: Callable[[Mode], LossFn] | None = None,
+) -> None:
+    """Train for a run of `fit` through the bucket at an address, as `adloco join` does for `train`.
+
+    The arguments are those of the driver's `fit`. Only rows and shapes are compared, so run one
+    script on all machines; settings come from the bucket. Returns when the run is over, or on the
+    main thread after SIGTERM or SIGINT, when the round under way has ended.
+
+    Raises:
+      ConfigError: If the bucket, the version, the rows or other arguments do not fit the run.
+    """
+
+    def parts(settings: Settings) -> dict[str, Any]:
+        check_arguments(settings, corpus, init_fn, params, None, None)
+        found = _parts(settings, corpus, loss_fn, init_fn, params, num_classes, loss_of)
+        return {**found, "inner_tx": inner_tx}
+
+    bucket_learner.join(address, own={}, parts=parts)
+
+
+def _parts(
+    settings: Settings,
+    corpus: Rows,
+    loss_fn: LossFn,
+    init_fn: InitFn | None,
+    params: PyTree | None,
+    num_classes: int | None,
+    loss_of: Callable[[Mode], LossFn] | None,
+) -> dict[str, Any]:
+    """Return what the caller of `fit` or `join` gives, as arguments of `assemble`."""
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     model = Model(
@@ -206,24 +267,7 @@ def fit(
         params=params,
         can_remat=loss_of is not None,
     )
-
-    def put_together() -> Run:
-        check_possible(settings, folder, accept=accept_config_change, by_fit=True)
-        return assemble(
-            settings,
-            here(),
-            folder,
-            trains=True,
-            model=model,
-            corpus=corpus,
-            inner_tx=inner_tx,
-            outer_tx=outer_tx,
-            unit=loss_unit,
-            command=command,
-            accept_data_change=accept_data_change,
-        )
-
-    return run_to_end(processes.run_on_all(put_together), on_round)
+    return {"model": model, "corpus": corpus}
 
 
 def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
@@ -314,10 +358,10 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
             ) from None
 
 
-def check_possible(settings: Settings, folder: Path, *, accept: bool, by_fit: bool = False) -> None:
+def check_possible(settings: Settings, folder: Path, *, accept: bool) -> None:
     """Raise UserError if a run cannot use its folder, or the learners that it asks for.
 
-    `accept` is `accept_config_change`; `by_fit` says whether the caller gave model and rows.
+    `accept` is `accept_config_change`.
     """
     if (kind := settings.engine.kind) in TRANSPORTS:
         if jax.process_count() > 1:
@@ -325,7 +369,7 @@ def check_possible(settings: Settings, folder: Path, *, accept: bool, by_fit: bo
                 f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
                 " --coordinator, or set engine.kind=local"
             )
-        TRANSPORTS[kind].check_possible(settings, folder, by_fit=by_fit)
+        TRANSPORTS[kind].check_possible(settings, folder)
     check_config(folder, settings, accept=accept)
     require_usable(folder)
 

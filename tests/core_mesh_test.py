@@ -69,7 +69,7 @@ CALLS = {
     ),
 }
 OF_THE_HOST = {"allocate_workers", "choose_merge", "constant", "next_batch_size", "ramp", "replay"}
-OF_THE_HOST |= {"switch_mode", "fit", "train"}
+OF_THE_HOST |= {"switch_mode", "fit", "join", "train"}
 
 
 def test_every_public_function_is_called_here():

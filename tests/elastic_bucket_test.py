@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 from learners import InBucket
-from toy import settings_of
+from toy import Table, bigram_loss, corpus, init_fn, settings_of
 from toy_runs import events, run
 
-from adloco_jax import __version__
+from adloco_jax import __version__, join
 from adloco_jax.config import validate
 from adloco_jax.elastic import bucket, bucket_learner, store
 from adloco_jax.elastic.formats import (
@@ -193,8 +193,6 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
         with pytest.raises(ConfigError) as error:
             store.Store(url)
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match="learners build model and data from settings"):
-        run(tmp_path / "r", settings_at(f"file://{tmp_path}/bucket"))
     with pytest.raises(ConfigError, match="is no folder here; make it"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
     store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json(About(about="another")))
@@ -212,13 +210,29 @@ def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch,
     run(tmp_path / "one", settings_at(there.url))
     path = tmp_path / "bucket" / "run.json"
     message = json.loads(path.read_bytes())["message"]
-    path.write_bytes(store.to_json(RunDescription(**message | {what: "other"})))
+    path.write_bytes(store.to_json(RunDescription(**message | {what: "other", "by_fit": False})))
     corpus, base = (types.SimpleNamespace(fingerprint=name) for name in ("table", ""))
     here_too = types.SimpleNamespace(corpus=corpus, model=types.SimpleNamespace(base=base))
     monkeypatch.setattr(bucket_learner, "assemble", lambda *_, **__: here_too)
     with pytest.raises(ConfigError, match="the driver has ") as error:
         bucket_learner.join(there.url, own={})
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
+
+
+def test_learners_of_a_run_of_fit_call_join_with_its_rows_and_others_are_told(
+    monkeypatch, tmp_path
+):
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(there.url))
+    with pytest.raises(ConfigError, match="to join a run of fit: call adloco_jax.join there, "):
+        bucket_learner.join(there.url, own={})
+    with pytest.raises(ConfigError, match="the driver has other data"):
+        join(there.url, corpus=Table(corpus().rows, "other"), init_fn=init_fn, loss_fn=bigram_loss)
+    path = tmp_path / "bucket" / "run.json"
+    message = json.loads(path.read_bytes())["message"]
+    path.write_bytes(store.to_json(RunDescription(**message | {"by_fit": False})))
+    with pytest.raises(ConfigError, match="to join a run of train: write adloco join, "):
+        join(there.url, corpus=corpus(), init_fn=init_fn, loss_fn=bigram_loss)
 
 
 @pytest.mark.parametrize("how", ["refused", "named", "accepted"])
@@ -228,6 +242,7 @@ def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, t
     path, text = tmp_path / "bucket" / "run.json", "s3://secret/text.txt"
     message = json.loads(path.read_bytes())["message"]
     message["settings"]["data"] |= {"source": "text", "path": text}
+    message["by_fit"] = False
     path.write_bytes(store.to_json(RunDescription(**message)))
     same, other = (types.SimpleNamespace(fingerprint=name) for name in ("", "other"))
     other = types.SimpleNamespace(corpus=other, model=types.SimpleNamespace(base=same))

@@ -4,16 +4,18 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from toy_runs import events
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "loop.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 (LOOP,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
-NOISE, WORKERS, PROCESSES, FIT = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
+NOISE, WORKERS, PROCESSES, FIT, BUCKET = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -50,7 +52,9 @@ def test_the_loop_and_its_two_workers_learn_and_the_noise_asks_for_more(capsys):
     assert names["ensemble"].sizes == (2,) and loss < 1.15
 
 
-def test_fit_leaves_report_table_and_parameters(tmp_path, monkeypatch, capsys):
+def test_fit_leaves_report_table_and_parameters_here_and_equal_ones_through_a_bucket(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     names, printed, _ = run(changed(LOOP, FIT), capsys)
     loss = names["result"].loss
@@ -60,6 +64,22 @@ def test_fit_leaves_report_table_and_parameters(tmp_path, monkeypatch, capsys):
     assert "Held-out loss" in Path("runs/own/report/index.html").read_text(encoding="utf-8")
     exported = load_file("runs/own/export/params.safetensors")
     np.testing.assert_array_equal(exported["next/logits"], names["result"].params["next"]["logits"])
+
+    (tmp_path / "bucket").mkdir()
+    program = changed(changed(LOOP, FIT), BUCKET).replace('"runs/own"', '"runs/far"')
+    program = program.replace("s3://BUCKET", f"file://{tmp_path}/bucket")
+    joins = program.replace('sys.argv[1:] == ["join"]', "True")
+    learners = [threading.Thread(target=exec, args=(joins, {})) for _ in range(2)]
+    for learner in learners:
+        learner.start()
+    far = run(program, capsys)[0]["result"]
+    for learner in learners:
+        learner.join(timeout=60)
+        assert not learner.is_alive()
+    assert [e["what"] for e in events("runs/far", "learner")] == ["joined", "joined"]
+    each, other = (of.controller.trainers[0] for of in (far, names["result"]))
+    assert (each.cursors, each.updates) == (other.cursors, other.updates)
+    np.testing.assert_allclose(far.params["next"]["logits"], exported["next/logits"], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -94,19 +94,13 @@ def limit(form: Any) -> int:
     return array_bytes(form) + _SLACK
 
 
-def check_possible(settings: Settings, folder: Path, *, by_fit: bool = False) -> None:
+def check_possible(settings: Settings, folder: Path) -> None:
     """Check that a run in a folder can use learners through the bucket at its address.
 
-    Raises ConfigError if obstore is missing, `fit` was given model and rows, or the bucket holds
-    another run or other settings, or cannot be read or written; ResourceError if it cannot be
-    reached.
+    Raises ConfigError if obstore is missing, or the bucket holds another run or other settings, or
+    cannot be read or written; ResourceError if it cannot be reached.
     """
     store.check_installed("engine.kind = bucket")
-    if by_fit:
-        raise ConfigError(
-            "engine.kind = bucket: learners build model and data from settings; use adloco train,"
-            " with a config file that adds entries of your own"
-        )
     bucket = Store(settings.engine.address)
     if (run := _described(bucket, folder / "learners" / "id")) is not None:
         _check_same(bucket, run.settings, settings)
@@ -162,6 +156,7 @@ def _describe(bucket: Store, given: Given) -> None:
         commit=given.commit,
         base=given.base.fingerprint,
         settings=given.settings.model_dump(),
+        by_fit=given.by_fit,
     )
     if not bucket.create("run.json", store.to_json(described)):
         _described(bucket, path)  # fails: another has been faster

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,13 @@ from adloco_jax.errors import ConfigError, DataError, ResourceError, reason
 from adloco_jax.files import Format, with_tuples
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import assemble
+from adloco_jax.settings import Settings
 
 # Settings that name files, which may lie elsewhere on a learner's machine.
 OWN = ("data.path", "data.heldout_path", "data.tokenizer", "data.template", "model.init_from")
+
+Parts = Callable[[Settings], dict[str, Any]]
+"""`parts(settings)`: arguments of `assemble` that the settings do not describe."""
 
 
 def join(
@@ -48,18 +52,20 @@ def join(
     accepts_data: bool = False,
     workdir: Path | None = None,
     patience_s: float = math.inf,
+    parts: Parts | None = None,
 ) -> None:
     """Train for the run in a bucket until it is over, or a signal asks to leave.
 
     `own` has this machine's values of settings in `OWN`, if they differ; `workdir`, logs of the
-    rows read. Raises ConfigError if the bucket, version, data, weights or table entries do not fit,
-    or an address of data is not in `own`, without `accepts_data`; ResourceError after `patience_s`
-    seconds without a driver or the bucket; and as `assemble` does.
+    rows read; `parts` are for a run of `fit`. Raises ConfigError if the bucket, version, data,
+    weights or table entries do not fit, or an address of data is not in `own`, without
+    `accepts_data`; ResourceError after `patience_s` seconds without a driver or the bucket; and as
+    `assemble` does.
     """
     store.check_installed("adloco join")
     bucket = Store(url, patience_s=patience_s)
     run = _read_run(bucket)
-    given = _given(bucket, run, own, accepts_data)
+    given = _given(bucket, run, own, accepts_data, parts)
     with processes.stop_requests("leaving when the round under way has ended"):
         BucketLearner(bucket, Learner(given), given, workdir).serve()
 
@@ -89,19 +95,29 @@ def _check_patience(bucket: Store, since_s: float) -> None:
         raise ResourceError(f"{bucket.url}: left, as for {minutes:g} minutes there was no driver")
 
 
-def _given(bucket: Store, run: RunDescription, own: Mapping[str, str], accepts_data: bool) -> Given:
+def _given(
+    bucket: Store,
+    run: RunDescription,
+    own: Mapping[str, str],
+    accepts_data: bool,
+    parts: Parts | None,
+) -> Given:
     """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
     _check_version(bucket, run.adloco_jax)
+    if run.by_fit != (parts is not None):
+        way = "fit: call adloco_jax.join there" if run.by_fit else "train: write adloco join"
+        raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
     flat: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
     foreign = [key for key in OWN if key not in own and "://" in str(flat.get(key))]
-    if foreign and not accepts_data:
+    if foreign and not (accepts_data or run.by_fit):
         named = ", ".join(f"{key} = {flat[key]!r}" for key in foreign)
         raise ConfigError(
             f"{bucket.url}: the driver names {named}; to read there with this machine's"
             f" credentials, give --accept-data, or --config.{foreign[0]}"
         )
     settings = validate(unflatten_dict(flat, sep="."))
-    here_too = assemble(settings, here(), Path(), commit=run.commit)
+    given = parts(settings) if parts else {}
+    here_too = assemble(settings, here(), Path(), commit=run.commit, **given)
     corpus, base = here_too.corpus, here_too.model.base
     differ = [("data", "data.path")] * (corpus.fingerprint != run.fingerprint)
     differ += [("base weights", "model.init_from")] * (base.fingerprint != run.base)
@@ -110,7 +126,9 @@ def _given(bucket: Store, run: RunDescription, own: Mapping[str, str], accepts_d
             f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
             f" by --config.{key} if they are elsewhere here"
         )
-    return Given(settings, here_too.spec, corpus, run.commit, run.fingerprint, {}, "", base)
+    return Given(
+        settings, here_too.spec, corpus, run.commit, run.fingerprint, {}, "", run.by_fit, base
+    )
 
 
 def _check_version(bucket: Store, version: str) -> None:

@@ -55,7 +55,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def check_possible(*_: object, **__: object) -> None:
+def check_possible(*_: object) -> None:
     """Raise ConfigError if Ray is missing, or in use here; a bucket has more conditions."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("engine.kind = ray: not installed; pip install 'adloco_jax[ray]'")

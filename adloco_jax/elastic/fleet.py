@@ -92,6 +92,7 @@ class Fleet:
             corpus.fingerprint,
             entries,
             str(log),
+            self._run.by_fit,
             self._run.model.base._replace(params=None),
         )
         connect = TRANSPORTS[rule.kind].connected

@@ -68,6 +68,7 @@ class RunDescription(Format):
     commit: str  # of the data set on the hub; empty if there is none
     settings: dict[str, Any]
     base: str = ""  # hash of the frozen weights; empty if there are none
+    by_fit: bool = False  # whether learners have to be given model and rows, by `join`
 
 
 class OrderId(Format):

@@ -44,6 +44,7 @@ class Given(NamedTuple):
     # The configured architecture and data source, which a user may have added in the driver.
     entries: dict[str, Any]
     log: str  # folder of the learners' logs
+    by_fit: bool = False  # whether the caller of `fit` gave model and rows
     base: Base = Base()  # frozen weights; without `params`, the learner reads those of `settings`
 
 
