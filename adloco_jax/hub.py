@@ -186,7 +186,7 @@ def _fault(error: BaseException, where: str) -> BaseException:
         if _names(cause) & _ABSENT:
             return ConfigError(f"{where}: {reason(cause, 600)}")
     if isinstance(error, ImportError):  # of fsspec, which names the package
-        return ConfigError(f"{where}: {reason(error)}; or pip install 'adloco-jax[remote]'")
+        return ConfigError(f"{where}: {reason(error)}; or pip install 'adloco_jax[remote]'")
     names, codes = set().union(*map(_names, chain)), {*map(_status, chain)}
     if names & _REFUSED or codes & {401, 403}:
         how = "set credentials in the environment, or log in (hf auth login)"
