@@ -1,6 +1,7 @@
 """Runs that start from a checkpoint, models exported from a run's folder, generated text."""
 
 import json
+import re
 import shutil
 from unittest.mock import Mock
 
@@ -19,8 +20,10 @@ from adloco_jax.config import completed, validate
 from adloco_jax.data.corpus import readable
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
+from adloco_jax.engine.work import Rates
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models.layers import param_shapes
+from adloco_jax.run import plan
 from adloco_jax.run.assemble import build_network, pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.folder import check_config, recorded_settings, write_config
@@ -139,7 +142,11 @@ def test_commands_export_and_write(trained, tmp_path, capsys):
 # --- Starting from a checkpoint ---------------------------------------------------------------
 
 
-def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(trained, tmp_path):
+def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(
+    trained, tmp_path, monkeypatch, capsys
+):
+    here_too = {"name": here().devices[0].device_kind}
+    monkeypatch.setitem(plan._KINDS, "here", (0, Rates(1e9, 0, 0), {}, here_too))
     far = jax.tree.map(lambda x: 10 * np.asarray(x), trained.params)
     hf.save(far, tmp_path / "far", network=hf.load(trained.workdir / "export").network)
     config = tiny(init_from=str(tmp_path / "far"))
@@ -147,6 +154,12 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(tra
     config.model.update({name: found[name] for name in SIZES})
     config.data.tokenizer = "bytes"
     params_M = train(config, tmp_path / "r").ensemble.params_M
+    speed, share = re.search(
+        r"([\d,]+) tok/s \(([\d,]+)% of the peak\)", capsys.readouterr().out
+    ).groups()
+    operations = 6 * sum(np.size(x) for x in jax.tree.leaves({**far, "embed": ()}))
+    expected = 100 * float(speed.replace(",", "")) * operations / 1e9
+    assert float(share.replace(",", "")) == pytest.approx(expected, rel=0.1, abs=1)
     for position in (0, 1):  # the weights move by two steps of at most 0.01 and an outer update
         assert_close(trainer_of(params_M, position), far, rtol=0, atol=0.1)
     (tmp_path / "far").rename(tmp_path / "elsewhere")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ from adloco_jax.run.folder import (
     write_config,
 )
 from adloco_jax.run.ledger import Ledger, open_ledger
+from adloco_jax.run.plan import most_tokens_per_s
 from adloco_jax.run.restore import begin_control, host_record, restore
 from adloco_jax.run.terminal import Progress
 
@@ -98,7 +100,10 @@ def begin(
     engine.underway = control
     earlier_s, loss = (restored.host.wall_s, restored.host.loss) if restored else (0.0, None)
     loss = float("nan") if loss is None else loss
-    recorder = observers.Recorder(settings, engine, ledger, progress, start_s - earlier_s, loss)
+    is_known = settings.engine.kind == "local" and not run.by_fit
+    most = most_tokens_per_s(spec) if is_known else math.nan
+    clock_s = start_s - earlier_s
+    recorder = observers.Recorder(settings, engine, ledger, progress, clock_s, loss, most)
     ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
     ended = ended and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again

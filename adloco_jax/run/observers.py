@@ -1,6 +1,7 @@
 """Observers of a run: called after every round to record, evaluate and save; state is read only."""
 
 import datetime
+import math
 import resource
 import sys
 import time
@@ -63,6 +64,7 @@ class Recorder:
     # This process's clock at the start of the run, had it run the earlier processes' rounds.
     start_s: float
     loss: float  # held-out loss of the last consensus model, as reported
+    most_tokens_per_s: float = math.nan  # at the peak of the devices, if known
     evaluated_round: int = -1  # the round after which `loss` was measured and recorded
     tokens: int = 0  # tokens of the rounds that this process has run
     seconds: float = 0.0  # seconds of these rounds, without compilation
@@ -116,7 +118,10 @@ class Recorder:
         self._unshown = np.zeros(2)
         self._newest = {m: self._newest[m] for m in control.trainers if m in self._newest}
         done = share_done(control.round, control.tokens_total, self.settings)
-        self.progress.round(control.round, done, text, f"{tokens / seconds:,.0f} tok/s")
+        speed = f"{tokens / seconds:,.0f} tok/s"
+        if (share := tokens / seconds / self.most_tokens_per_s) > 0:  # NaN: not known
+            speed += f" ({share:.0%} of the peak)"
+        self.progress.round(control.round, done, text, speed)
 
     def record(self) -> dict:
         """Return what a checkpoint stores: the last loss and the run's seconds; sync the ledger."""

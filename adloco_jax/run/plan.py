@@ -4,6 +4,7 @@ Every program is compiled, for devices here or those that a name describes; none
 """
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -16,7 +17,16 @@ from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
 from adloco_jax.engine.sharding import num_turns
-from adloco_jax.engine.spec import TAKEN, Compiled, Compiling, Machine, OnCompile, here
+from adloco_jax.engine.spec import (
+    TAKEN,
+    Compiled,
+    Compiling,
+    Machine,
+    OnCompile,
+    Spec,
+    here,
+    num_values,
+)
 from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
@@ -334,6 +344,22 @@ def _parts(name: str) -> tuple[str, int]:
 def rates(name: str) -> Rates:
     """Return how fast a device is at most that a name such as `h100x8` describes."""
     return _KINDS[_parts(name)[0]][1]
+
+
+def most_tokens_per_s(spec: Spec) -> float:
+    """Return a model's tokens per second at the peak of the devices; NaN if that is not known.
+
+    Six operations for each parameter (Kaplan et al. 2020, arXiv 2001.08361), four for a frozen one,
+    none for a table of embeddings beside a head.
+    """
+    devices, table = spec.machine.devices, _KINDS.values()
+    known = {figures["name"]: rate.operations for _, rate, _, figures in table if figures}
+    peak = len(devices) * known.get(devices[0].device_kind, math.nan)
+    trained, frozen = (
+        num_values(tree) - ("head" in tree and num_values(tree.get("embed")))
+        for tree in (spec.params, spec.base or {})
+    )
+    return peak / (6 * trained + 4 * frozen)
 
 
 def described(name: str) -> Machine:
