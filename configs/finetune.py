@@ -3,9 +3,9 @@
 Command:   adloco train finetune --config.model.init_from=Qwen/Qwen3-0.6B
            --config.data.path=chats.jsonl
 Model:     matrices of rank 16 (LoRA) beside the frozen weights of a Llama, or of another family of
-           docs/guides/huggingface.md; sizes and tokenizer are the checkpoint's. All weights are trained
-           with --config.adapter.rank=0 --config.inner.learning_rate=2e-5, as AdLoCo continues them
-           (docs/guides/huggingface.md)
+           docs/guides/huggingface.md; sizes and tokenizer are the checkpoint's. All weights are
+           trained with --config.adapter.rank=0 --config.inner.learning_rate=2e-5, as AdLoCo
+           continues them
 Hardware:  `adloco plan finetune --device h100x1` with the same options says whether it fits
 Expected:  not run at the size of Qwen3-0.6B
 """
