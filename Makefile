@@ -1,11 +1,11 @@
 # make demo   trains AdLoCo on the standard library of Python, and writes the report
 # make test   runs the tests; `make slow` runs the long ones
 # make test-core  tests the pure functions alone
-# make notebooks  runs the scripts of the notebooks
 # make check  lint, format, types, and GitHub's files against their schemas
 # make format  formats the code, and sorts its imports
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
-# make lowest  the same with the lowest versions that pyproject.toml allows, and the core tests
+# make lowest  the same with the lowest versions that pyproject.toml allows, and every public
+#             function of arrays there
 # make parity  installs PyTorch and compares with it
 # make real   installs the weights of SmolLM2-135M in four bits, and runs docs/guides/finetuning.md
 # make gpu    installs jax and torch for CUDA, and measures on one GPU
@@ -36,7 +36,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo environment test slow test-core notebooks parity real gpu accelerators accelerators-short conformance docs check format wheel dist lowest extras faults mutants clean
+.PHONY: demo environment test slow test-core parity real gpu accelerators accelerators-short conformance docs check format wheel dist lowest extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -53,9 +53,6 @@ slow: $(INSTALLED)
 
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py
-
-notebooks: $(WITH)-docs
-	for script in docs/notebooks/*.py; do $(RUN) $$script || exit; done
 
 parity: $(WITH)-parity
 	$(RUN) -m pytest -q tests/parity_*_test.py
@@ -105,7 +102,7 @@ dist: wheel
 	PYTHON=$(PYTHON) scripts/try_wheel.sh $(CONSTRAINTS)
 
 lowest: wheel
-	PYTHON=$(PYTHON) scripts/try_wheel.sh constraints/lowest.txt tests/core_*_test.py
+	PYTHON=$(PYTHON) scripts/try_wheel.sh constraints/lowest.txt tests/core_mesh_test.py tests/core_types_test.py
 
 faults: $(INSTALLED)
 	$(RUN) scripts/faults.py
@@ -120,8 +117,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 # Installs the extras of all targets that .ci/run uses, so that no target installs while another runs.
 extras: $(INSTALLED)
-	$(INSTALL) -e '.[check,parity,conformance,dist,docs,ray]'
-	touch $(foreach extra,check parity conformance dist docs ray,$(WITH)-$(extra))
+	$(INSTALL) -e '.[check,parity,conformance,dist,ray]'
+	touch $(foreach extra,check parity conformance dist ray,$(WITH)-$(extra))
 
 $(WITH)-%: $(INSTALLED)
 	$(INSTALL) -e '.[$*]'

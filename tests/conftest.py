@@ -8,9 +8,9 @@ from pathlib import Path
 
 _kept = Path(__file__).resolve().parents[1] / ".pytest_cache"  # from one session to the next
 # Many containers forbid bytecode; then each command under test compiles JAX and others for 4 s.
-sys.dont_write_bytecode, sys.pycache_prefix = False, str(_kept / "bytecode")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+sys.dont_write_bytecode = False
+sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(_kept / "bytecode"))
 
 import hypothesis
 import jax
