@@ -14,7 +14,7 @@ from toy_runs import events
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "loop.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-(LOOP,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+LOOP, OUTER = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 NOISE, WORKERS, PROCESSES, FIT, BUCKET = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -42,6 +42,16 @@ def run(program, capsys):
 
 def loss_in(printed):
     return float(re.search(r"held-out loss ([\d.]+)", printed)[1])
+
+
+def test_only_the_outer_step_moves_as_nesterov_does():
+    names: dict = {}
+    exec(compile(OUTER, str(PAGE), "exec"), names)
+    x = momentum = 0.0
+    for _ in range(5):  # workers move by 0.1 and 0.2
+        momentum = 0.9 * momentum - 0.15
+        x -= 0.7 * (0.9 * momentum - 0.15)
+    np.testing.assert_allclose(names["params"]["w"], x, rtol=1e-5)
 
 
 def test_the_loop_and_its_two_workers_learn_and_the_noise_asks_for_more(capsys):
