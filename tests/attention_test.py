@@ -1,10 +1,12 @@
 """The kernels and the form of a network's program on a device, and the header that names them."""
 
+import contextlib
 from unittest import mock
 
 import pytest
 import toy
 
+from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.run.assemble import attention, build_network, configured_model, program_spec
 from adloco_jax.run.ledger import read
@@ -68,3 +70,11 @@ def test_cudnn_leaves_statistics_of_sharded_models_to_xla(num_shards, test, kern
     settings = settings_of(batching={"test": test}, ensemble={"model_shards": num_shards})
     machine = Machine((a_gpu("9.0"),) * 2, 0)
     assert program_spec(settings, configured_model(settings, machine), machine).attention == kernel
+
+
+def test_a_learner_attends_as_its_own_device_can_not_as_the_drivers():
+    settings, gpu = settings_of(), Machine((a_gpu("9.0"),), 2**30)
+    spec = program_spec(settings, configured_model(settings, gpu), gpu)
+    learner = Learner(Given(settings, spec, toy.corpus(), "", "", {}, ""))
+    with contextlib.closing(learner.programs):
+        assert (spec.attention, learner.spec.attention) == ("cudnn", "xla")

@@ -27,8 +27,14 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Spec, here
 from adloco_jax.files import Count
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.run.assemble import Base, examples_per_pass, load_data, read_base
-from adloco_jax.run.choose import model_shards, peak
+from adloco_jax.run.assemble import (
+    Base,
+    configured_model,
+    examples_per_pass,
+    load_data,
+    read_base,
+)
+from adloco_jax.run.choose import Mode, model_shards, peak
 from adloco_jax.run.folder import versions
 from adloco_jax.settings import Settings
 
@@ -127,6 +133,10 @@ class Learner:
             examples_per_pass=examples_per_pass(settings, machine),
         )
         shards = model_shards(settings, spec, (1,))
+        if not given.by_fit:  # attention and layers as these devices want them, not the driver's
+            model, mode = configured_model(settings, machine), Mode(spec.in_turn, spec.remat)
+            kernel = model.attention(shards)
+            spec = dataclasses.replace(spec, attention=kernel, loss_fn=model.loss_of(mode, kernel))
         self.spec = dataclasses.replace(spec, model_shards=shards)
         base = given.base if given.base.params is not None else read_base(settings, machine)
         self.programs, self.base = Programs(self.spec), base.fingerprint
