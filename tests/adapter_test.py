@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from learners import InBucket
+from learners import Here, InBucket
 from toy import tiny_config
 from toy_runs import events
 from trees import assert_close, assert_equal
@@ -22,7 +22,7 @@ from adloco_jax.config import completed, validate
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.elastic import bucket_learner, store
-from adloco_jax.elastic.formats import RunDescription
+from adloco_jax.elastic.formats import RunDescription, array_bytes
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import ProgramKey, here
@@ -265,6 +265,15 @@ def test_an_adapter_of_another_kind_is_refused(trained, tmp_path, changes, fault
     path.write_text(text.replace("ADAPTER", str(folder)))
     with pytest.raises(DataError, match=fault):
         hf.load(folder)
+
+
+def test_learners_of_ray_are_sent_the_adapter_alone(trained, weights, monkeypatch, tmp_path):
+    there = Here(monkeypatch, lambda *_: "answer")
+    config = adapted(weights, engine={"kind": "ray"})
+    assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
+    assert there.given.base.params is None and there.given.base.fingerprint
+    given = [array_bytes(arguments) for _, _, arguments in there.calls.values()]
+    assert 2_000 < max(given) < 20_000  # a base has 61 kB, an adapter 2.4 kB
 
 
 def test_learners_read_the_base_by_themselves_and_send_the_adapter(
