@@ -254,13 +254,15 @@ def wait(process: subprocess.Popen, folder: Path) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Loss, seconds and bytes of all runs, in Markdown."""
-    rows = [("arm", "seed", "updates", "loss", "seconds", "MB a round of a site: sent, received")]
-    for line in lines:
+    """Loss, seconds and bytes of all runs, in Markdown; and the machine's load as they began."""
+    names = ("arm", "seed", "load", "updates", "loss", "seconds")
+    rows = [(*names, "MB a round of a site: sent, received")]
+    for line in sorted(lines, key=lambda line: ([*ARMS].index(line["arm"]), line["seed"])):
         moved = line.get("bytes", ())
         sent = [max(site[way] for site in moved) / line["round"] / 1e6 for way in ("up", "down")
                 if moved]  # fmt: skip
         costs = [f"{line[key]}" if key in line else "-" for key in ("seed", "updates")]
+        costs.insert(1, f"{line['load']:.0f}")
         took = f"{line['seconds']:.0f}" if "seconds" in line else "-"
         bytes_ = ", ".join(f"{num:.1f}" for num in sent) or "-"
         rows.append((line["arm"], *costs, f"{line['loss']:.3f}", took, bytes_))
