@@ -28,7 +28,7 @@ from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import ProgramKey, here
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama
-from adloco_jax.models.layers import Adapter, with_adapter
+from adloco_jax.models.layers import Adapter, param_shapes, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
 from adloco_jax.run.assemble import (
     configured_model,
@@ -85,9 +85,8 @@ def test_the_loss_and_gradient_are_those_of_the_merged_weights(form, remat):
     np.testing.assert_allclose(jax.jit(next_token_loss(NETWORK))(whole, ROWS), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("layers", ["attention", "all"])
-def test_taps_measure_the_adapters_gradients_alone(layers):
-    network = PLAIN.clone(adapter=Adapter(2, 3.0, layers))
+def test_taps_measure_the_adapters_gradients_alone():
+    network = PLAIN.clone(adapter=Adapter(2, 3.0, "attention"))
     adapter, base = drawn(network)
     loss_fn = functools.partial(next_token_loss(network), base=base)
     by_taps, by_vmap = (
@@ -95,8 +94,15 @@ def test_taps_measure_the_adapters_gradients_alone(layers):
         for kind in ("taps", "vmap")
     )
     assert_close(by_taps, by_vmap, rtol=1e-5, atol=0)
-    modules = {path[:2] for path in flatten_dict(adapter)}
-    assert modules == {("layers", part) for part in ("attention", "mlp") if layers in (part, "all")}
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts"), [("attention", {"attention"}), ("all", {"attention", "mlp"})]
+)
+def test_the_layers_of_an_adapter_are_those_that_the_setting_names(layers, parts):
+    network = PLAIN.clone(adapter=Adapter(2, 3.0, layers))
+    adapter, _ = split_adapter(param_shapes(network))
+    assert {path[:2] for path in flatten_dict(adapter)} == {("layers", part) for part in parts}
 
 
 def test_an_adapter_begins_as_peft_does_and_changes_nothing():
@@ -172,14 +178,7 @@ def trained(weights, one_device, tmp_path_factory):
     return train(adapted(weights), tmp_path_factory.mktemp("trained") / "r")
 
 
-@pytest.fixture(scope="module")
-def spread(weights, tmp_path_factory):
-    """The same run on eight devices, of which two share each worker's weights."""
-    config = adapted(weights, ensemble={"model_shards": 2})
-    return train(config, tmp_path_factory.mktemp("spread") / "r")
-
-
-def test_a_run_trains_measures_merges_and_saves_the_adapter_alone(spread, trained, weights):
+def test_a_run_trains_measures_merges_and_saves_the_adapter_alone(trained):
     assert len(events(trained.workdir, "merge")) == 1
     leaves = flatten_dict(trained.params)
     assert {path[-1] for path in leaves} == {"lora_a", "lora_b"} and all(
@@ -188,9 +187,20 @@ def test_a_run_trains_measures_merges_and_saves_the_adapter_alone(spread, traine
     sizes = [leaf.size for leaf in leaves.values()]
     assert events(trained.workdir, "start")[0]["num_params"] == sum(sizes)
     assert all(line["signal"] is not None for line in events(trained.workdir, "round")[:2])
-    # Devices that share workers and weights compute the same.
-    assert_close(spread.params, trained.params, rtol=1e-3, atol=1e-4)
-    assert abs(spread.loss - trained.loss) < 1e-4
+
+
+def test_devices_that_share_workers_and_weights_compute_the_same(
+    one_device, weights, tmp_path, monkeypatch
+):
+    config = adapted(weights, ensemble={"num_trainers": 1})
+    config.num_rounds = 1
+    alone = train(config, tmp_path / "alone")
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda *_, **__: one_device[:4])
+    config.ensemble.model_shards = 2
+    spread = train(config, tmp_path / "spread")
+    assert_close(spread.params, alone.params, rtol=1e-3, atol=1e-4)
+    assert abs(spread.loss - alone.loss) < 1e-4
 
 
 def test_a_run_resumes_bit_for_bit_with_the_same_base_alone(trained, weights, tmp_path):

@@ -1,6 +1,7 @@
 """Which mode and micro-batch `auto` chooses, by what compiles."""
 
 import dataclasses
+import functools
 import types
 
 import pytest
@@ -91,9 +92,9 @@ def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
 
 def test_a_cpu_rematerialises_only_if_it_must():
     settings, peaks = tiny(), {}
-    model = assemble.configured_model(settings, here())
+    loss_of = functools.cache(assemble.configured_model(settings, here()).loss_of)
     for mode in (IN_TURN, IN_TURN_REMAT):
-        loss_fn = model.loss_of(mode, "xla")
+        loss_fn = loss_of(mode, "xla")
         spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn, remat=mode.remat)
         peaks[mode] = max(p.total for p in program_peaks(settings, Programs(spec), 4, {}).values())
     assert peaks[IN_TURN_REMAT] < peaks[IN_TURN]
@@ -105,7 +106,7 @@ def test_a_cpu_rematerialises_only_if_it_must():
         spec = spec_of(settings, int(budget / 0.8) + 1)
 
         def chosen(size=None, spec=spec):
-            return choose(settings, spec, model.loss_of, size=size).programs.spec
+            return choose(settings, spec, loss_of, size=size).programs.spec
 
         if expected is None:
             with pytest.raises(NothingFits, match=f"need {peaks[IN_TURN_REMAT]} bytes") as error:
