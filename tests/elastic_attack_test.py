@@ -27,7 +27,6 @@ from adloco_jax.elastic.formats import (
     Params,
     RunDescription,
     Sign,
-    WorkerPart,
     check_form,
 )
 from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form
@@ -196,11 +195,10 @@ def test_an_object_with_arrays_is_refused_unless_it_is_what_was_asked_for(
     monkeypatch, tmp_path, what
 ):
     spec = spec_of(validate(get_config()), here())
-    order = Order(0, 1, 2, 1, False, (WorkerOrder(0, 8, 2, 4, np.ones(2, np.float32), None),))
-    part = WorkerPart(num_micro_batches=2, has_state=False)
+    order = Order(0, 1, 2, 1, False, np.ones(2, np.float32), (WorkerOrder(0, 8, 2, 4, None),))
     params = Params(name="params/1/0.safetensors", sha256="")
-    message = OrderMessage(id=ID, method="play", parts=[part], params=params)
-    tree, form_of = order, lambda found: bucket.order_form(spec, found.parts)
+    message = OrderMessage(id=ID, method="play", num_rates=2, has_state=[False], params=params)
+    tree, form_of = order, lambda found: bucket.order_form(spec, found)
     if what == "answer":
         form = [answer_form(spec, order, order.work[0])]
         message, form_of = AnswerMessage(id=ID), lambda found: form

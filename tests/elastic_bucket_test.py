@@ -390,7 +390,7 @@ def test_a_learner_that_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
     again = LearnerOrders(id=OrderId(epoch=1, learner=0, life=1), is_free=True)
     one._find_driver, one._driver = lambda: True, DriverBoard(id="", count=1, learners=[again])
     last = one.handle.of(5)
-    for name in (last.board_name(), last.answer_name()):
+    for name in (last.board_name(), last.name("answers")):
         shared.put(name, b"late")
     assert one.step() == "done" and one.handle is None
     assert shared.names() == ["driver/1.json", "run.json"]
@@ -424,7 +424,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
             raise RuntimeError("503\nRust")
         return 7
 
-    assert there._patiently("write", write) == 7
+    assert there._patiently("write", "a", write) == 7
     assert len(waits) == 12 and waits == sorted(waits) and max(waits) <= 3
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix(f"{there.url}: ") for line in said] == [
@@ -434,7 +434,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     ]
     fails, there.patience_s = iter([True] * 99), 30.0
     with pytest.raises(ResourceError, match="cannot write"):
-        there._patiently("write", write)
+        there._patiently("write", "a", write)
     assert threading.active_count() < 50
 
 
@@ -448,9 +448,9 @@ def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, p
     def filled(want):
         return np.ones(want.shape, want.dtype) if hasattr(want, "shape") else 1
 
-    work = WorkerOrder(0, 0, 2, 4, np.ones(2, np.float32), None)
+    work = WorkerOrder(0, 0, 2, 4, None)
     base_id = int(precision != "float32")
-    order = Order(0, 1, 4, 1, False, (work,), 2, base_id)
+    order = Order(0, 1, 4, 1, False, np.ones(2, np.float32), (work,), 2, base_id)
     there = store.Store(f"file://{tmp_path}/bucket")
     sent = [order, jax.tree.map(filled, sent_form(spec, order))]
     for index, tree in enumerate(sent):
@@ -488,7 +488,7 @@ def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, k
         raise FileNotFoundError(error) if error == "FileNotFoundError" else RuntimeError(error)
 
     with pytest.raises((ConfigError, ResourceError), match=words) as refusal:
-        there._patiently(kind, fails)
+        there._patiently(kind, "a", fails)
     assert refusal.value.exit_code in (2, 5) and "\n" not in str(refusal.value)
     assert sum(waits) < 30
 

@@ -1,21 +1,21 @@
 """Membership without Ray: where workers run, when rounds end, which learners are lost or count."""
 
 import math
+import types
 from collections import Counter
 
 import pytest
 
+from adloco_jax.elastic import rounds
 from adloco_jax.elastic.decisions import (
     LearnerRecord,
     assign,
-    deadline,
-    has_quorum,
-    is_over,
     jitter_s,
     too_large,
     updates_by_speed,
     usual_s,
 )
+from adloco_jax.settings import EngineSettings
 
 
 def there(*streams):
@@ -62,23 +62,28 @@ def test_workers_that_are_gone_are_forgotten():
 
 
 @pytest.mark.parametrize(
-    ("reported", "awaited", "since_s", "over"),
+    ("reported", "awaited", "quorum", "since_s", "over"),
     [
-        (2, 0, 0.0, True),
-        (1, 1, -math.inf, False),
-        (0, 0, 9.0, False),  # no learner has answered: the round begins again
-        (3, 1, 4.9, False),
-        (3, 1, 5.0, True),
+        (2, 0, None, 0.0, True),
+        (2, 0, 3, 0.0, True),  # where fewer live than the quorum they are the quorum
+        (0, 0, None, 9.0, False),  # no learner has answered: the round begins again
+        (3, 1, None, 9.0, False),
+        (2, 2, 3, 9.0, False),
+        (3, 1, 3, 4.9, False),
+        (3, 1, 3, 5.0, True),
     ],
 )
-def test_a_round_ends_with_all_or_after_the_grace_of_a_quorum(reported, awaited, since_s, over):
-    assert is_over(reported, awaited, since_s, 5.0) == over
-
-
-def test_where_fewer_live_than_the_quorum_they_are_the_quorum():
-    assert has_quorum(3, 1, 3) and not has_quorum(2, 2, 3)
-    assert has_quorum(2, 0, 3) and not has_quorum(1, 1, 3)
-    assert has_quorum(2, 0, None) and not has_quorum(3, 1, None)
+def test_a_round_ends_with_all_or_after_the_grace_of_a_quorum(
+    monkeypatch, reported, awaited, quorum, since_s, over
+):
+    now_s = iter([100.0, 100.0 + since_s])
+    monkeypatch.setattr(rounds, "time", types.SimpleNamespace(monotonic=lambda: next(now_s)))
+    learners = {n: LearnerRecord(n, 0, 0.0) for n in range(reported + awaited)}
+    rule = EngineSettings(kind="ray", quorum=quorum, grace_s=5.0)
+    each = rounds.Round(plan=None, order=None, start_s=0.0, reported={*range(reported)})
+    each.awaited = learners.keys() - each.reported
+    each.is_over(rule, learners)
+    assert each.is_over(rule, learners) == over
 
 
 def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_speed():
@@ -90,10 +95,12 @@ def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_spee
     assert asked.fault(110.0, **limits) == "" and "no sign" in asked.fault(110.1, **limits)
     idle = LearnerRecord(0, 0, 0.0, joined=True)
     assert idle.fault(1e9, **limits) == ""
-    assert deadline(idle, 100, 50.0, heartbeat_s=10.0) is None  # its speed is unknown
-    idle.sequence_s = 0.1
-    assert deadline(idle, 100, 50.0, heartbeat_s=10.0) == pytest.approx(50 + 5 * 10)
-    idle.due_s = deadline(idle, 1, 50.0, heartbeat_s=10.0)
+    idle.sent(100, 50.0, heartbeat_s=10.0)
+    assert idle.due_s == math.inf  # its speed is unknown
+    idle.sequence_s, idle.due_s = 0.1, None
+    idle.sent(100, 50.0, heartbeat_s=10.0)
+    assert idle.due_s == pytest.approx(50 + 5 * 10)
+    idle.sent(1, 50.0, heartbeat_s=10.0)
     assert idle.due_s == 100.0 and idle.fault(100.0, **limits) == ""
     assert "speed" in idle.fault(100.1, **limits)
 
@@ -143,11 +150,15 @@ def test_an_update_a_thousand_times_too_large_never_counts(norms, before, params
 
 def test_deadlines_follow_the_median_and_spread_of_what_was_measured():
     learner = LearnerRecord(0, 0, 0.0, joined=True, sequence_s=0.5)
-    assert deadline(learner, 100, 10.0, heartbeat_s=1.0) == 10 + 5 * 50
-    learner.transfer_s.append(30.0)  # the only measurement counts as usual
-    assert deadline(learner, 100, 10.0, heartbeat_s=1.0) == 10 + 5 * (50 + 30)
-    learner.transfer_s.extend([32.0, 31.0, 500.0, 29.0])  # one of them compiled, too
-    assert deadline(learner, 100, 10.0, heartbeat_s=1.0) == 10 + 5 * (50 + 31 + 8 * 1)
+    for measured, usual in [
+        ([], 0),
+        ([30.0], 30),  # the only measurement counts as usual
+        ([32.0, 31.0, 500.0, 29.0], 31 + 8 * 1),  # one of them compiled, too
+    ]:
+        learner.transfer_s.extend(measured)
+        learner.sent(100, 10.0, heartbeat_s=1.0)
+        assert learner.due_s == 10 + 5 * (50 + usual)
+    learner.due_s = None
     assert jitter_s([3.0, 9.0]) == 0.0 and usual_s([3.0, 9.0]) == 0.0
     assert usual_s([4.0, 5.0, 7.0]) == 5 + 8 * 1
     learner.asked_s = 0.0

@@ -41,7 +41,6 @@ from adloco_jax.elastic.formats import (
     Params,
     Refused,
     RunDescription,
-    WorkerPart,
     array_bytes,
     said,
 )
@@ -75,17 +74,12 @@ def state_form(spec: Spec) -> PyTree:
     return jax.eval_shape(spec.inner_tx.init, spec.params)
 
 
-def order_form(spec: Spec, parts: Sequence[WorkerPart]) -> Any:
+def order_form(spec: Spec, message: OrderMessage) -> Any:
     """Return the form of a learner's order: shapes and dtypes of arrays, types of other values."""
-    float32 = jax.numpy.dtype("float32")
-    state = state_form(spec)
-    work = [
-        WorkerOrder.__annotations__
-        | {"rate_T": jax.ShapeDtypeStruct((part.num_micro_batches,), float32)}
-        | {"inner_state": state if part.has_state else None}
-        for part in parts
-    ]
-    fields: dict[str, Any] = Order.__annotations__ | {"work": tuple(WorkerOrder(**w) for w in work)}
+    rate_T = jax.ShapeDtypeStruct((message.num_rates,), jax.numpy.dtype("float32"))
+    state, each = state_form(spec), WorkerOrder(**WorkerOrder.__annotations__)
+    work = tuple(each._replace(inner_state=state if has else None) for has in message.has_state)
+    fields: dict[str, Any] = Order.__annotations__ | {"rate_T": rate_T, "work": work}
     return Order(**fields)
 
 
@@ -335,22 +329,18 @@ class BucketTransport:
         tree, *more = arguments
         fields: dict[str, Any] = {"method": method}
         if method == "states":
-            fields["wanted"], tree = arguments[0], None
+            fields["wanted"], tree = tree, None
             call.form = [state_form(self._spec)] * len(fields["wanted"])
         else:
-            fields["parts"] = [
-                WorkerPart(num_micro_batches=len(w.rate_T), has_state=w.inner_state is not None)
-                for w in tree.work
-            ]
-            call.form = [answer_form(self._spec, tree, work) for work in tree.work]
-        if method == "prepare":
-            fields["tests"], call.form = more[0], None
+            fields["num_rates"] = len(tree.rate_T)
+            fields["has_state"] = [work.inner_state is not None for work in tree.work]
         if method == "play":
             fields["params"] = more[0]
+            call.form = [answer_form(self._spec, tree, work) for work in tree.work]
         data, _ = store.pack(OrderMessage(id=call.id, **fields), tree)
 
         def write() -> None:
-            self._store.put(call.id.order_name(), data)
+            self._store.put(call.id.name("orders"), data)
             exchange.id = call.id
             self._write_board()
 
@@ -424,7 +414,7 @@ class BucketTransport:
         return None
 
     def _read(self, call: OrderCall) -> Reply:
-        name = call.id.answer_name()
+        name = call.id.name("answers")
 
         def form_of(message: AnswerMessage) -> Any:
             if message.id != call.id:
@@ -445,7 +435,7 @@ class BucketTransport:
         except (Refused, ResourceError) as error:
             return Reply(Refused(str(error)))
         finally:
-            self._store.delete(call.id.order_name(), name)
+            self._store.delete(call.id.name("orders"), name)
 
     def kill(self, handle: OrderId) -> None:
         """End the exchange with a learner, which leaves when it sees this."""
@@ -454,7 +444,7 @@ class BucketTransport:
         left = [handle.board_name()]
         most = len(self._params) + 2  # orders that can be without an answer
         for order in range(max(1, last - most + 1), last + 1):
-            left += [handle.of(order).order_name(), handle.of(order).answer_name()]
+            left += [handle.of(order).name(part) for part in ("orders", "answers")]
         self._begin(lambda: self._store.delete(*left))
 
     def close(self, *, is_over: bool) -> None:

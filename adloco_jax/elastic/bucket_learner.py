@@ -72,14 +72,12 @@ def join(
 
 def _read_run(bucket: Store) -> RunDescription:
     """Read the description of the run; wait for it if no driver has begun yet."""
-    pause_s, data = store.FIRST_PAUSE_S, bucket.get("run.json")
-    start_s = time.monotonic()
+    start_s, data = time.monotonic(), bucket.get("run.json")
     if data is None:
         print(f"{bucket.url}: waiting for a driver", flush=True)
     while data is None:
         _check_patience(bucket, start_s)
-        time.sleep(pause_s)
-        pause_s = store.longer(pause_s)
+        time.sleep(store.LONGEST_PAUSE_S)
         data = bucket.get("run.json")
     try:
         return store.from_json(data, "run.json", RunDescription)
@@ -127,7 +125,7 @@ def _given(
             f" by --config.{key} if they are elsewhere here"
         )
     return Given(
-        settings, here_too.spec, corpus, run.commit, run.fingerprint, {}, "", run.by_fit, base
+        settings, here_too.spec, corpus, run.commit, run.fingerprint, (), "", run.by_fit, base
     )
 
 
@@ -272,7 +270,7 @@ class BucketLearner:
         if self.handle is not None:
             with self._writing:
                 before, self.handle = self.handle, None
-            self._store.delete(before.board_name(), before.of(self._num_answers).answer_name())
+            self._store.delete(before.board_name(), before.of(self._num_answers).name("answers"))
 
     def _read_driver(self, epoch: int) -> DriverBoard | None:
         try:
@@ -311,7 +309,7 @@ class BucketLearner:
             why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
             message, fault = AnswerMessage(id=order, error=why, refused=refused), error
         worked_s = time.monotonic() - start_s
-        self._store.put(order.answer_name(), store.pack(message, tree)[0])
+        self._store.put(order.name("answers"), store.pack(message, tree)[0])
         sent_s, waited_s = time.monotonic() - start_s - worked_s, start_s - self._idle_s
         self._idle_s = time.monotonic()
         if played := [each for each in tree or () if isinstance(each, Answer)]:
@@ -331,30 +329,30 @@ class BucketLearner:
 
     def _execute(self, which: OrderId) -> tuple[AnswerMessage, Any]:
         """Run an order; return what the answer's message and tree contain."""
-        spec, answer = self._spec, AnswerMessage(id=which)
+        spec, answer, name = self._spec, AnswerMessage(id=which), which.name("orders")
 
         def form(message: OrderMessage) -> Any:
             if message.id != which:
-                raise Refused(f"{which.order_name()}: another order")
-            if max(len(message.parts), len(message.wanted)) > self._num_workers:
-                raise Refused(f"{which.order_name()}: for more workers than the run has")
-            return None if message.method == "states" else order_form(spec, message.parts)
+                raise Refused(f"{name}: another order")
+            if max(len(message.has_state), len(message.wanted)) > self._num_workers:
+                raise Refused(f"{name}: for more workers than the run has")
+            return None if message.method == "states" else order_form(spec, message)
 
         most = limit([state_form(spec)] * self._num_workers)
-        message, order, _ = self._store.read(which.order_name(), most, OrderMessage, form)
+        message, order, _ = self._store.read(name, most, OrderMessage, form)
         if message.method == "states":
             found = self.learner.states(message.wanted)
             there = [each is not None for each in found]
             return answer.model_copy(update={"there": there}), found
         if message.method == "prepare":
-            self.learner.prepare(order, message.tests)
+            self.learner.prepare(order)
             return answer, None
         if message.params is None:
             return answer, self.learner.play(order, None)
-        want, name = sent_form(spec, order), message.params.name
+        want, params = sent_form(spec, order), message.params
         with concurrent.futures.ThreadPoolExecutor(1) as aside:
-            how = name, limit(want), Format, lambda _: want, message.params.sha256
+            how = params.name, limit(want), Format, lambda _: want, params.sha256
             reading = aside.submit(self._store.read, *how)
             self._doing = f"round {order.round} of trainer {order.trainer}"
-            self.learner.prepare(order, any(work.num_tested for work in order.work))
+            self.learner.prepare(order)
         return answer, self.learner.play(order, reading.result()[1])

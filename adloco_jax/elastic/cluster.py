@@ -43,8 +43,8 @@ class RayLearner(Learner):
         """Begin a life of the learner. SIGTERM asks it to leave."""
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        ARCHITECTURES.update(given.entries["ARCHITECTURES"])
-        DATA_SOURCES.update(given.entries["DATA_SOURCES"])
+        model, data = given.settings.model, given.settings.data
+        ARCHITECTURES[model.arch], DATA_SOURCES[data.source] = given.entries
         super().__init__(given)
         self.enlist(number, life, given.log)
 
@@ -161,7 +161,9 @@ class RayTransport:
     is_far = False
 
     def __init__(self, num_learners: int, given: Given | None):
-        self.unsent: dict[str, int] = {}  # Ray does not say
+        import ray
+
+        self._ray, self.unsent = ray, dict[str, int]()  # how much is unsent is not known
         self._num_learners, (self._given, _) = num_learners, self.put(given, None)
 
     def put(self, value: Any, kind: Any) -> tuple[Any, int]:
@@ -169,10 +171,8 @@ class RayTransport:
 
         Raises ConfigError if it cannot be pickled.
         """
-        import ray
-
         try:
-            return ray.put(value), array_bytes(value)
+            return self._ray.put(value), array_bytes(value)
         except TypeError as error:  # the message of Ray would list the whole value
             raise ConfigError(
                 "engine.kind = ray: functions and rows that learners are sent must be picklable"
@@ -181,9 +181,7 @@ class RayTransport:
 
     def start(self, number: int, life: int) -> Any:
         """Ask for a process on any node with a free CPU (and GPUs, if any); return its handle."""
-        import ray
-
-        gpus = ray.cluster_resources().get("GPU", 0)
+        gpus = self._ray.cluster_resources().get("GPU", 0)
         options: dict[str, Any] = {
             "num_cpus": 1,
             "num_gpus": max(int(gpus // self._num_learners), 1) if gpus else 0,
@@ -192,7 +190,7 @@ class RayTransport:
             "concurrency_groups": {"aside": 2},
             "scheduling_strategy": "SPREAD",
         }
-        return ray.remote(**options)(RayLearner).remote(number, life, self._given)
+        return self._ray.remote(**options)(RayLearner).remote(number, life, self._given)
 
     def submit(
         self, handle: Any, method: str, *arguments: Any, aside: bool = False
@@ -208,16 +206,14 @@ class RayTransport:
 
     def poll(self, calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
         """Wait until a call has ended or the time is over; ResourceError if the cluster is gone."""
-        import ray
-
         if not calls:
             time.sleep(timeout_s)
             return {}
         try:
-            ended, _ = ray.wait([*calls], num_returns=len(calls), timeout=0)
+            ended, _ = self._ray.wait([*calls], num_returns=len(calls), timeout=0)
             if not ended:
-                ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
-        except ray.exceptions.RayError as error:
+                ended, _ = self._ray.wait([*calls], num_returns=1, timeout=timeout_s)
+        except self._ray.exceptions.RayError as error:
             raise ResourceError(
                 f"the Ray cluster is gone ({reason(error, 200)}); the same command continues from"
                 " the newest checkpoint"
@@ -226,7 +222,5 @@ class RayTransport:
 
     def kill(self, handle: Any) -> None:
         """End a learner's process."""
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError):  # it has ended
-            ray.kill(handle, no_restart=True)
+        with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended
+            self._ray.kill(handle, no_restart=True)

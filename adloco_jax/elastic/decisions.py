@@ -61,6 +61,21 @@ class LearnerRecord:
             return "at work for longer than its measured speed explains"
         return ""
 
+    def predicted_s(self, sequences: int) -> float:
+        """Return the seconds until some sequences are done and sent; infinity if unknown."""
+        if self.sequence_s is None:
+            return math.inf
+        transfer_s = usual_s(self.transfer_s) or max(self.transfer_s, default=0.0)
+        return self.sequence_s * sequences + transfer_s
+
+    def sent(self, sequences: int, now_s: float, *, heartbeat_s: float) -> None:
+        """Record that an order for some sequences is sent, and until when they must be done.
+
+        It may take `SLOW` times the predicted seconds, and at least `SLOW` heartbeats.
+        """
+        seconds, self.sent_s = SLOW * max(heartbeat_s, self.predicted_s(sequences)), now_s
+        self.due_s = max(now_s + seconds, self.due_s or 0.0)
+
 
 def jitter_s(measured: Sequence[float]) -> float:
     """Return by how much a duration may exceed the median of three or more measurements; else 0."""
@@ -81,25 +96,6 @@ def pause_s(failures: float) -> float:
     Infinity stands for a learner whose next processes would fail too.
     """
     return failures if failures in (0, math.inf) else min(2.0 ** (failures - 1), 60.0)
-
-
-def predicted_s(learner: LearnerRecord, sequences: int) -> float | None:
-    """Return the seconds until some sequences are done and sent; None if no speed is known."""
-    if learner.sequence_s is None:
-        return None
-    transfer_s = usual_s(learner.transfer_s) or max(learner.transfer_s, default=0.0)
-    return learner.sequence_s * sequences + transfer_s
-
-
-def deadline(
-    learner: LearnerRecord, sequences: int, now_s: float, *, heartbeat_s: float
-) -> float | None:
-    """Return the time by which some sequences must be done; None if no speed is known.
-
-    It allows `SLOW` times the predicted seconds, and at least `SLOW` heartbeats.
-    """
-    seconds = predicted_s(learner, sequences)
-    return None if seconds is None else now_s + SLOW * max(heartbeat_s, seconds)
 
 
 def assign(
@@ -146,19 +142,6 @@ def assign(
         if len(load(largest)) >= 2 and given:
             hosts[given[-1]] = spare
     return hosts
-
-
-def is_over(reported: int, awaited: int, since_quorum_s: float, grace_s: float) -> bool:
-    """Whether a round ends now: all have answered, or a quorum did `grace_s` seconds ago.
-
-    It never ends without an answer. `since_quorum_s` is negative if there is no quorum yet.
-    """
-    return reported > 0 and (not awaited or since_quorum_s >= grace_s)
-
-
-def has_quorum(reported: int, awaited: int, quorum: int | None) -> bool:
-    """Whether `quorum` learners have answered; all, if fewer take part or it is None."""
-    return reported >= min(quorum or reported + awaited, reported + awaited)
 
 
 def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -> dict[int, int]:

@@ -116,7 +116,7 @@ class ElasticEngine:
         up_s = round((self._up_s - before_s) / len(ended), 6)
         wire_bytes, self.fleet.wire_bytes = divmod(self.fleet.wire_bytes, len(ended))
         lines = [
-            planned(state.control, m, each.plan, each.rate_T)
+            planned(state.control, m, each.plan, each.order.rate_T)
             | {"workers_counted": len(each.counted), "wire_bytes": wire_bytes, "up_s": up_s}
             | spent[m]
             | {"skipped_updates": int(outcomes[m].skipped_SR.sum())}
@@ -178,13 +178,11 @@ class ElasticEngine:
             return say("no learner: waiting for one")
         come = sum(len(each.reported) for each in self.rounds.values())
         to_come = sum(len(each.awaited) for each in self.rounds.values())
-        left_bytes, left_s = self.fleet.unsent_bytes(), 0.0
+        left_bytes, left_s = sum([*self.fleet.transport.unsent.values()]), 0.0
         for call in self.fleet.asked("play"):
             learner, order = learners[call.learner], call.about
             left_bytes += sum(array_bytes(answer_form(self.spec, order, w)) for w in order.work)
-            seconds = decisions.predicted_s(learner, sum(map(order.sequences, order.work)))
-            due_s = math.inf if seconds is None else learner.sent_s + seconds
-            left_s = max(left_s, due_s - now_s)
+            left_s = max(left_s, learner.sent_s + learner.predicted_s(order.num_sequences) - now_s)
         words = f"{come} of {come + to_come} answers have come, {in_bytes(left_bytes)} to move"
         soon = f", in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
         say(f"round {control.round + 1}: {words}{soon}")
@@ -246,7 +244,7 @@ class ElasticEngine:
 
         They are fresh instead if learners are far away, or `inner.state=reset`.
         """
-        fetches = not self.fleet.learners or not self.fleet.is_far
+        fetches = not self.fleet.learners or not self.fleet.transport.is_far
         return self._states.whole(state, fetches=fetches)
 
     def close(self) -> None:
@@ -271,32 +269,33 @@ class ElasticEngine:
         tokens = self.spec.sequence_length * sum(
             plan.num_sequences * len(control.trainers[m].streams) for m, plan in plans.items()
         )
-        leaving = {n for n, learner in self.fleet.learners.items() if learner.leaving}
-        occupied = {call.learner for call in self.fleet.asked("play")} | leaving
+        occupied = {call.learner for call in self.fleet.asked("play")}
+        there = [e for e in self.fleet.learners.values() if e.joined and not e.leaving]
+        hosts = {s: e.number for e in there if e.number not in occupied for s in e.streams}
         for m, plan in plans.items():
             starts = {stream: start for _, stream, start in control.reads([m])}
-            hosts = {stream: self.fleet.host(stream) for stream in starts}
-            free = {s: n for s, n in hosts.items() if n is not None and n not in occupied}
+            free = {stream: hosts[stream] for stream in starts if stream in hosts}
             if not free:
                 continue
             rate_T = learning_rates(control, m, plan, settings, round_tokens=tokens)
             is_single, number = len(starts) == 1, control.rounds_of(m) + 1
-            order = Order(m, number, *plan[:2], is_single=is_single, work=())
+            order = Order(m, number, *plan[:2], is_single=is_single, rate_T=rate_T, work=())
             (position,) = control.positions([m])
             params = functools.partial(trainer_params, state.ensemble, position)
-            each = Round(plan, order, rate_T, now_s)
+            each = Round(plan, order, now_s)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
                 speeds = {s: self.fleet.learners[n].sequence_s for s, n in free.items()}
                 updates = decisions.updates_by_speed(plan.num_updates, speeds)
             count = test_count(plan, len(starts), settings)
-            self._prepare_spares(order, count > 0)
+            spare = WorkerOrder(0, 0, num_updates=0, num_tested=count, inner_state=None)
+            self._prepare_spares(order._replace(work=(spare,)))
             for number in sorted(set(free.values())):
                 work = []
                 for stream in (stream for stream, host in free.items() if host == number):
                     inner_state = self._states.to_send(stream, self.fleet.learners[number])
                     tested = min(count, updates[stream] * plan.num_sequences // plan.num_updates)
-                    how = updates[stream], tested, rate_T, inner_state
+                    how = updates[stream], tested, inner_state
                     work.append(WorkerOrder(stream, starts[stream], *how))
                 self._play(number, order._replace(work=tuple(work)), params)
                 each.awaited.add(number)
@@ -307,20 +306,16 @@ class ElasticEngine:
         order, reference = self._params.to_send(order, learner, lambda: jax.device_get(params()))
         bare = order._replace(work=tuple(w._replace(inner_state=None) for w in order.work))
         self.fleet.ask(number, "play", order, reference, about=bare)
-        sequences = sum(map(order.sequences, order.work))
-        learner.sent_s = time.monotonic()
-        due_s = decisions.deadline(
-            learner, sequences, learner.sent_s, heartbeat_s=self.settings.engine.heartbeat_s
-        )
-        learner.due_s = due_s and max(due_s, learner.due_s or 0.0)
+        sequences, heartbeat_s = order.num_sequences, self.settings.engine.heartbeat_s
+        learner.sent(sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 
-    def _prepare_spares(self, order: Order, tests: bool) -> None:
+    def _prepare_spares(self, order: Order) -> None:
         """Let learners that have no workers load the programs of a round."""
         wanted = order.micro_batch_size, order.num_accum_steps > 1
         for number, learner in self.fleet.learners.items():
             if learner.joined and not learner.streams and wanted not in learner.prepared:
                 learner.prepared.add(wanted)
-                self.fleet.ask(number, "prepare", order, tests, about=None)
+                self.fleet.ask(number, "prepare", order, about=None)
 
     def _outer_update(
         self, sub: Ensemble, streams: Sequence[int], each: Round
@@ -332,7 +327,7 @@ class ElasticEngine:
         parts = [missing if a is None else a.differences for a in answers]
         weights_R = np.array([0 if a is None else a.num_sequences for a in answers], np.float32)
         extra_M = {
-            name: np.array([EXTRAS[name](each.rate_T, each.plan, self.settings)], np.float32)
+            name: np.array([EXTRAS[name](each.order.rate_T, each.plan, self.settings)], np.float32)
             for name in self.spec.extras
         }
         return self._apply(sub, _concatenated(parts), weights_R=weights_R, extra_M=extra_M)
@@ -354,8 +349,7 @@ class ElasticEngine:
             cause += f" smallest is {min(norms.values()):.3g}: there is nothing to compare with"
             self.fleet.note(each.senders[largest].number, "not judged", cause, trainer)
         for stream in sorted(each.answers.keys() - each.counted.keys()):
-            norm = math.nan if stream in each.broken else each.norms[stream]
-            cause = f"stream {stream}: an update of norm {norm:.3g}"
+            cause = f"stream {stream}: an update of norm {each.norms[stream]:.3g}"
             self.fleet.note(each.senders[stream].number, "rejected", cause, trainer)
 
     def _poll(self) -> None:
@@ -388,7 +382,7 @@ class ElasticEngine:
         elapsed_s = time.monotonic() - learner.sent_s
         seconds = min(sum(answer.seconds for answer in answers), elapsed_s)
         learner.params_ids[order.trainer] = 0 if order.is_taken(self.spec) else order.params_id
-        learner.sequence_s = seconds / sum(map(order.sequences, order.work))
+        learner.sequence_s = seconds / order.num_sequences
         ended_s = learner.sent_s + seconds
         if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver
             learner.transfer_s.append(elapsed_s - seconds)

@@ -27,7 +27,8 @@ _POLL_S = 0.2  # seconds to wait for answers before learners are checked for fau
 
 
 # By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
-# put, start, submit, poll, kill, `is_far`.
+# put, start, submit, poll, kill; `is_far`, whether learners join by themselves, over links too slow
+# for inner states; `unsent`, the bytes of parameters that still have to be sent, by name.
 TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
 
 
@@ -53,7 +54,7 @@ class Fleet:
 
     def __init__(self, run: Run):
         self._run, self._settings = run, run.settings
-        self._transport: Any = None  # see `TRANSPORTS`; None before the learners are started
+        self.transport: Any = None  # see `TRANSPORTS`; None before the learners are started
         self.learners: dict[int, decisions.LearnerRecord] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
@@ -76,11 +77,7 @@ class Fleet:
         """
         rule, corpus = self._settings.engine, self._run.corpus
         count = rule.max_learners or num_workers
-        data, arch = self._settings.data.source, self._settings.model.arch
-        entries = {
-            "ARCHITECTURES": {arch: ARCHITECTURES[arch]},
-            "DATA_SOURCES": {data: DATA_SOURCES[data]},
-        }
+        model, data = self._settings.model, self._settings.data
         log = self._run.workdir.resolve() / "learners" / str(int(time.time() * 1000))
         nowhere = dataclasses.replace(self._run.spec.machine, devices=())
         spec = dataclasses.replace(self._run.spec, machine=nowhere)
@@ -90,13 +87,13 @@ class Fleet:
             None if isinstance(corpus, Corpus) else corpus,
             getattr(corpus, "commit", ""),
             corpus.fingerprint,
-            entries,
+            (ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
             str(log),
             self._run.by_fit,
             self._run.model.base._replace(params=None),
         )
         connect = TRANSPORTS[rule.kind].connected
-        self._transport = self._connection.enter_context(
+        self.transport = self._connection.enter_context(
             connect(rule.address, count, given, lambda: is_over(self.control, self._settings))
         )
         log.mkdir(parents=True)
@@ -109,14 +106,14 @@ class Fleet:
     def _wait(self) -> None:
         """Wait until all learners have joined, or at least enough when the time is over."""
         rule, count, told = self._settings.engine, len(self.learners), -1
-        least = min(rule.quorum or (count if self.is_far else 1), count)
-        wanted, seconds = (least, math.inf) if self.is_far else (count, rule.restart_s)
+        least = min(rule.quorum or (count if self.transport.is_far else 1), count)
+        wanted, seconds = (least, math.inf) if self.transport.is_far else (count, rule.restart_s)
         until_s = time.monotonic() + seconds
         while (there := self.num_present) < wanted and time.monotonic() < until_s:
-            if self.is_far and there != told:
+            if self.transport.is_far and there != told:
                 say(f"learners: {there} of {wanted} have joined")
                 told = there
-            if not self.is_far and len(self._causes) == count:
+            if not self.transport.is_far and len(self._causes) == count:
                 break
             if processes.is_asked_to_stop():
                 raise Preempted("stopped by a signal before enough learners had joined")
@@ -135,7 +132,7 @@ class Fleet:
         ConfigError if, at the start, one has other data or versions, ResourceError if none is left.
         """
         rule, events, before_s = self._settings.engine, [], self._looked_s
-        replies = self._transport.poll([*self._calls], _POLL_S)
+        replies = self.transport.poll([*self._calls], _POLL_S)
         self._looked_s = time.monotonic()
         self._forgive(self._looked_s - before_s - _POLL_S)
         for call, reply in replies.items():
@@ -156,7 +153,7 @@ class Fleet:
         for number, learner in [*self.learners.items()]:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
-            restart_s = math.inf if self.is_far else rule.restart_s
+            restart_s = math.inf if self.transport.is_far else rule.restart_s
             if cause := learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s):
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
@@ -184,29 +181,20 @@ class Fleet:
         return self._ended_up_s + sum(now_s - each.started_s for each in there)
 
     @property
-    def is_far(self) -> bool:
-        """Whether learners join by themselves, over links too slow for inner states."""
-        return self._transport.is_far
-
-    @property
     def num_present(self) -> int:
         """How many learners have joined and are not lost."""
         return sum(learner.joined for learner in self.learners.values())
 
     def _launch(self, learner: decisions.LearnerRecord) -> None:
         learner.started_s = time.monotonic()
-        self._handles[learner.number] = self._transport.start(learner.number, learner.life)
+        self._handles[learner.number] = self.transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello", about=None)
 
     def put(self, params: PyTree, kind: Any) -> Any:
         """Store a trainer's parameters for learners; return a reference to pass in calls."""
-        reference, sent_bytes = self._transport.put(params, kind)
+        reference, sent_bytes = self.transport.put(params, kind)
         self.wire_bytes += sent_bytes
         return reference
-
-    def unsent_bytes(self) -> int:
-        """Return the bytes of parameters that are still to be sent to the bucket."""
-        return sum([*self._transport.unsent.values()])
 
     def asked(self, what: str) -> list[PendingCall]:
         """Return the calls of `what` that have not been answered yet."""
@@ -216,16 +204,9 @@ class Fleet:
         """Call a method of a learner; `poll` returns the answer, with `about`, later."""
         aside = what in ("ping", "states")
         handle = self._handles[number]
-        call, sent_bytes = self._transport.submit(handle, what, *arguments, aside=aside)
+        call, sent_bytes = self.transport.submit(handle, what, *arguments, aside=aside)
         self.wire_bytes += sent_bytes
         self._calls[call] = PendingCall(number, what, about)
-
-    def host(self, stream: int) -> int | None:
-        """Return the learner that runs a stream's worker; None if it is none, or has not joined."""
-        for number, learner in self.learners.items():
-            if stream in learner.streams:
-                return number if learner.joined else None
-        return None
 
     def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
         """Record an event, such as "joined" or "lost", and its cause, as a line for the ledger.
@@ -246,23 +227,22 @@ class Fleet:
         differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
         differing += ["other base weights"] * (found.base != self._run.model.base.fingerprint)
         # A learner that joins by itself compares the package's, and may have others of the rest.
-        if not self.is_far and found.versions != versions():
+        if not self.transport.is_far and found.versions != versions():
             differing.append("other versions of packages")
         if differing:
             fault = f"has {' and '.join(differing)} than the driver"
-            if self.is_far:
-                return [self._lose(learner, fault, has_run=True)]
-            if self._has_started:
-                learner.failures = math.inf
-                return [self._lose(learner, f"{fault}; not started again", has_run=True)]
-            raise ConfigError(
-                f"learner {number} ({said(found.devices)}): {fault}; install the same, and give it"
-                " the same files"
-            )
+            if not (self.transport.is_far or self._has_started):
+                raise ConfigError(
+                    f"learner {number} ({said(found.devices)}): {fault}; install the same, and give"
+                    " it the same files"
+                )
+            if not self.transport.is_far:
+                learner.failures, fault = math.inf, f"{fault}; not started again"
+            return [self._lose(learner, fault, has_run=True)]
         learner.joined, learner.lost_s = True, None
         self._causes.pop(number, None)
         about = found.devices
-        if self.is_far:
+        if self.transport.is_far:
             learner.started_s = time.monotonic()  # until then no machine had joined
             about += "".join(f", {each} {found.versions.get(each)}" for each in _TOLD)
         self.note(number, "joined", said(about))
@@ -321,4 +301,4 @@ class Fleet:
 
     def _kill(self, number: int) -> None:
         self._calls = {call: c for call, c in self._calls.items() if c.learner != number}
-        self._transport.kill(self._handles.pop(number))
+        self.transport.kill(self._handles.pop(number))

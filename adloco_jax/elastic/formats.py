@@ -32,31 +32,26 @@ def array_bytes(tree: PyTree) -> int:
     return num_bytes([leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")])
 
 
-def check_value(value: Any, want: Any, name: str) -> None:
-    """Check a plain value: `want` is its type, or the very number."""
-    if not isinstance(want, int):
-        kind: Any = Annotated[want, Strict()]
-        checked(value, kind, name, Refused)
-    elif type(value) is not int or value != want:
-        raise Refused(f"{name}: have {repr(value)[:60]}, expected {want}")
-
-
 def check_form(tree: PyTree, form: PyTree, name: str) -> None:
     """Raise Refused unless a tree has the leaves of a form.
 
-    A form has a `jax.ShapeDtypeStruct` for an array, and for a plain value its type or the value.
+    A form has a `jax.ShapeDtypeStruct` for an array, and for a plain value its type or the number.
     """
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(form)}
     if leaves.keys() != wanted.keys():
         raise Refused(f"{name}: parts are missing or unknown")
     for key, want in wanted.items():
-        if not isinstance(want, jax.ShapeDtypeStruct):
-            check_value(leaves[key], want, f"{name}{key}")
-            continue
         have = leaves[key]
-        if not isinstance(have, np.ndarray) or (have.shape, have.dtype) != (want.shape, want.dtype):
-            raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
+        if isinstance(want, jax.ShapeDtypeStruct):
+            like = getattr(have, "shape", None), getattr(have, "dtype", None)
+            if not isinstance(have, np.ndarray) or like != (want.shape, want.dtype):
+                raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
+        elif not isinstance(want, int):
+            kind: Any = Annotated[want, Strict()]
+            checked(have, kind, f"{name}{key}", Refused)
+        elif type(have) is not int or have != want:
+            raise Refused(f"{name}{key}: have {repr(have)[:60]}, expected {want}")
 
 
 class RunDescription(Format):
@@ -87,16 +82,9 @@ class OrderId(Format):
         """Return the name of the learner's board in the bucket."""
         return f"learners/{self.epoch}/{self.learner}-{self.life}.json"
 
-    def order_name(self) -> str:
-        """Return the name of the order in the bucket."""
-        return f"orders/{self._where()}"
-
-    def answer_name(self) -> str:
-        """Return the name of its answer."""
-        return f"answers/{self._where()}"
-
-    def _where(self) -> str:
-        return f"{self.epoch}/{self.learner}-{self.life}/{self.order}.safetensors"
+    def name(self, part: str) -> str:
+        """Return the name of the order, in the part `orders` of the bucket, or of its answer."""
+        return f"{part}/{self.epoch}/{self.learner}-{self.life}/{self.order}.safetensors"
 
 
 class LearnerOrders(Format):
@@ -145,13 +133,6 @@ class LearnerBoard(Format):
     hello: Hello
 
 
-class WorkerPart(Format):
-    """The size of a worker's part of an order."""
-
-    num_micro_batches: Count
-    has_state: bool  # whether its inner state is sent
-
-
 class Params(Format):
     """The object with a trainer's parameters."""
 
@@ -164,10 +145,10 @@ class OrderMessage(Format):
 
     id: OrderId
     method: Literal["play", "prepare", "states"]
-    parts: list[WorkerPart] = []
+    num_rates: Count = 0
+    has_state: list[bool] = []  # by worker, whether its inner state is sent
     params: Params | None = None  # None: the learner has them
     wanted: list[StateKey] = []
-    tests: bool = False
 
 
 class AnswerMessage(Format):

@@ -48,7 +48,7 @@ class Given(NamedTuple):
     commit: str  # commit of the data set on the hub; empty if there is none
     fingerprint: str  # hash of the content of the data
     # The configured architecture and data source, which a user may have added in the driver.
-    entries: dict[str, Any]
+    entries: tuple[Any, ...]
     log: str  # folder of the learners' logs
     by_fit: bool = False  # whether the caller of `fit` gave model and rows
     base: Base = Base()  # frozen weights; without `params`, the learner reads those of `settings`
@@ -61,7 +61,6 @@ class WorkerOrder(NamedTuple):
     start: Count  # position of the round's first sequence in the stream
     num_updates: Count
     num_tested: Count  # number of the first sequences on which gradient statistics are measured
-    rate_T: np.ndarray  # learning rate of each micro-batch
     inner_state: PyTree | None  # the worker's inner state; None: the learner already has it
 
 
@@ -73,6 +72,7 @@ class Order(NamedTuple):
     micro_batch_size: Count
     num_accum_steps: Count
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
+    rate_T: np.ndarray  # learning rate of each micro-batch
     work: tuple[WorkerOrder, ...]  # one entry for each worker
     params_id: Count = 0  # of the parameters with which the round begins
     base_id: Count = 0  # of those that an outer update is sent to, if another; 0: whole are sent
@@ -88,6 +88,11 @@ class Order(NamedTuple):
     def sequences(self, work: WorkerOrder) -> int:
         """Return the number of sequences that a worker reads."""
         return work.num_updates * self.num_accum_steps * self.micro_batch_size
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences all workers of the order read."""
+        return sum(map(self.sequences, self.work))
 
 
 class Answer(NamedTuple):
@@ -199,12 +204,12 @@ class Learner:
         self._params[order.trainer] = order.params_id + next_id, params_M
         return answers
 
-    def prepare(self, order: Order, tests: bool) -> None:
+    def prepare(self, order: Order) -> None:
         """Compile or load a round's programs, so that a spare learner can replace a lost one."""
         order = self._fitted(order)
         group, accumulates = _group(order, 0), order.num_accum_steps > 1
         keys = [group.key("start", accumulates=accumulates), group.steps_key()]
-        for key in keys + [group.key("stats")] * tests:
+        for key in keys + [group.key("stats")] * any(work.num_tested for work in order.work):
             self.programs[key]
 
     def _fitted(self, order: Order) -> Order:
@@ -215,7 +220,7 @@ class Learner:
         most = max(map(order.sequences, order.work), default=order.micro_batch_size)
         if (needed := 4 * self.spec.row_length * most) > self._budget:
             raise Refused(f"an order for {needed} bytes of rows")
-        if any(w.num_updates * order.num_accum_steps > len(w.rate_T) for w in order.work):
+        if any(w.num_updates * order.num_accum_steps > len(order.rate_T) for w in order.work):
             raise Refused("an order for more updates than it has learning rates")
         size, key = order.micro_batch_size, (order.micro_batch_size, order.num_accum_steps > 1)
         if key not in self._parts:
@@ -248,7 +253,7 @@ class Learner:
             alone = alone.replace(inner_state_R=jax.tree.map(lambda leaf: leaf[None], before))
             self.held[key] = before
         rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
-        rate_TR, reads_R3 = work.rate_T[:, None], np.array([key], np.int32)
+        rate_TR, reads_R3 = order.rate_T[:, None], np.array([key], np.int32)
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
         _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
         ended = workers.replace(inner_state_R=None)
@@ -284,9 +289,9 @@ def _divided(order: Order, parts: int) -> Order:
     """Divide each micro-batch of an order into equal parts, whose gradients are accumulated."""
     if parts == 1:
         return order
-    work = tuple(each._replace(rate_T=np.repeat(each.rate_T, parts)) for each in order.work)
     size, accum = order.micro_batch_size // parts, order.num_accum_steps * parts
-    return order._replace(micro_batch_size=size, num_accum_steps=accum, work=work)
+    rate_T = np.repeat(order.rate_T, parts)
+    return order._replace(micro_batch_size=size, num_accum_steps=accum, rate_T=rate_T)
 
 
 def _group(order: Order, num_updates: int) -> Group:

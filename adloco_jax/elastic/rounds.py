@@ -22,15 +22,14 @@ class Round:
 
     plan: RoundPlan  # sizes of the round
     order: Order  # the request to the learners; its field `work` is empty
-    rate_T: np.ndarray  # learning rate of each micro-batch
     start_s: float  # when the round was started, on the clock `time.monotonic`
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
     reported: set[int] = field(default_factory=set)  # learners that have answered
-    # By the worker's stream: the answers, the norms of their differences, and who has sent them.
+    # By the worker's stream: the answers, the norms of their differences (NaN if one of the numbers
+    # is not finite), and who has sent them.
     answers: dict[int, Answer] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     senders: dict[int, decisions.LearnerRecord] = field(default_factory=dict)
-    broken: set[int] = field(default_factory=set)  # streams of answers with numbers not finite
     counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
     is_judged: bool = True  # whether `judge` could tell which updates are too large
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
@@ -45,38 +44,38 @@ class Round:
         self.reported.add(learner.number)
         for answer, norm in zip(answers, norms, strict=True):
             self.answers[answer.stream], self.senders[answer.stream] = answer, learner
-            self.norms[answer.stream] = norm
-            if not (answer.differences.usable_R.all() and math.isfinite(norm)):
-                self.broken.add(answer.stream)
+            is_finite = answer.differences.usable_R.all() and math.isfinite(norm)
+            self.norms[answer.stream] = norm if is_finite else math.nan
 
     def is_over(
         self, rule: EngineSettings, learners: Mapping[int, decisions.LearnerRecord]
     ) -> bool:
-        """Whether the round ends now; store the time of the quorum.
+        """Whether the round ends now; store the time of the quorum, or of all, if fewer take part.
 
-        It waits as long as the answers of `learners` usually vary.
+        It ends when all have answered, or some time after the quorum: the grace, or as long as the
+        answers of `learners` usually vary. It never ends without an answer.
         """
-        now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
-        if decisions.has_quorum(reported, awaited, rule.quorum):
+        now_s, reported = time.monotonic(), len(self.reported)
+        num_all = reported + len(self.awaited)
+        if reported >= min(rule.quorum or num_all, num_all):
             self.quorum_s = min(self.quorum_s, now_s)
         varies_s = [decisions.jitter_s(learners[number].transfer_s) for number in self.awaited]
         grace_s = max([rule.grace_s, *varies_s])
-        return decisions.is_over(reported, awaited, now_s - self.quorum_s, grace_s)
+        return reported > 0 and (not self.awaited or now_s - self.quorum_s >= grace_s)
 
     def judge(self, rule: EngineSettings, before: Sequence[float], params_norm: float) -> None:
         """Decide which answers count: finite, and not too large beside the norms `before`."""
-        finite = {stream: a for stream, a in self.answers.items() if stream not in self.broken}
-        norms = {stream: self.norms[stream] for stream in finite}
+        finite = {stream: norm for stream, norm in self.norms.items() if not math.isnan(norm)}
         how = rule.max_norm_ratio, before, params_norm
-        out, self.is_judged = decisions.too_large(norms, *how)
-        self.counted = {stream: a for stream, a in finite.items() if stream not in out}
+        out, self.is_judged = decisions.too_large(finite, *how)
+        self.counted = {stream: self.answers[stream] for stream in finite if stream not in out}
 
     def outcome(self, streams: Sequence[int], norm: float) -> Outcome:
         """Collect losses (NaN if an answer does not count) and skips (all, if it is not finite)."""
         shape = (self.plan.num_updates, len(streams))
         loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
         for column, stream in enumerate(streams):
-            if stream in self.broken:
+            if math.isnan(self.norms.get(stream, 0.0)):
                 skipped_SR[-self.answers[stream].num_updates :, column] = True
             elif answer := self.counted.get(stream):  # one with fewer updates fills the last rows
                 loss_SR[-answer.num_updates :, column] = answer.loss_SR[:, 0]

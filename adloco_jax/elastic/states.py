@@ -104,7 +104,7 @@ class InnerStates:
         Over slow links nothing is brought: a state is several times an update, and a fresh one
         serves.
         """
-        if self._spec.reset_inner_state or self._fleet.is_far:
+        if self._spec.reset_inner_state or self._fleet.transport.is_far:
             return
         self._fetch(
             [

@@ -6,6 +6,7 @@ executed or unpickled.
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.util
 import json
@@ -22,13 +23,13 @@ from jaxtyping import PyTree
 from safetensors.numpy import load, save
 
 from adloco_jax.elastic.formats import Refused, array_bytes, check_form
-from adloco_jax.errors import ConfigError, ResourceError, reason, without_secrets
+from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
 from adloco_jax.run import processes
 from adloco_jax.run.terminal import say
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
-FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
@@ -68,25 +69,23 @@ class Store:
         self._folder: Path | None = None  # of file://
         self.num_failing = 0  # requests that have failed several times, and not succeeded since
         folder = Path(url.removeprefix("file://"))
-        how: dict[str, Any] = {"mkdir": True}
-        if not url.startswith("file://"):
-            backoff = {"init_backoff": _SECOND / 10, "max_backoff": 2 * _SECOND, "base": 2}
-            how = {"retry_config": {"backoff": backoff, "max_retries": 3}}
-            how["retry_config"]["retry_timeout"] = 15 * _SECOND
-            # http is used only if the user's endpoint says so.
-            how["client_options"] = {"allow_http": True, "connect_timeout": "10s"}
-            how["client_options"]["timeout"] = "180s"  # of a piece
-        elif not folder.parent.is_dir():
-            raise ConfigError(
-                f"{url}: {folder.parent} is no folder here; make it (mkdir -p), or name another"
-            )
-        else:
-            self._folder = folder.resolve()
         if not url.startswith(("file:///", "s3://", "gs://", "az://")):
             raise ConfigError(
-                f"{without_secrets(url)}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or"
-                " file:///FOLDER"
+                f"{url}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
             )
+        how: dict[str, Any] = {"mkdir": True}
+        if url.startswith("file://"):
+            if not folder.parent.is_dir():
+                raise ConfigError(
+                    f"{url}: {folder.parent} is no folder here; make it (mkdir -p), or name another"
+                )
+            self._folder = folder.resolve()
+        else:
+            backoff = {"init_backoff": _SECOND / 10, "max_backoff": 2 * _SECOND, "base": 2}
+            retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * _SECOND}
+            # http is used only if the user's endpoint says so; the timeout is that of a piece.
+            client = {"allow_http": True, "connect_timeout": "10s", "timeout": "180s"}
+            how = {"retry_config": retry, "client_options": client}
         try:
             self._store: Any = from_url(url, **how)
         except Exception as error:  # deliberately broad: obstore's errors have no common meaning
@@ -94,13 +93,11 @@ class Store:
 
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object; None if there is none, Refused if it has more than `limit` bytes."""
-        import obstore
 
         def read() -> bytearray | None:
-            self._refuse_link(name, Refused)
             ranged: Any = {"range": (0, PIECE_BYTES)} if limit > PIECE_BYTES else None
             try:
-                found = obstore.get(self._store, name, options=ranged)
+                found = self._store.get(name, options=ranged)
             except FileNotFoundError as error:
                 if any(word in str(error) for word in _NO_BUCKET):
                     raise  # not only the object is missing
@@ -111,10 +108,10 @@ class Store:
             data = bytearray(found.bytes())
             while len(data) < size:
                 length = min(PIECE_BYTES, size - len(data))
-                data += obstore.get_range(self._store, name, start=len(data), length=length)
+                data += self._store.get_range(name, start=len(data), length=length)
             return data
 
-        data = self._patiently("read", read)
+        data = self._patiently("read", name, read)
         size = len(data or b"")
         self._count(requests_to_get(size), down=size)
         return None if data is None else bytes(data)
@@ -154,13 +151,8 @@ class Store:
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
-        import obstore
-
-        def write() -> None:
-            self._refuse_link(name, ConfigError)
-            obstore.put(self._store, name, data, chunk_size=PIECE_BYTES)
-
-        self._patiently("write", write)
+        put = functools.partial(self._store.put, name, data, chunk_size=PIECE_BYTES)
+        self._patiently("write", name, put)
         self._count(requests_to_put(len(data)), up=len(data))
 
     def create(self, name: str, data: bytes) -> bool:
@@ -168,13 +160,11 @@ class Store:
 
         `data` must differ from what anybody else would write.
         """
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         def write() -> bool:
-            self._refuse_link(name, ConfigError)
             try:
-                obstore.put(self._store, name, data, mode="create")
+                self._store.put(name, data, mode="create")
             except AlreadyExistsError:  # perhaps by this call, whose answer was lost
                 with contextlib.suppress(Refused):  # larger, so another's
                     return self.get(name, limit=len(data)) == data
@@ -182,29 +172,21 @@ class Store:
             return True
 
         self._count(1, up=len(data))
-        return self._patiently("write", write)
+        return self._patiently("write", name, write)
 
     def delete(self, *names: str) -> None:
         """Delete objects, if they are there and may be deleted."""
-        import obstore
-
         for name in names:
             with contextlib.suppress(Exception):  # what is left costs space only
-                obstore.delete(self._store, name)
+                self._store.delete(name)
         self._count(len(names))
 
     def names(self) -> list[str]:
         """List the names of all objects; the list is empty if listing is not permitted."""
-        import obstore
-
         self._count(1)
         with contextlib.suppress(Exception):
-            return sorted(found["path"] for found in obstore.list(self._store).collect())
+            return sorted(found["path"] for found in self._store.list().collect())
         return []
-
-    def _refuse_link(self, name: str, error: type[Exception]) -> None:
-        if self._folder and (self._folder / name).resolve() != self._folder / name:
-            raise error(f"{self.url}: {name}: not followed, as it is a link; remove it")
 
     def _count(self, requests: int = 0, *, up: int = 0, down: int = 0, failing: int = 0) -> None:
         with self._counting:
@@ -213,8 +195,11 @@ class Store:
             self.bytes_down += down
             self.num_failing += failing
 
-    def _patiently(self, kind: str, act: Callable[[], T]) -> T:
-        """Return what `act` returns; repeat it while it fails."""
+    def _patiently(self, kind: str, name: str, act: Callable[[], T]) -> T:
+        """Return what `act`, which reads or writes an object, returns; repeat it while it fails."""
+        if self._folder and (self._folder / name).resolve() != self._folder / name:
+            error = Refused if kind == "read" else ConfigError
+            raise error(f"{self.url}: {name}: not followed, as it is a link; remove it")
         pause_s, failures, start_s, told_s = 0.2, 0, time.monotonic(), 0.0
         while True:
             try:
@@ -271,7 +256,7 @@ def _cause(error: BaseException) -> str:
 
 def longer(pause_s: float) -> float:
     """Return the next pause between looks at an object that has not changed."""
-    return min(1.5 * pause_s, _LONGEST_PAUSE_S)
+    return min(1.5 * pause_s, LONGEST_PAUSE_S)
 
 
 @contextlib.contextmanager
