@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.compress import Precision, unpack
 from adloco_jax.core.outer import apply_differences
-from adloco_jax.core.types import Ensemble, GradientStats, norms, put, take, trainable
+from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
 from adloco_jax.elastic.fleet import Event, Fleet
@@ -415,19 +415,16 @@ class ElasticEngine:
         now_s, patience_s = time.monotonic(), self.settings.engine.restart_s
         movable = {stream for m in idle for stream in control.trainers[m].streams}
         movable -= {s for n in busy for s in self.fleet.learners[n].streams}
-        there = [each for each in self.fleet.learners.values() if each.joined]
-        away = [each for each in self.fleet.learners.values() if not each.joined and each.streams]
-        away = [e for e in away if e.lost_s and now_s - e.lost_s < patience_s]
-        away = [e for e in away if e.started_s < math.inf]
-        returning = {stream for each in away for stream in each.streams}
+        learners = [*self.fleet.learners.values()]
+        away = [e for e in learners if e.lost_s and now_s - e.lost_s < patience_s]
+        returning = {s for e in away if e.started_s < math.inf for s in e.streams}
+        there = [each for each in learners if each.joined]
         hosts = decisions.assign(there, trainers, movable, returning=returning)
         moving = {s: self.fleet.learners[hosts[s]] for s in movable & hosts.keys()}
         self._states.bring(control, moving)
         for each in self.fleet.learners.values():
-            each.streams = sorted(
-                [s for s, number in hosts.items() if number == each.number]
-                + [s for s in each.streams if s in trainers and s not in hosts]
-            )
+            kept = {s: each.number for s in each.streams if s in trainers} | hosts
+            each.streams = sorted(s for s, number in kept.items() if number == each.number)
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
         """End learners that were asked to stop, once no round with their answers is under way."""
@@ -451,8 +448,7 @@ def _by_trainer(ended: Mapping[int, Round]) -> Stats:
     for m, each in ended.items():
         tested = [answer.stats_R for answer in each.counted.values() if answer.num_tested]
         if tested:
-            fields = vars(_concatenated(tested))
-            stats[m] = GradientStats(**{k: v.astype(np.float64) for k, v in fields.items()})
+            stats[m] = jax.tree.map(lambda x: x.astype(np.float64), _concatenated(tested))
     return stats
 
 
