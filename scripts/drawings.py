@@ -47,9 +47,15 @@ LINKED = {"one worker": "one worker", "data parallel": "data parallel"}
 LINKED |= {"DiLoCo": "DiLoCo", "recommended": "ours"}
 
 
+def _linked() -> list[dict]:
+    """Return the runs over links in float32."""
+    lines = (STUDIES / "links.jsonl").read_text("utf-8").splitlines()
+    return [run for run in map(json.loads, lines) if run.get("precision", "float32") == "float32"]
+
+
 def seconds() -> str:
     """Bars: seconds to the same loss on the first seed, one machine alone and a group per rate."""
-    runs = [json.loads(line) for line in (STUDIES / "links.jsonl").read_text("utf-8").splitlines()]
+    runs = _linked()
     left, limit, row = 206, 1_900, 27  # pixels, seconds at the right edge, pixels
     parts, y = [], 8.0
     for rate in (None, 10, 50, 200):
@@ -95,7 +101,7 @@ def front(columns: int) -> str:
 
 def links(columns: int) -> str:
     """Held-out loss over measured seconds, a panel for each rate of the links, for one seed."""
-    runs = [json.loads(line) for line in (STUDIES / "links.jsonl").read_text("utf-8").splitlines()]
+    runs = _linked()
     shown = [run for run in runs if run["seed"] == runs[0]["seed"] and run["method"] in LINKED]
     x = chart.axis("seconds", [p["seconds"] for run in shown for p in run["curve"]], base=10)
     y = chart.axis("nats per byte", [p["loss"] for run in shown for p in run["curve"]])

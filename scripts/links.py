@@ -1,6 +1,7 @@
 """Time training over slow links: four sites of this machine that share a bucket (Linux, root).
 
     python scripts/links.py [--model half] [--rates 50 10 200] [--seeds 21 22 23] [--share 0.4]
+                            [--precision float32 int4]
 
 Each site is a network namespace with one link to a hub, which has the bucket's server. Both ends of
 a link are limited to the same rate (`tc tbf`), and each site to the same share of a processor. The
@@ -11,6 +12,9 @@ links have no delay. The driver runs at the first site.
 - one worker: alone at one site
 - data parallel: 200 updates are timed (jax.distributed with gloo). Its number of updates to the
   loss comes from the run without links in studies/*.jsonl.
+
+What goes through the bucket does so in each `--precision` (outer.precision). Data parallel reduces
+float32: a ring adds gradients on their way, and sums of quantised numbers are none.
 
 Every run is a file in `--folder`, all are lines of `<folder>/<model>.jsonl`, and the same command
 continues. Compiling is not counted, but it
@@ -32,10 +36,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from timing import machine
 
+from adloco_jax.core.compress import Precision
 from adloco_jax.study import cluster, curves, results
 from adloco_jax.study.summary import markdown_table
 
@@ -56,43 +61,73 @@ CREDENTIALS = {
     "AWS_ENDPOINT_URL": BUCKET,
     "AWS_ALLOW_HTTP": "true",
 }
-# Of each model the names of its trials in studies/, and the loss to reach.
-MODELS = {
-    "small": (track.SMALL, 1.6),
-    "half": (track.HALF, 1.32),
-}
 KILLED = "recommended, a learner killed"
-VARIANTS = {"recommended": "ours", KILLED: "ours", "DiLoCo": "DiLoCo"}  # what the studies call them
+THROUGH_BUCKET = ("recommended", "DiLoCo", KILLED)
+
+
+class Model(NamedTuple):
+    """A size of studies/compare_study.py, and what is measured at it."""
+
+    loss: float  # to reach
+    record: str  # studies/<record>.jsonl has the runs without links
+    trials: dict[str, str]  # what studies/ call each method's setting
+
+
+MODELS = {
+    "small": Model(
+        loss=1.6,
+        record="small",
+        trials={
+            "recommended": track.OURS,
+            "DiLoCo": "DiLoCo: 110 steps, momentum 0.6, decay",
+            "one worker": "one worker: rate 0.002, 13200 updates",
+            "data parallel": "data parallel: rate 0.004, 2640 updates",
+        },
+    ),
+    "half": Model(
+        loss=1.32,
+        record="half",
+        trials={
+            "recommended": track.OURS,
+            "DiLoCo": track.DILOCO,
+            "one worker": "one worker: rate 0.001, 13200 updates",
+            "data parallel": "data parallel: rate 0.002, 2640 updates",
+        },
+    ),
+}
 
 
 class Case(NamedTuple):
-    """A run to make: the method, the rate of all links in Mbit/s (None: no link), and the seed."""
+    """A run to make."""
 
     method: str
-    rate: int | None
+    rate: int | None  # of all links, in Mbit/s; None: no link
     seed: int
+    precision: str = "float32"  # of what goes through the bucket
 
     def __str__(self) -> str:
         rate = "no-link" if self.rate is None else f"{self.rate}mbit"
-        return f"{self.method}-{rate}-{self.seed}".replace(", ", "-").replace(" ", "-")
+        precision = f"-{self.precision}" * (self.precision != "float32")
+        return f"{self.method}-{rate}-{self.seed}{precision}".replace(", ", "-").replace(" ", "-")
 
 
-def cases(rates: list[int], seeds: list[int]) -> Iterator[Case]:
-    """The runs, the first rate and the first seed first."""
+def cases(rates: list[int], seeds: list[int], precisions: list[str]) -> Iterator[Case]:
+    """The runs, the first rate, seed and precision first."""
     pairs = [(rate, seeds[0]) for rate in rates] + [(rates[0], seed) for seed in seeds[1:]]
     for rate, seed in pairs:
-        yield from (Case(method, rate, seed) for method in ("recommended", "DiLoCo"))
+        for precision in precisions:
+            for method in ("recommended", "DiLoCo"):
+                yield Case(method, rate, seed, precision)
         if seed == seeds[0]:
             yield Case("data parallel", rate, seed)
         if rate == rates[0]:
             yield Case("one worker", None, seed)
-    yield Case(KILLED, rates[0], seeds[0])
+    yield Case(KILLED, rates[0], seeds[0], precisions[0])
 
 
 def variant(model: str, method: str) -> str:
     """What the studies call a method: its name and setting."""
-    prefix = VARIANTS.get(method, method) + ":"
-    return next(name for name in MODELS[model][0] if name.startswith(prefix))
+    return MODELS[model].trials["recommended" if method == KILLED else method]
 
 
 def config_of(model: str, method: str, seed: int, **changes: Any) -> Any:
@@ -320,6 +355,7 @@ def trained(
     if through_bucket:
         changes = {"engine.kind": "bucket", "engine.address": "s3://links/run"}
         changes["engine.max_learners"] = NUM_SITES  # recommended begins with one worker
+        changes["outer.precision"] = case.precision
     config.write_text(
         f"import sys\n\nsys.path.insert(0, {str(ROOT / 'scripts')!r})\nimport links\n\n\n"
         f"def get_config():\n    changes = {changes!r}\n"
@@ -337,13 +373,15 @@ def trained(
     train = [*python, "train", config, "--workdir", run]
     driver = sites[0].start(*train, log=folder / "driver.log", **CREDENTIALS)
     curve: list[dict[str, float]] = []
-    third, log = recorded(model, case, loss)["updates"] / 3, folder / "3.log"
+    third, log = math.inf, folder / "3.log"
+    if case.method == KILLED:
+        third = recorded(model, case, loss)["updates"] / 3
     while driver.poll() is None and not (curve and curve[-1]["loss"] <= loss):
         time.sleep(0.2)
         if any(learner.poll() for learner in learners):
             raise SystemExit(f"a learner has failed, see {folder}")
         curve = curve_of(run)
-        if case.method == KILLED and curve and curve[-1]["updates"] >= third:
+        if curve and curve[-1]["updates"] >= third:
             third = math.inf
             learners.pop().kill()
             learners.append(join(sites[-1], *python, "join", "s3://links/run", log=log))
@@ -396,7 +434,7 @@ def curve_of(run: Path) -> list[dict[str, float]]:
 
 def recorded(model: str, case: Case, loss: float) -> dict[str, Any]:
     """The run without links of the same method and seed: updates to the loss, and its curve."""
-    found = results.read(ROOT / "studies" / f"{model}.jsonl").values()
+    found = results.read(ROOT / "studies" / f"{MODELS[model].record}.jsonl").values()
     name = variant(model, case.method)
     line = next(e for e in found if e["variant"] == name and e["seed"] == case.seed)
     curve = [{"updates": point["updates"], "loss": point["loss"]} for point in line["curve"]]
@@ -479,9 +517,9 @@ def predicted(run: dict[str, Any], alone: dict[str, Any], given: argparse.Namesp
         token_s, per_update = 6 * num_params / flops, alone["tokens"] / alone["updates"]
         ring_s = cluster.ring_s(NUM_SITES, 4 * num_params, bandwidth=link.bandwidth)
         return run["updates"] * (token_s * per_update + ring_s)
-    case = Case(run["method"], run["rate"], run["seed"])
+    case = Case(run["method"], run["rate"], run["seed"], run["precision"])
     events = curves.read_run(given.folder / f"{given.model}-{case}" / "run").events
-    count = bucket_seconds if run["method"] in VARIANTS else cluster.run_seconds
+    count = bucket_seconds if run["method"] in THROUGH_BUCKET else cluster.run_seconds
     return count(events, link)[run["curve"][-1]["round"]]
 
 
@@ -491,6 +529,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         others = {e["method"]: e["seconds"] for e in runs
                   if e["seed"] == run["seed"] and e["rate"] in (run["rate"], None)
+                  and (e["precision"] == run["precision"] or e["method"] not in THROUGH_BUCKET)
                   and e.get("reached", True)}  # fmt: skip
         ratios = [
             f"{run['seconds'] / others[name]:.2f}" if name in others else "-"
@@ -500,8 +539,9 @@ def table(runs: list[dict[str, Any]]) -> str:
         link = "-" if run["rate"] is None else f"{run['rate']} Mbit/s"
         took = f"{run['seconds']:,.0f}" if run.get("reached", True) else "not reached"
         guess = f"{run['predicted_s'] / run['seconds']:.2f}" if "predicted_s" in run else "-"
-        rows.append((link, run["method"], f"{run['seed']}", took, f"{moved:,.1f}", *ratios, guess))
-    head = ("link", "method", "seed", "seconds", "MB sent by all sites")
+        row = (link, run["method"], run["precision"], f"{run['seed']}", took, f"{moved:,.1f}")
+        rows.append((*row, *ratios, guess))
+    head = ("link", "method", "precision", "seed", "seconds", "MB sent by all sites")
     head += ("/ data parallel", "/ DiLoCo", "/ one worker", "predicted / measured")
     return markdown_table([head, *rows])
 
@@ -513,6 +553,7 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=[50, 10, 200], help="Mbit/s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[21, 22, 23])
     parser.add_argument("--share", type=float, default=0.4, help="of a processor, for each site")
+    parser.add_argument("--precision", nargs="+", default=["float32"], choices=get_args(Precision))
     parser.add_argument("--updates", type=int, default=200, help="of data parallel, to be timed")
     parser.add_argument("--loss", type=float, help="to reach; as in docs/RESULTS.md")
     parser.add_argument("--methods", nargs="+", help="only these")
@@ -524,18 +565,19 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     given.folder = given.folder.resolve()
-    given.loss = given.loss or MODELS[given.model][1]
+    given.loss = given.loss or MODELS[given.model].loss
     found = []
-    for case in cases(given.rates, given.seeds):
+    for case in cases(given.rates, given.seeds, given.precision):
         if given.methods and case.method not in given.methods:
             continue
         path = given.folder / f"{given.model}-{case}.json"
         if not path.exists():
             print(case, flush=True)
             result = run_case(case, given, path.with_suffix(""))
-            how = {"machine": machine(), "share": given.share, "loss": given.loss}
+            how = {"variant": variant(given.model, case.method), "machine": machine()}
+            how |= {"share": given.share, "loss": given.loss}
             path.write_text(json.dumps({**case._asdict(), **result, **how}, indent=1) + "\n")
-        found.append(json.loads(path.read_text()))
+        found.append({"precision": "float32"} | json.loads(path.read_text()))
         completed = costs(found, given)
         lines = "".join(json.dumps(run) + "\n" for run in completed)
         (given.folder / f"{given.model}.jsonl").write_text(lines)

@@ -41,10 +41,16 @@ def test_data_parallel_is_adamw_on_the_batch_of_all_sites():
 
 
 def test_the_first_rate_and_seed_come_first_and_what_needs_no_link_runs_once():
-    found = [*links.cases([50, 10], [1, 2])]
-    assert [(case.rate, case.seed) for case in found[:4]] == [(50, 1)] * 3 + [(None, 1)]
-    assert len({*map(str, found)}) == len(found) == 11
+    found = [*links.cases([50, 10], [1, 2], ["float32", "int4"])]
+    assert [(case.rate, case.seed) for case in found[:6]] == [(50, 1)] * 5 + [(None, 1)]
+    assert [case.precision for case in found[:6]] == [
+        *["float32"] * 2,
+        *["int4"] * 2,
+        *["float32"] * 2,
+    ]
+    assert len({*map(str, found)}) == len(found) == 17
     assert {case.rate for case in found if case.method == "one worker"} == {None}
+    assert {"recommended-50mbit-1", "recommended-50mbit-1-int4"} < {*map(str, found)}
 
 
 def test_seconds_leave_out_compiling_and_those_of_data_parallel_are_its_updates(tmp_path):
@@ -62,6 +68,7 @@ def test_seconds_leave_out_compiling_and_those_of_data_parallel_are_its_updates(
     assert [point["seconds"] for point in curve] == [2.0, 4.0, 7.0]
     given = argparse.Namespace(model="small", loss=1.6)
     timed = {"method": "data parallel", "rate": 50, "seed": 21, "update_s": 0.5, "updates": 10}
+    timed["precision"] = "float32"
     (found,) = links.costs([timed | {"bytes": [{"up": 100, "down": 90}]}], given)
     updates = found["updates"]
     assert updates == links.recorded("small", links.Case("data parallel", None, 21), 1.6)["updates"]
