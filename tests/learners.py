@@ -119,8 +119,8 @@ class InBucket:
         self.alive = set()  # of learners that hold something of this process
         self.learners, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
-        monkeypatch.setattr(bucket, "_aside", _inline)
-        begin = bucket.BucketTransport._act
+        monkeypatch.setattr(store, "aside", _inline)
+        begin = bucket.BucketTransport.act
         monkeypatch.setattr(bucket.BucketTransport, "_begin", begin)
         monkeypatch.setattr(
             bucket, "connected", functools.partial(self.connected, bucket.connected)

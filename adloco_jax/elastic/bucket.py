@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
@@ -53,7 +53,6 @@ from adloco_jax.run import processes
 from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import KNOBS, Settings, change
 
-T = TypeVar("T")
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 _LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
@@ -126,7 +125,7 @@ def connected(
     _delete_rounds(bucket, *range(1, epoch))  # what a driver that was killed has left
     print(f"to join, on up to {num_learners} machines: adloco join {address}", flush=True)
     try:
-        with store.every(heartbeat_s / SIGNS, made.give_sign):
+        with store.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
             yield made
     finally:
         made.close(is_over=is_over())
@@ -201,20 +200,6 @@ def _delete_rounds(bucket: Store, *epochs: int) -> None:
     bucket.delete(*(name for name in bucket.names() if name.startswith(parts)))
 
 
-def _aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
-    """Call a function in a thread that does not hold up the end of the process."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(act(*arguments))
-        except Exception as error:  # deliberately broad: who asks for the result raises it
-            future.set_exception(error)
-
-    processes.start_thread(run, name="request")
-    return future
-
-
 @dataclasses.dataclass
 class _Exchange:
     """What the driver has written to a learner, and read from it."""
@@ -265,9 +250,6 @@ class BucketTransport:
 
     def give_sign(self) -> None:
         """Write the board, unless another driver has taken over."""
-        self._act(self._give_sign)
-
-    def _give_sign(self) -> None:
         with contextlib.suppress(Refused):
             if self._store.get(f"driver/{self._epoch + 1}.json") is None:
                 return self._write_board()
@@ -301,12 +283,13 @@ class BucketTransport:
 
     def _write(self) -> None:
         while (write := self._writes.get()) is not None:
-            self._act(write)
+            self.act(write)
 
-    def _act(self, act: Callable[[], None]) -> None:
+    def act(self, act: Callable[[], None]) -> None:
+        """Call a function in a thread; the main thread raises its error."""
         try:
             act()
-        except Exception as error:  # deliberately broad: the main thread raises it
+        except Exception as error:  # deliberately broad: `poll` raises it
             self._fault = error
 
     def start(self, number: int, life: int) -> OrderId:
@@ -376,7 +359,7 @@ class BucketTransport:
         """Take the board of a learner if it has come, or request it if it is time."""
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
-                exchange.look = _aside(self._read_board, exchange.id.board_name())
+                exchange.look = store.aside(self._read_board, exchange.id.board_name())
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
@@ -410,7 +393,7 @@ class BucketTransport:
             exchange.num_read = max(exchange.num_read, call.id.order)
             return call.answer.result()
         if call.answer is None and board.num_answers >= call.id.order:
-            call.answer = _aside(self._read, call)
+            call.answer = store.aside(self._read, call)
         return None
 
     def _read(self, call: OrderCall) -> Reply:

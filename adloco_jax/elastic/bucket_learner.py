@@ -1,6 +1,5 @@
 """A learner that joins a run through a bucket (`elastic.bucket`): `adloco join`."""
 
-import concurrent.futures
 import math
 import os
 import random
@@ -347,12 +346,11 @@ class BucketLearner:
         if message.method == "prepare":
             self.learner.prepare(order)
             return answer, None
+        self._doing = f"round {order.round} of trainer {order.trainer}"
         if message.params is None:
             return answer, self.learner.play(order, None)
         want, params = sent_form(spec, order), message.params
-        with concurrent.futures.ThreadPoolExecutor(1) as aside:
-            how = params.name, limit(want), Format, lambda _: want, params.sha256
-            reading = aside.submit(self._store.read, *how)
-            self._doing = f"round {order.round} of trainer {order.trainer}"
-            self.learner.prepare(order)
+        how = params.name, limit(want), Format, lambda _: want, params.sha256
+        reading = store.aside(self._store.read, *how)
+        self.learner.prepare(order)
         return answer, self.learner.play(order, reading.result()[1])

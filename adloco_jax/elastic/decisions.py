@@ -126,8 +126,7 @@ def assign(
     spares = [each.number for each in learners if not load(each.number)]
     if spares and homeless:  # divide equally; workers of a trainer stay together
         size = -(-len(homeless) // len(spares))
-        for index, stream in enumerate(homeless):
-            hosts[stream] = spares[index // size]
+        hosts |= {stream: spares[index // size] for index, stream in enumerate(homeless)}
     else:
         for stream in (s for s in homeless if learners and s not in returning):
 

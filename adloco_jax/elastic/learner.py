@@ -264,12 +264,12 @@ class Learner:
         loss_SR, skipped_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
         seconds = time.perf_counter() - start_s - (self.programs.stall_s - stalled_s)
-        counts = {"num_updates": work.num_updates, "num_sequences": plan.num_sequences}
         where = {"trainer": order.trainer, "round": order.round, "stream": work.stream}
         self._note(**where, start=work.start, count=plan.num_sequences)
         return Answer(
             work.stream,
-            **counts,
+            work.num_updates,
+            plan.num_sequences,
             differences=sent,
             loss_SR=loss_SR,
             skipped_SR=skipped_SR,
@@ -331,12 +331,10 @@ def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
     workers = Workers(params_M, None)
     differences = _send.eval_shape(params_M, workers, order.precision(spec), order.is_single)
     one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
-    fields: dict[str, Any] = Answer.__annotations__ | {"differences": differences, "stats_R": None}
-    fields |= {"stream": work.stream, "num_sequences": order.sequences(work)}
-    fields |= {"num_updates": work.num_updates, "num_tested": work.num_tested}
-    shape = (work.num_updates, 1)
-    fields["loss_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(np.float64))
-    fields["skipped_SR"] = jax.ShapeDtypeStruct(shape, np.dtype(bool))
-    if work.num_tested:
-        fields["stats_R"] = GradientStats(*[one] * len(dataclasses.fields(GradientStats)))
-    return Answer(**fields)
+    stats_R = GradientStats(*[one] * len(dataclasses.fields(GradientStats)))
+    loss_SR, skipped_SR = (
+        jax.ShapeDtypeStruct((work.num_updates, 1), np.dtype(kind)) for kind in (np.float64, bool)
+    )
+    form: Any = [work.stream, work.num_updates, order.sequences(work), differences, loss_SR]
+    form += [skipped_SR, work.num_tested, stats_R if work.num_tested else None, Duration]
+    return Answer(*form)

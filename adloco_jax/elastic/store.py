@@ -4,6 +4,7 @@ An object is JSON, or JSON with arrays (safetensors), with a SHA-256. Nothing th
 executed or unpickled.
 """
 
+import concurrent.futures
 import contextlib
 import datetime
 import functools
@@ -277,6 +278,20 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(seconds)  # a request may hang
+
+
+def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
+    """Call a function in a thread that does not hold up the end of the process."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*arguments))
+        except Exception as error:  # deliberately broad: who asks for the result raises it
+            future.set_exception(error)
+
+    processes.start_thread(run, name="request")
+    return future
 
 
 # -- Objects ---------------------------------------------------------------------------------
