@@ -53,6 +53,7 @@ from studies.compare_study_again import named  # noqa: E402
 NUM_SITES = 4
 NET = "10.78.0"  # seen inside the namespaces alone
 BUCKET = f"http://{NET}.254:9000"
+FRAME_FRAC = 1448 / 1514  # what a full Ethernet frame carries beside the headers of IP and TCP
 PERIOD_US = 20_000  # a site's processor time is given out in parts of this length
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "links",
@@ -512,7 +513,8 @@ def predicted(run: dict[str, Any], alone: dict[str, Any], given: argparse.Namesp
     folder = given.folder / f"{given.model}-{Case(alone['method'], None, alone['seed'])}" / "run"
     num_params = curves.last(curves.read_run(folder).events, "start")["num_params"]
     flops = 6 * num_params * alone["tokens"] / alone["seconds"]
-    link = cluster.Cluster(1e6 / 8 * (run["rate"] or 1), latency_s=0, flops=flops)
+    bandwidth = FRAME_FRAC * 1e6 / 8 * (run["rate"] or 1)
+    link = cluster.Cluster(bandwidth, latency_s=0, flops=flops)
     if run["method"] == "data parallel":
         token_s, per_update = 6 * num_params / flops, alone["tokens"] / alone["updates"]
         ring_s = cluster.ring_s(NUM_SITES, 4 * num_params, bandwidth=link.bandwidth)
