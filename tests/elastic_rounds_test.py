@@ -7,7 +7,6 @@ import runpy
 import signal
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import jax
@@ -15,7 +14,6 @@ import numpy as np
 import obstore
 import pytest
 from learners import Here, InBucket, num_updates
-from moto.server import ThreadedMotoServer
 from toy import settings_of
 from toy_runs import GROWING, events, run
 
@@ -26,7 +24,7 @@ from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Peak
 from adloco_jax.run.observers import Evaluator
 from adloco_jax.training import train
-from probes import runs
+from probes import faulty_store, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -92,21 +90,10 @@ def at(number, rounds, what):
 @contextlib.contextmanager
 def s3(monkeypatch):
     """The address of a bucket of an S3 server in this process."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    urllib.request.urlopen(
-        urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")
-    ).close()
-    yield f"s3://runs/{port}"  # moto keeps buckets as long as the process
-    server.stop()
+    with faulty_store.s3_server("runs") as server:
+        for name, value in faulty_store.environment(server).items():
+            monkeypatch.setenv(name, value)
+        yield f"s3://runs/{server.rpartition(':')[2]}"  # moto keeps buckets as long as the process
 
 
 def counted(workdir):

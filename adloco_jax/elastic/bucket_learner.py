@@ -288,14 +288,14 @@ class BucketLearner:
                 self.handle, self._num_answers = handle, 0
                 if not self._store.create(handle.board_name(), self._board()):
                     self.handle = None
-            if self.handle is not None:
-                folder = Path(os.devnull)
-                if self._workdir is not None:
-                    folder = self._workdir / str(self._epoch)
-                    folder.mkdir(parents=True, exist_ok=True)
-                self.learner.enlist(handle.learner, handle.life, folder)
-                self._say(f"joined as learner {handle.learner}")
-                return True
+                    continue
+            folder = Path(os.devnull)
+            if self._workdir is not None:
+                folder = self._workdir / str(self._epoch)
+                folder.mkdir(parents=True, exist_ok=True)
+            self.learner.enlist(handle.learner, handle.life, folder)
+            self._say(f"joined as learner {handle.learner}")
+            return True
         self._say("the run has its learners; waiting to replace one")
         return False
 
