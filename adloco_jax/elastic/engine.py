@@ -96,11 +96,8 @@ class ElasticEngine:
         """
         ended = self._wait_for_rounds(state)
         plans = {m: each.plan for m, each in ended.items()}
-        counted = {
-            stream: (answer.num_updates, answer.num_sequences)
-            for each in ended.values()
-            for stream, answer in each.counted.items()
-        }
+        answers = [answer for each in ended.values() for answer in each.counted.values()]
+        counted = {each.stream: (each.num_updates, each.num_sequences) for each in answers}
         control, spent = count_round(
             state.control,
             plans,
@@ -256,12 +253,9 @@ class ElasticEngine:
     def _begin(self, state: State) -> None:
         """Start a round of every trainer that may begin one and has a worker on a free learner."""
         control, settings, now_s = state.control, self.settings, time.monotonic()
-        idle = [
-            m
-            for m in control.trainers
-            if m not in self.rounds and _may_begin(control, m, settings)
-            if m not in self._failures or now_s >= self._failures[m][2]
-        ]
+        until_s = {m: until_s for m, (*_, until_s) in self._failures.items()}
+        able = [m for m in control.trainers if _may_begin(control, m, settings)]
+        idle = [m for m in able if m not in self.rounds and now_s >= until_s.get(m, 0.0)]
         if not idle:
             return
         self._divide(control, idle)

@@ -106,13 +106,8 @@ class InnerStates:
         """
         if self._spec.reset_inner_state or self._fleet.transport.is_far:
             return
-        self._fetch(
-            [
-                read
-                for read in control.reads()
-                if read[1] in targets and self._holders.get(read[1]) is not targets[read[1]]
-            ]
-        )
+        keys = [key for key in control.reads() if key[1] in targets]
+        self._fetch([key for key in keys if self._holders.get(key[1]) is not targets[key[1]]])
         self._here |= {key[1]: state for key, state in self._found.items() if state is not None}
 
     def to_send(self, stream: int, learner: LearnerRecord) -> PyTree | None:
