@@ -45,10 +45,11 @@ class About(Format):
 FORM |= {"b": jax.ShapeDtypeStruct((3,), np.dtype("f8"))}
 
 
-def settings_at(url, **engine):
+def settings_at(url, num_workers=2, **engine):
     return settings_of(
         num_rounds=3,
-        ensemble={"num_trainers": 1, "num_workers": 2},
+        ensemble={"num_trainers": 1, "num_workers": num_workers},
+        outer={"skip_single": True},
         merge={"policy": "none"},
         batching={"test": "constant"},
         engine={"kind": "bucket", "address": url, "heartbeat_s": 4.0} | engine,
@@ -255,9 +256,10 @@ def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, t
 
 def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd):
     there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+    run(tmp_path / "one", settings_at(there.url, num_workers=1))
     said = capfd.readouterr().out
     assert "round 1 of trainer 0: loss 1." in said and "; waited 0.0 s, prepared " in said
+    assert "round 3 of trainer 0: loss 1." in said  # its parameters are not sent
 
 
 def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp_path):
