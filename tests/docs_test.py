@@ -139,6 +139,11 @@ def test_pages_read_the_same_on_a_git_host():
         links = re.findall(r"\]\(([^()\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
         local = [(a or b) for a, b in links if not re.match(r"https?:", a or b)]
         assert [link for link in local if not leads_somewhere(page, link)] == [], page
+        if page != PAGES[0]:  # Sphinx warns of a page that is not in docs
+            outside = (link for link in local if link.partition("#")[0].endswith(".md"))
+            assert all(
+                (page.parent / link).resolve().is_relative_to(ROOT / "docs") for link in outside
+            )
 
 
 def leads_somewhere(page, link):
