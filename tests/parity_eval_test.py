@@ -52,36 +52,8 @@ metadata: {{version: 1.0}}
 """
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tiny_config(num_rounds=3), tmp_path_factory.mktemp("trained") / "run")
-
-
-@pytest.fixture
-def score(trained, tmp_path, monkeypatch):
-    """The score of the run on these documents by a task, by the line of the guide on evaluation."""
-    page = (Path(__file__).parents[1] / "docs/guides/after.md").read_text("utf-8")
-    (line,) = re.findall("^lm_eval .+$", page, re.M)
-
-    def score(card, docs):
-        data = tmp_path / "colours.jsonl"
-        data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-        (tmp_path / "colours.yaml").write_text(card.format(path=data))
-        harness.cli_evaluate()
-        (found,) = benchmarks.read(trained.workdir)
-        return found
-
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/demo").symlink_to(trained.workdir)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", shlex.split(line))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield score
-    for path in trained.workdir.glob(benchmarks.FILES):
-        path.unlink()
-
-
-def test_choices_are_those_of_the_models_own_probabilities(trained, score):
+def choices(trained):
+    """Questions with a labelled choice each, and the share that the model's choices get right."""
     network, params, *_ = hf.load(trained.workdir / "export")
     params = jax.tree.map(jnp.asarray, params)
     tokenizer = load_tokenizer(str(trained.workdir / "export"))
@@ -100,13 +72,11 @@ def test_choices_are_those_of_the_models_own_probabilities(trained, score):
         best = int(np.argmax([log_likelihood(question, choice) for choice in choices]))
         docs.append({"question": question, "choices": choices, "label": number % 3})
         right += best == number % 3
-    found = score(CHOICES, docs)
-    assert found.value == pytest.approx(right / 12)
-    assert (found.task, found.metric, found.examples) == ("tiny_choice", "acc", "12")
-    assert "tiny_choice" in write([trained.workdir], trained.workdir / "report").read_text()
+    return docs, right / 12
 
 
-def test_bits_per_byte_are_the_runs_own_loss_on_the_same_windows(trained, score):
+def windows(trained):
+    """Texts of at most the model's length, and the run's own loss on them in bits per byte."""
     own = read_trained(trained.workdir, here())
     length = own.settings.model.max_length - 1
     texts = [f"for number in range({n}): print(number)"[:length] for n in range(6)]
@@ -116,5 +86,46 @@ def test_bits_per_byte_are_the_runs_own_loss_on_the_same_windows(trained, score)
     params = jax.tree.map(jnp.asarray, own.params)
     nats = sum(float(loss_fn(params, jnp.asarray(row[None]))) * (len(row) - 1) for row in rows)
     expected = nats / math.log(2) / sum(len(text.encode()) for text in texts)
-    found = score(ROLLING, [{"text": text} for text in texts])
-    assert found.value == pytest.approx(expected, abs=1e-3)
+    return [{"text": text} for text in texts], expected
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """A run, its scores by the line of the guide on evaluation, and what they should be."""
+    trained = train(tiny_config(num_rounds=3), tmp_path_factory.mktemp("trained") / "run")
+    page = (Path(__file__).parents[1] / "docs/guides/after.md").read_text("utf-8")
+    (line,) = re.findall("^lm_eval .+$", page, re.M)
+    folder, expected = tmp_path_factory.mktemp("tasks"), {}
+    cases = {"colours": (CHOICES, choices), "windows": (ROLLING, windows)}
+    for name, (card, make) in cases.items():
+        docs, expected[name] = make(trained)
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        (folder / f"{name}.yaml").write_text(card.format(path=data))
+    (folder / "runs").mkdir()
+    (folder / "runs/demo").symlink_to(trained.workdir)
+    # Each start of the harness reads the thousands of tasks that it ships.
+    line = line.replace("colours.yaml", "colours.yaml,windows.yaml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.argv", shlex.split(line))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        harness.cli_evaluate()
+    return (
+        trained.workdir,
+        {score.task: score for score in benchmarks.read(trained.workdir)},
+        expected,
+    )
+
+
+def test_choices_are_those_of_the_models_own_probabilities(scored):
+    workdir, scores, expected = scored
+    found = scores["tiny_choice"]
+    assert found.value == pytest.approx(expected["colours"])
+    assert (found.metric, found.examples) == ("acc", "12")
+    assert "tiny_choice" in write([workdir], workdir / "report").read_text()
+
+
+def test_bits_per_byte_are_the_runs_own_loss_on_the_same_windows(scored):
+    _, scores, expected = scored
+    assert scores["tiny_rolling"].value == pytest.approx(expected["windows"], abs=1e-3)
