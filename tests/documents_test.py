@@ -177,12 +177,20 @@ def test_what_has_no_documents_is_refused_in_a_line(tmp_path):
         fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)
 
 
-def test_cudnn_computes_no_attention_within_documents():
+def test_cudnn_attends_within_documents_by_a_mask(monkeypatch):
     gpu = Machine((types.SimpleNamespace(platform="gpu", compute_capability="9.0"),), 0)
-    settings = toy.settings_of(model={"dtype": "bfloat16"})
-    document = settings.data.model_copy(update=DOCUMENT)
+    settings = toy.settings_of(model={"dtype": "bfloat16"}, data=DOCUMENT)
     assert attention(settings, gpu) == "cudnn"
-    assert attention(settings.model_copy(update={"data": document}), gpu) == "xla"
-    heads = jnp.zeros((1, 1, 2, 8))
-    with pytest.raises(ValueError, match="'cudnn' separates no documents"):
-        ATTENTION["cudnn"](heads, heads, heads, jnp.zeros((1, 2), jnp.int32))
+    odd = settings.data.model_copy(update={"sequence_length": 7})  # refused with a mask
+    assert attention(settings.model_copy(update={"data": odd}), gpu) == "xla"
+    attend = jax.nn.dot_product_attention
+
+    def on_a_cpu(*arrays, implementation, **how):
+        return attend(*arrays, implementation="xla", **how)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_a_cpu)
+    rng = np.random.default_rng(0)
+    heads = [jnp.asarray(rng.normal(size=(2, n, 6, 8)), jnp.float32) for n in (4, 2, 2)]
+    starts_BL = jnp.array([[0, 0, 2, 2, 2, 5], [0, 1, 1, 1, 4, 4]])
+    found, wanted = (ATTENTION[name](*heads, starts_BL) for name in ("cudnn", "xla"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -131,13 +131,15 @@ def _attend_cudnn(
     q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: Array | None = None
 ) -> Array:
     """Compute `attend` with cuDNN's fused kernel, which does not store the scores."""
-    if starts_BL is not None:
-        raise ValueError("attention='cudnn' separates no documents; use 'xla'.")
 
-    def attend(*heads_BLHK: Array) -> Array:
-        return jax.nn.dot_product_attention(
-            *heads_BLHK, scale=1.0, is_causal=True, implementation="cudnn"
-        )
+    def attend(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None) -> Array:
+        B, L, H, _ = q_BLHK.shape
+        mask = None
+        if starts_BL is not None:  # a mask that heads share does not pass jax 0.10.2's vmap
+            is_own_B1LL = np.arange(L)[None, None, None] >= starts_BL[:, None, :, None]
+            mask = jnp.broadcast_to(is_own_B1LL, (B, H, L, L))
+        how = {"mask": mask, "scale": 1.0, "is_causal": True}
+        return jax.nn.dot_product_attention(q_BLHK, k_BLGK, v_BLGK, **how, implementation="cudnn")
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
@@ -148,7 +150,8 @@ def _attend_cudnn(
         attend = jax.shard_map(
             attend, in_specs=batch, out_specs=batch, axis_names=axes, check_vma=False
         )
-    y_BLHK = attend(*(x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK)))
+    q_BLHK, k_BLGK, v_BLGK = (x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK))
+    y_BLHK = attend(q_BLHK, k_BLGK, v_BLGK, starts_BL)
     return kept(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
 

@@ -121,9 +121,8 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
     """Choose the attention kernel: "cudnn" if possible, else "xla".
 
     The conditions are those of `jax.nn.dot_product_attention` on the strictest GPU. "xla" also
-    serves attention within documents (cuDNN would get a bias for each head and pair of positions,
-    and write its gradient), tests by inner products, and gradient tests of sharded workers, where
-    XLA cannot partition the cuDNN call.
+    serves tests by inner products, and gradient tests of sharded workers, where XLA cannot
+    partition the cuDNN call.
     """
     model, device, network = settings.model, machine.devices[0], build_network(settings)
     head_size = getattr(network, "head_size", None) or model.width // model.num_heads
@@ -136,7 +135,7 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
         "cudnn"
         if (
             takes(ARCHITECTURES[model.arch].build, "attention")
-            and settings.data.row_parts == 1
+            and (settings.data.row_parts == 1 or settings.data.sequence_length % 2 == 0)
             and settings.data.sequence_length <= min(windows, default=math.inf)
             and model.dtype == "bfloat16"
             and head_size <= 128
