@@ -44,6 +44,7 @@ from studies.compare_study import (
     batch,
     budget,
     growing,
+    qsr,
     steps,
     trials,
     trunk,
@@ -163,7 +164,7 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
     }
 
 
-AVERAGED = {"outer.average": 0.7}
+AVERAGED, HALF = {"outer.average": 0.7}, {"outer.average": 0.5}
 MUON = {"inner.tx": "muon", **_rate(4e-3), **AVERAGED}
 ONE_BATCH = {**ONE, **steps(STEPS), **batch(WORKERS * BATCH)}  # data parallel
 
@@ -173,17 +174,47 @@ def averaged() -> dict[str, dict[str, Any]]:
 
     These trials came later, with Muon inside at rate 0.004. What else a method has won on these
     seeds before. A pilot (docs/LOG.md) suggested them. They were declared before they ran, in the
-    order of their worth, and end soon after the pilot's runs had reached 1.55.
+    order of their worth, and end soon after the pilot's runs had reached 1.55. The second list was
+    declared after the first had run: other rates and averages for the baselines, then what may give
+    ours the steps of short rounds for the synchronisations of long ones.
     """
+
+    def ours(eta: float, longest: int, *rest: Changes) -> dict[str, Any]:
+        return _ours(eta, 110, longest, budget("small", 2200), LATE, MUON, *rest)
+
+    def diloco(*rest: Changes) -> dict[str, Any]:
+        return _diloco(STEPS, budget("small", 2750), MILD, MUON, *rest)
+
+    one, parallel = budget("small", 6600, workers=1), budget("small", 2200)
     return {
         "DiLoCo: 110 steps, momentum 0.6, Muon": _diloco(STEPS, budget("small", 2750), MILD, MUON),
         "ours: rounds of 220, Muon": _ours(1.6, 220, 220, budget("small", 2350), LATE, MUON),
         "ours, 110: rounds of 110, Muon": _ours(1.6, 110, 110, budget("small", 2150), LATE, MUON),
-        "one worker: Muon": {**ONE, **steps(STEPS), **budget("small", 6600, workers=1), **MUON},
-        "data parallel: Muon": {**ONE_BATCH, **budget("small", 2200), **MUON},
+        "one worker: Muon": {**ONE, **steps(STEPS), **one, **MUON},
+        "data parallel: Muon": {**ONE_BATCH, **parallel, **MUON},
         "DiLoCo, AdamW: 110 steps": _diloco(STEPS, budget("small", 4400), MILD, AVERAGED),
         "ours, AdamW: rounds of 220": _ours(1.6, 220, 220, budget("small", 3500), LATE, AVERAGED),
-        "data parallel, 0.01: Muon": {**ONE_BATCH, **budget("small", 2200), **MUON, **_rate(1e-2)},
+        "data parallel, 0.01: Muon": {**ONE_BATCH, **parallel, **MUON, **_rate(1e-2)},
+        # The second list.
+        "DiLoCo, 0.006: Muon": diloco(_rate(6e-3)),
+        "DiLoCo, average 0.5: Muon": diloco(HALF),
+        "DiLoCo, Nesterov: Muon": diloco(NESTEROV),
+        "ours, by test: rounds 110 to 220": ours(1.6, 220),
+        "ours, by test, average 0.5: rounds 110 to 220": ours(1.6, 220, HALF),
+        "ours, 165: rounds of 165": ours(1.6, 165, steps(165)),
+        "ours, eta 0.8: rounds 110 to 220, average 0.5": ours(0.8, 220, HALF),
+        "ours, eta 3.2: rounds 110 to 220, average 0.5": ours(3.2, 220, HALF),
+        "ours, batch 2: rounds 110 to 220, average 0.5": ours(
+            1.6, 220, HALF, {"batching.initial_batch_size": 2}
+        ),
+        "ours, momentum 0.6: rounds 110 to 220, average 0.5": ours(1.6, 220, HALF, MILD),
+        "ours, 0.006: rounds 110 to 220, average 0.5": ours(1.6, 220, HALF, _rate(6e-3)),
+        "trunk: 0.1, 220 steps, Muon": _trunk(0.1, 220, budget("small", 2350), LATE, MUON),
+        "QSR: Muon": diloco(qsr(10 * 4e-3), LINEAR),
+        "one worker, AdamW: average": {**ONE, **steps(STEPS), **budget("small", 9900, workers=1)}
+        | AVERAGED,
+        "data parallel, AdamW: average": {**ONE_BATCH, **budget("small", 3300)}
+        | {**AVERAGED, **_rate(4e-3)},
     }
 
 
