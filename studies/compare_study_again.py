@@ -176,7 +176,7 @@ def averaged() -> dict[str, dict[str, Any]]:
     seeds before. A pilot (docs/LOG.md) suggested them. They were declared before they ran, in the
     order of their worth, and end soon after the pilot's runs had reached 1.55. The second list was
     declared after the first had run: other rates and averages for the baselines, then what may give
-    ours the steps of short rounds for the synchronisations of long ones.
+    ours the steps of short rounds for the synchronisations of long ones. So was the third.
     """
 
     def ours(eta: float, longest: int, *rest: Changes) -> dict[str, Any]:
@@ -209,6 +209,12 @@ def averaged() -> dict[str, dict[str, Any]]:
         ),
         "ours, momentum 0.6: rounds 110 to 220, average 0.5": ours(1.6, 220, HALF, MILD),
         "ours, 0.006: rounds 110 to 220, average 0.5": ours(1.6, 220, HALF, _rate(6e-3)),
+        # The third list, after eta 3.2 had needed two thirds of the tokens of eta 1.6.
+        "DiLoCo, 0.006, average 0.5: Muon": diloco(_rate(6e-3), HALF),
+        "ours, eta 3.2, 0.006: rounds 110 to 220, average 0.5": ours(3.2, 220, HALF, _rate(6e-3)),
+        "ours, eta 2.3, 0.006: rounds 110 to 220, average 0.5": ours(2.3, 220, HALF, _rate(6e-3)),
+        "data parallel, 0.02: Muon": {**ONE_BATCH, **parallel, **MUON, **_rate(2e-2)},
+        "one worker, 0.006: Muon": {**ONE, **steps(STEPS), **one, **MUON, **_rate(6e-3)},
         "trunk: 0.1, 220 steps, Muon": _trunk(0.1, 220, budget("small", 2350), LATE, MUON),
         "QSR: Muon": diloco(qsr(10 * 4e-3), LINEAR),
         "one worker, AdamW: average": {**ONE, **steps(STEPS), **budget("small", 9900, workers=1)}
