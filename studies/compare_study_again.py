@@ -224,15 +224,6 @@ def averaged() -> dict[str, dict[str, Any]]:
     }
 
 
-def averaged_half() -> dict[str, dict[str, Any]]:
-    """Return Muon's rates at 0.61 M parameters, for DiLoCo; declared before they ran."""
-    ends = budget("half", 2750)
-    return {
-        f"DiLoCo: Muon, rate {rate}": _diloco(STEPS, ends, MILD, MUON, _rate(rate))
-        for rate in (0.004, 0.002, 0.008)
-    }
-
-
 def named(size: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return trials of this file and of studies/compare_study.py: the changes of each, by its name.
 

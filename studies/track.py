@@ -24,8 +24,7 @@ loss is one that DiLoCo and data parallelism both reach, in steps of 0.02 nats p
   and the published method have their settings of the library.
 - order: DiLoCo's loss by its number of workers, 0.39 M parameters. Each number has the inner and
   outer rates with the lowest loss on seed 0 (studies/compare_order.py); three minutes a run.
-- average, average_half: the trials with Muon and a running average, at 0.08 and 0.61 M parameters
-  (studies/compare_study_again.py).
+- average: the trials with Muon and a running average (studies/compare_study_again.py).
 - muon, muon_prose: their winners.
 """
 
@@ -38,7 +37,7 @@ from adloco_jax.study import results
 from adloco_jax.study.compare import Comparison
 from studies import compare_order, tables
 from studies.compare_study import over_seeds, tuning
-from studies.compare_study_again import averaged, averaged_half, named
+from studies.compare_study_again import averaged, named
 
 FRESH, FRESHER, TEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), "runs/prose"
 OURS = "ours: eta 1.6, rounds of 220, Nesterov"
@@ -119,7 +118,6 @@ def tracks() -> dict[str, Comparison]:
         "prose": tuning("small", TEXT, named("small", PROSE), seeds=FRESH, to=(1.8, 1.76, 1.74)),
         "muon": tuning("small", "stdlib", muon, seeds=FRESHER, to=(1.65, 1.6)),
         "muon_prose": tuning("small", TEXT, muon, seeds=FRESHER, to=(1.8, 1.76)),
-        "average_half": tuning("half", "stdlib", averaged_half(), to=(1.5, 1.4, 1.32)),
         "average": tuning("small", "stdlib", averaged(), seeds=(0, 6, 7), to=(1.65, 1.6, 1.55)),
     }
 
