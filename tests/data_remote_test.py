@@ -265,7 +265,7 @@ def test_an_address_with_a_secret_is_refused_and_not_repeated(address):
 
 def test_a_missing_extra_and_an_unknown_kind_are_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ConfigError, match=r"gcsfs.*pip install 'adloco-jax\[remo"):
+    with pytest.raises(ConfigError, match=r"gcsfs.*pip install 'adloco_jax\[remo"):
         load("gs://bucket/a.jsonl")
     with pytest.raises(ConfigError, match="data.path: is an address; give a path, a name"):
         load("ftp://host/a.jsonl")
