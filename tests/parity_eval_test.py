@@ -94,7 +94,7 @@ def scored(tmp_path_factory):
     """A run, its scores by the line of the guide on evaluation, and what they should be."""
     trained = train(tiny_config(num_rounds=3), tmp_path_factory.mktemp("trained") / "run")
     page = (Path(__file__).parents[1] / "docs/guides/after.md").read_text("utf-8")
-    (line,) = re.findall("^lm_eval .+$", page, re.M)
+    (line,) = re.findall(r"^lm_eval (?:.*\\\n)*.+$", page, re.M)
     folder, expected = tmp_path_factory.mktemp("tasks"), {}
     cases = {"colours": (CHOICES, choices), "windows": (ROLLING, windows)}
     for name, (card, make) in cases.items():
@@ -105,7 +105,7 @@ def scored(tmp_path_factory):
     (folder / "runs").mkdir()
     (folder / "runs/demo").symlink_to(trained.workdir)
     # Each start of the harness reads the thousands of tasks that it ships.
-    line = line.replace("colours.yaml", "colours.yaml,windows.yaml")
+    line = line.replace("\\\n", " ").replace("colours.yaml", "colours.yaml,windows.yaml")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("sys.argv", shlex.split(line))
