@@ -29,7 +29,6 @@ def get_config() -> ConfigDict:
     config.outer.tx = "nesterov"  # with DiLoCo's learning rate of 0.7 and momentum of 0.9
     config.outer.learning_rate = 0.7
     config.outer.skip_single = True  # no outer optimizer before the second worker has joined
-
     config.outer.average = 0.5  # the reported model is a running average over rounds
 
     config.batching.eta = 1.6  # workers join when the noise requires more sequences for an update

@@ -187,7 +187,7 @@ def averaged() -> dict[str, dict[str, Any]]:
 
     one, parallel = budget("small", 6600, workers=1), budget("small", 2200)
     return {
-        "DiLoCo: 110 steps, momentum 0.6, Muon": _diloco(STEPS, budget("small", 2750), MILD, MUON),
+        "DiLoCo: 110 steps, momentum 0.6, Muon": diloco(),
         "ours: rounds of 220, Muon": _ours(1.6, 220, 220, budget("small", 2350), LATE, MUON),
         "ours, 110: rounds of 110, Muon": _ours(1.6, 110, 110, budget("small", 2150), LATE, MUON),
         "one worker: Muon": {**ONE, **steps(STEPS), **one, **MUON},
