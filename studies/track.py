@@ -26,17 +26,20 @@ loss is one that DiLoCo and data parallelism both reach, in steps of 0.02 nats p
   outer rates with the lowest loss on seed 0 (studies/compare_order.py); three minutes a run.
 - average: the trials with Muon and a running average (studies/compare_study_again.py).
 - muon, muon_prose: their winners.
+- half_muon_tuning: the same at 0.61 M parameters, at the rate of 0.08 M and at half of it, on seed
+  0; the rate with the fewest updates to 1.32 then runs on fresh seeds.
 """
 
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from adloco_jax.cli.compare import execute
 from adloco_jax.study import results
 from adloco_jax.study.compare import Comparison
 from studies import compare_order, tables
-from studies.compare_study import over_seeds, tuning
+from studies.compare_study import budget, over_seeds, tuning
 from studies.compare_study_again import averaged, named
 
 FRESH, FRESHER, TEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), "runs/prose"
@@ -93,6 +96,13 @@ MUON = {
     "data parallel: Muon": "data parallel, 0.01: Muon",
     "one worker: Muon": "one worker: Muon",
 }
+# At 0.61 M parameters: the setting at 0.08 M, the rates tried, the updates whose tokens are enough.
+HALF_MUON = {
+    "DiLoCo": (MUON["DiLoCo: Muon"], (3e-3, 6e-3), 2530),
+    "ours": (MUON["ours: eta 1.6, Muon"], (3e-3, 6e-3), 2000),
+    "data parallel": (MUON["data parallel: Muon"], (5e-3, 1e-2), 1760),
+    "one worker": (MUON["one worker: Muon"], (2e-3, 4e-3), 1320),
+}
 # The chosen trials, from the lowest to the highest loss in the paper.
 ORDER = (
     "M = 1: rate 0.001, outer 0.4",
@@ -100,6 +110,19 @@ ORDER = (
     *("M = 2: rate 0.001", "M = 4: rate 0.001"),
     "M = 8: rate 0.001, outer 0.6",
 )
+
+
+def half_muon() -> dict[str, dict[str, Any]]:
+    """Return the trials with Muon at 0.61 M parameters, by "method: Muon, rate"."""
+    return {
+        f"{method}: Muon, {rate:g}": {
+            **averaged()[trial],
+            **budget("half", updates),
+            "inner.learning_rate": rate,
+        }
+        for method, (trial, rates, updates) in HALF_MUON.items()
+        for rate in rates
+    }
 
 
 def tracks() -> dict[str, Comparison]:
@@ -119,6 +142,7 @@ def tracks() -> dict[str, Comparison]:
         "prose": tuning("small", TEXT, named("small", PROSE), seeds=FRESH, to=(1.8, 1.76, 1.74)),
         "muon": tuning("small", "stdlib", muon, seeds=FRESHER, to=(1.65, 1.6)),
         "muon_prose": tuning("small", TEXT, muon, seeds=FRESHER, to=(1.8, 1.76)),
+        "half_muon_tuning": tuning("half", "stdlib", half_muon(), to=(1.5, 1.4, 1.32)),
         "average": tuning("small", "stdlib", average, seeds=(0, 6, 7), to=(1.65, 1.6, 1.55)),
     }
 
