@@ -1,6 +1,6 @@
 """Time training over slow links: four sites of this machine that share a bucket (Linux, root).
 
-    python scripts/links.py [--model half] [--rates 50 10 200] [--seeds 21 22 23] [--share 0.4]
+    python scripts/links.py [--model half] [--rates 50 10 200] [--seeds 31 32 33] [--share 0.4]
                             [--precision float32 int4]
 
 Each site is a network namespace with one link to a hub, which has the bucket's server. Both ends of
@@ -48,7 +48,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from studies import track  # noqa: E402
 from studies.compare_study import get_base  # noqa: E402
-from studies.compare_study_again import named  # noqa: E402
 
 NUM_SITES = 4
 NET = "10.78.0"  # seen inside the namespaces alone
@@ -87,12 +86,12 @@ MODELS = {
     ),
     "half": Model(
         loss=1.32,
-        record="half",
+        record="half_muon",
         trials={
-            "recommended": track.OURS,
-            "DiLoCo": track.DILOCO,
-            "one worker": "one worker: rate 0.001, 13200 updates",
-            "data parallel": "data parallel: rate 0.002, 2640 updates",
+            "recommended": "ours: Muon, 0.003",
+            "DiLoCo": "DiLoCo: Muon, 0.003",
+            "one worker": "one worker: Muon, 0.002",
+            "data parallel": "data parallel: Muon, 0.005",
         },
     ),
 }
@@ -133,8 +132,7 @@ def variant(model: str, method: str) -> str:
 
 def config_of(model: str, method: str, seed: int, **changes: Any) -> Any:
     """The config of a method, as it ran in the studies."""
-    config, name = get_base(model, "stdlib"), variant(model, method)
-    tried = named(model, [name])[name]
+    config, tried = get_base(model, "stdlib"), track.methods(model)[variant(model, method)]
     config.update_from_flattened_dict({**tried, "seed": seed, **changes})
     return config
 
@@ -253,7 +251,7 @@ def network(
 
 
 def parallel_updates(config: Any, count: int, num_updates: int) -> dict[str, Any]:
-    """Make updates of AdamW on the mean gradient of `count` devices, each with its own rows.
+    """Make updates by the mean gradient of `count` devices, each with its own rows.
 
     Gradients are reduced as one vector of float32.
 
@@ -553,7 +551,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="half", choices=MODELS)
     parser.add_argument("--rates", type=int, nargs="+", default=[50, 10, 200], help="Mbit/s")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[21, 22, 23])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[31, 32, 33])
     parser.add_argument("--share", type=float, default=0.4, help="of a processor, for each site")
     parser.add_argument("--precision", nargs="+", default=["float32"], choices=get_args(Precision))
     parser.add_argument("--updates", type=int, default=200, help="of data parallel, to be timed")

@@ -75,7 +75,7 @@ def test_seconds_leave_out_compiling_and_those_of_data_parallel_are_its_updates(
     assert found["seconds"] == 0.5 * updates == found["curve"][-1]["seconds"]
     assert found["bytes"] == [{"up": 10 * updates, "down": 9 * updates}]
     assert f"| 21 | {0.5 * updates:,.0f} |" in links.table([found])
-    given = argparse.Namespace(model="half", loss=1.32)
+    given = argparse.Namespace(model="small", loss=1.3)
     (found,) = links.costs([timed | {"seed": 23, "bytes": []}], given)
     assert not found["reached"] and "| 23 | not reached |" in links.table([found])
 

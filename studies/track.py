@@ -39,8 +39,8 @@ from adloco_jax.cli.compare import execute
 from adloco_jax.study import results
 from adloco_jax.study.compare import Comparison
 from studies import compare_order, tables
-from studies.compare_study import budget, over_seeds, tuning
-from studies.compare_study_again import averaged, named
+from studies.compare_study import budget, over_seeds, trials, tuning
+from studies.compare_study_again import averaged, named, settings
 
 FRESH, FRESHER, TEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), "runs/prose"
 OURS = "ours: eta 1.6, rounds of 220, Nesterov"
@@ -123,6 +123,12 @@ def half_muon() -> dict[str, dict[str, Any]]:
         for method, (trial, rates, updates) in HALF_MUON.items()
         for rate in rates
     }
+
+
+def methods(size: str) -> dict[str, dict[str, Any]]:
+    """Return the changes of each trial at a size, by "method: setting"."""
+    found = trials(size) | settings(size)
+    return found | half_muon() if size == "half" else found
 
 
 def tracks() -> dict[str, Comparison]:

@@ -92,11 +92,14 @@ def test_the_comparisons_of_this_project_can_run_and_their_results_are_theirs(na
         assert set(results.read(ROOT / file)) in (set(), {results.key(run) for run in runs})
 
 
+UNFINISHED = ("average", "half_muon_tuning")  # their last runs are missing
+
+
 @pytest.mark.parametrize("name", track.tracks())
 def test_the_runs_of_the_track_are_those_of_its_records(name, tmp_path):
     declared = {results.key(run) for run in runs_of(track.tracks()[name], tmp_path)}
     found = set(results.read(ROOT / f"studies/{name}.jsonl"))
-    assert found == declared or name == "average" and found < declared  # its last have not run
+    assert found == declared or name in UNFINISHED and found < declared
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
