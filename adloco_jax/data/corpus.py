@@ -206,9 +206,8 @@ def _kept_rows(
         made = _rows_made(lambda request: request | {"commit": "any"} == wanted)
         if made is None:
             raise
-        folder, manifest = made
         note(f"{_where_of(data)}: the hub does not answer; using the rows made last")
-        return manifest, prepared.open_rows(folder, manifest)
+        return made
     with contextlib.ExitStack() as stack:
         folder, manifest = Path(), None
         if DATA_SOURCES[data.source].version is not None:
@@ -337,19 +336,19 @@ def column_of_texts(data: DataSettings) -> str:
             columns = error.columns
         except hub.Unreachable:
             made = _rows_made(lambda request: request["path"] == data.path)
-            return made[1].request["text_column"] if made else "text"
+            return made[0].request["text_column"] if made else "text"
     names = ("text", *CHATS)
     return next((name for name in names if {*name.split("+")} <= {*columns}), "text")
 
 
-def _rows_made(fits: Callable[[dict], bool]) -> tuple[Path, Manifest] | None:
-    """Return the rows made last, in the user's cache, whose request fits."""
+def _rows_made(fits: Callable[[dict], bool]) -> Opened | None:
+    """Open the rows made last, in the user's cache, whose request fits."""
     found = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
     for path in sorted(found, key=os.path.getmtime, reverse=True):
-        with contextlib.suppress(DataError):  # rows of another version
+        with contextlib.suppress(DataError):  # damaged, or of another version
             manifest = prepared.read_prepared(path.parent)
             if fits(manifest.request):
-                return path.parent, manifest
+                return manifest, prepared.open_rows(path.parent, manifest)
     return None
 
 
