@@ -38,7 +38,7 @@ from typing import Any
 from adloco_jax.cli.compare import execute
 from adloco_jax.study import results
 from adloco_jax.study.compare import Comparison
-from studies import compare_order, tables
+from studies import compare_order, line3, tables
 from studies.compare_study import budget, over_seeds, trials, tuning
 from studies.compare_study_again import averaged, named, settings
 
@@ -149,7 +149,13 @@ def tracks() -> dict[str, Comparison]:
         "muon": tuning("small", "stdlib", muon, seeds=FRESHER, to=(1.65, 1.6)),
         "muon_prose": tuning("small", TEXT, muon, seeds=FRESHER, to=(1.8, 1.76)),
         "half_muon_tuning": tuning("half", "stdlib", half_muon(), to=(1.5, 1.4, 1.32)),
-        "average": tuning("small", "stdlib", average, seeds=(0, 6, 7), to=(1.65, 1.6, 1.55)),
+        "average": tuning(
+            "small",
+            "stdlib",
+            average | line3.trials(average),
+            seeds=(0, 6, 7),
+            to=(1.65, 1.6, 1.55),
+        ),
     }
 
 
