@@ -46,8 +46,7 @@ from adloco_jax.study.summary import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from studies import track  # noqa: E402
-from studies.compare_study import get_base  # noqa: E402
+from studies import methods, track  # noqa: E402
 
 NUM_SITES = 4
 NET = "10.78.0"  # seen inside the namespaces alone
@@ -66,11 +65,11 @@ THROUGH_BUCKET = ("recommended", "DiLoCo", KILLED)
 
 
 class Model(NamedTuple):
-    """A size of studies/compare_study.py, and what is measured at it."""
+    """A size of studies/track.py, and what is measured at it."""
 
     loss: float  # to reach
     record: str  # studies/<record>.jsonl has the runs without links
-    trials: dict[str, str]  # what studies/ call each method's setting
+    trials: dict[str, str]  # the settings of studies/methods.py
 
 
 MODELS = {
@@ -78,8 +77,8 @@ MODELS = {
         loss=1.6,
         record="small",
         trials={
-            "recommended": track.OURS,
-            "DiLoCo": "DiLoCo: 110 steps, momentum 0.6, decay",
+            "recommended": methods.OURS,
+            "DiLoCo": methods.DILOCO_MOMENTUM,
             "one worker": "one worker: rate 0.002, 13200 updates",
             "data parallel": "data parallel: rate 0.004, 2640 updates",
         },
@@ -132,8 +131,8 @@ def variant(model: str, method: str) -> str:
 
 def config_of(model: str, method: str, seed: int, **changes: Any) -> Any:
     """The config of a method, as it ran in the studies."""
-    config, tried = get_base(model, "stdlib"), track.methods(model)[variant(model, method)]
-    config.update_from_flattened_dict({**tried, "seed": seed, **changes})
+    config, known = track.get_base(model), methods.settings(model)[variant(model, method)]
+    config.update_from_flattened_dict({**known, "seed": seed, **changes})
     return config
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adloco_jax.study import results
-from adloco_jax.study.compare import Comparison, runs_of
-from studies import compare_shakespeare, track
 from studies.published import NANOGPT_CHAR_LOSS, SCALING_ORDER, Row
 
 STUDIES = Path(__file__).parent
@@ -15,9 +13,8 @@ STUDIES = Path(__file__).parent
 
 def shakespeare() -> list[Row]:
     """A row for each variant."""
-    comparison = compare_shakespeare.get_comparison()
     rows = []
-    for name, lines in _recorded(comparison, "shakespeare").items():
+    for name, lines in _recorded("shakespeare").items():
         heldout = _heldout(lines)
         middle = statistics.median(heldout)
         train = statistics.median(line["train_loss"] for line in lines)
@@ -34,8 +31,8 @@ def shakespeare() -> list[Row]:
 
 def order() -> list[Row]:
     """A row for each pair of neighbours in the paper's order, the lower loss first."""
-    comparison, rows = track.tracks()["order"], []
-    found = {name: _heldout(lines) for name, lines in _recorded(comparison, "order").items()}
+    rows = []
+    found = {name: _heldout(lines) for name, lines in _recorded("order").items()}
     for low, high in itertools.pairwise(SCALING_ORDER):
         first, second = found[low], found[high]
         verdict = "same order" if first[-1] < second[0] else "not resolved: the ranges overlap"
@@ -51,12 +48,12 @@ def order() -> list[Row]:
     return rows
 
 
-def _recorded(comparison: Comparison, name: str) -> dict[str, list[dict]]:
-    """Finished runs by variant; runs of an outdated config do not count."""
-    found, lines = results.read(STUDIES / f"{name}.jsonl"), {v: [] for v in comparison.variants}
-    for run in runs_of(comparison, ""):
-        lines[run.variant].append(found[results.key(run)])
-    return lines
+def _recorded(name: str) -> dict[str, list[dict]]:
+    """The runs of a record by variant."""
+    found: dict[str, list[dict]] = {}
+    for line in results.read(STUDIES / f"{name}.jsonl").values():
+        found.setdefault(line["variant"], []).append(line)
+    return found
 
 
 def _heldout(lines: Sequence[dict]) -> list[float]:

@@ -9,7 +9,7 @@ of it, the one with the fewest synchronisations wins, then the one with the fewe
 prints what each method spends until it reaches the loss, over seeds. It also prints this cost
 divided by the cost of DiLoCo, and by the cost of the trunk, for the same seed. A method named "data
 parallel" runs as one worker with the batch of all workers, so each of its updates counts as one
-communication (studies/compare_study.py).
+communication (studies/methods.py).
 """
 
 import argparse

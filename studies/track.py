@@ -1,180 +1,199 @@
-"""The study's runs by the name of their record, studies/NAME.jsonl: texts, sizes, targets, seeds.
+"""One track of methods: texts, sizes, seeds, target losses, and the rule by which settings win.
 
-    python -m studies.track small    make the runs that its record lacks; print what each spent
-    python studies/tables.py claims studies/small.jsonl --target 1.6    only print, in seconds
+    python -m studies.track muon                        print its rows; make runs that are missing
+    python -m studies.track muon --record again.jsonl   repeat all rows, into another record
+    python -m studies.track muon --only DiLoCo --record again.jsonl     repeat one
 
-To add a method, add its changes of DiLoCo's config (studies/compare_study.py), as "method:
-setting", to a list below, commit, and run. A record only grows: what is in it does not run again.
+To add a method:
 
-studies/compare_study.py says what the methods are. Seeds of a choice are 0, or 0, 6 and 7; those of
-a claim (21 to 25, at 0.61 M parameters 21 to 23, with Muon 31 to 35) no choice has used. A target
-loss is one that DiLoCo and data parallelism both reach, in steps of 0.02 nats per byte.
+1. Write it as an entry of `muon` in studies/methods.py, "method: setting" with the settings that
+   differ: `"mine: plain averaging": {**tried["DiLoCo: 110 steps, momentum 0.6, Muon"], **AVERAGE}`.
+   If it needs code, add a function to one of the package's tables (docs/extend.md), as `qsr` does.
+2. `python -m studies.track muon --only mine` trains it on five seeds, a minute each, and prints its
+   row below those of the recorded methods. The tracks muon_prose and debian have it now, too.
 
-- small: DiLoCo, the trunk and ours have the settings with the fewest serial updates to 1.6 in
-  studies/compare_study_again.py; the others were chosen in the same way on seed 0, in
-  studies/compare_study.py. QSR, the linear ramp and the published method did not reach 1.6 in any
-  trial, and have the one with the lowest loss. DiLoCo has a second setting too, the one with the
-  fewest communications. 70 runs of a minute on two CPU cores.
-- half_tuning, half: 0.61 M parameters. The baselines' trials are their best at 0.08 M, with half
-  the learning rate; those with the fewest updates to 1.32 on seed 0 then run. Ours has the setting
-  of 0.08 M, because one setting should fit both. 20 minutes for each run.
-- prose_tuning, prose: C4 shards and film reviews, 9.8 MB of JSON lines in a folder PROSE; before,
-  adloco prepare PROSE --out runs/prose --sequence-length 64. The baselines' trials are their best
-  on the library; those with the fewest updates to 1.74 on seed 0 then run. Ours, the linear ramp
-  and the published method have their settings of the library.
-- order: DiLoCo's loss by its number of workers, 0.39 M parameters. Each number has the inner and
-  outer rates with the lowest loss on seed 0 (studies/compare_order.py); three minutes a run.
-- average: the trials with Muon and a running average (studies/compare_study_again.py).
-- muon, muon_prose: their winners.
-- half_muon_tuning: the same at 0.61 M parameters, at the rate of 0.08 M and at half of it, on seed
-  0; the rate with the fewest updates to 1.32 then runs on fresh seeds.
+A run is known by its name, its seed and its config, and what is in a record, studies/NAME.jsonl,
+is not made again.
+
+Rule of choice: the trials of a method are declared in a commit before they run, with Muon at most
+ten of a baseline and sixteen of ours, on seeds 0, 6 and 7 (one seed at 0.61 M parameters). The
+trial whose median seed reaches the target with the fewest sequential steps wins; among trials
+within 5 % of it, the one with the fewest synchronisations, then with the fewest tokens
+(`python studies/tables.py choose`). Rows are of seeds that no choice has used. The target of a text
+and size is the lowest loss, in steps of 0.02 nats per byte, that DiLoCo and data parallelism both
+reach on seed 0. Ours is to need at most 0.9 of DiLoCo's sequential steps, 0.5 of its
+synchronisations and 0.7 of its tokens, in medians.
+
+Texts: Python's standard library; prose, 9.8 MB of C4 and film reviews as JSON lines in a folder
+PROSE (adloco prepare PROSE --out runs/prose --sequence-length 64).
+
+- muon, muon_prose: Muon and an average of rounds, at 0.08 M parameters.
+- half_muon_tuning: the same at 0.61 M parameters, at the rate of 0.08 M and at half of it.
+- average: the trials for muon and muon_prose, the last of them in studies/line3.py.
+- small, prose, half: AdamW, at 0.08 M and (20 minutes a run) 0.61 M parameters.
+- microllama: the paper's comparison (arXiv 2508.18182, table A.2 and section 6.1; departures as in
+  configs/microllama.py), for four GPUs of 80 GB; not run yet. The environment variables MICROLLAMA
+  and C4 may name a local checkpoint and local files of text.
+
+Records that no track names are older and only printed. At commit 8250d13 `adloco compare
+studies/compare_*.py` repeats them: small_tuning, again, order_tuning, shakespeare and barrier, and
+its studies/track.py half_tuning, prose_tuning and order.
 """
 
 import argparse
 import dataclasses
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from ml_collections import ConfigDict
 
 from adloco_jax.cli.compare import execute
+from adloco_jax.configs import compare_quick, microllama
 from adloco_jax.study import results
+from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison
-from studies import compare_order, line3, tables
-from studies.compare_study import budget, over_seeds, trials, tuning
-from studies.compare_study_again import averaged, named, settings
+from studies import line3, methods, tables
+from studies.methods import Changes
 
-FRESH, FRESHER, TEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), "runs/prose"
-OURS = "ours: eta 1.6, rounds of 220, Nesterov"
-DILOCO = "DiLoCo: average, 110 steps, decay"
-TRUNK = "trunk: 0.1, 220 steps, Nesterov, decay"
-QSR = "QSR: from 110, 10 times the rate"
-SHARED = ("linear ramp: from 110, constant", "AdLoCo as published: eta 0.4")
-
+TEXTS = {"stdlib": "stdlib", "prose": "runs/prose"}  # folders of prepared rows
 SMALL = (
-    OURS,
-    "DiLoCo: 110 steps, momentum 0.6, decay",
-    TRUNK,
-    "DiLoCo, fewest communications: Nesterov, 440 steps, constant",
-    "one worker: rate 0.002, 13200 updates",
-    "data parallel: rate 0.004, 2640 updates",
-    QSR,
-    *SHARED,
+    *(methods.OURS, methods.DILOCO_MOMENTUM, methods.TRUNK, methods.DILOCO_RARE),
+    *("one worker: rate 0.002, 13200 updates", "data parallel: rate 0.004, 2640 updates"),
+    *(methods.QSR, methods.RAMP, methods.ADLOCO),
 )
-HALF_TUNING = (
-    *(f"one worker: rate {rate}, 13200 updates" for rate in (0.001, 0.002)),
-    *(f"data parallel: rate {rate}, 2640 updates" for rate in (0.002, 0.004)),
-    DILOCO,
-    "DiLoCo: 110 steps, momentum 0.6, decay",
-    TRUNK,
-    "trunk: 0.25, 440 steps, decay",
-    *(f"QSR: from 110, {alpha} times the rate" for alpha in (10, 20)),
-    OURS,
+HALF = (
+    *(methods.OURS, methods.DILOCO, methods.TRUNK, methods.QSR),
+    *("one worker: rate 0.001, 13200 updates", "data parallel: rate 0.002, 2640 updates"),
 )
-ONE, PARALLEL = "one worker: rate 0.001, 13200 updates", "data parallel: rate 0.002, 2640 updates"
-HALF = (OURS, DILOCO, TRUNK, ONE, PARALLEL, QSR)
-PROSE_TUNING = (
-    *(f"one worker: rate {r}, {n} updates" for r in (0.002, 0.004) for n in (6600, 13200)),
-    *(f"data parallel: rate {r}, {n} updates" for r in (0.004, 0.008) for n in (2640, 5280)),
-    DILOCO,
-    "DiLoCo: 110 steps, momentum 0.6, decay",
-    "DiLoCo: 220 steps, momentum 0.6",
-    "DiLoCo: Nesterov, 440 steps, constant",
-    *(f"trunk: 0.1, {count} steps, Nesterov" for count in (220, 440)),
-    TRUNK,
-    "trunk: 0.25, 440 steps, decay",
-    *(f"QSR: from {count}, {a} times the rate" for count in (110, 440) for a in (10, 20)),
-    OURS,
+PROSE = (
+    *(methods.OURS, methods.DILOCO, methods.TRUNK, methods.QSR, methods.RAMP, methods.ADLOCO),
+    *("one worker: rate 0.002, 6600 updates", "data parallel: rate 0.004, 2640 updates"),
 )
-ONE, PARALLEL = "one worker: rate 0.002, 6600 updates", "data parallel: rate 0.004, 2640 updates"
-PROSE = (OURS, DILOCO, TRUNK, ONE, PARALLEL, QSR, *SHARED)
-# With Muon inside and an average of rounds: the choice of studies/tables.py on seeds 0, 6 and 7;
-# for ours also the setting of fewer tokens. Declared before they ran. Targets, of medians over
-# DiLoCo's: 0.9 of the sequential steps, 0.5 of the synchronisations, 0.7 of the tokens.
-MUON = {
-    "DiLoCo: Muon": "DiLoCo, 0.006, average 0.5: Muon",
-    "ours: eta 1.6, Muon": "ours, 0.006: rounds 110 to 220, average 0.5",
-    "ours, fewer tokens: eta 2.3, Muon": "ours, eta 2.3, 0.006: rounds 110 to 220, average 0.5",
-    "data parallel: Muon": "data parallel, 0.01: Muon",
-    "one worker: Muon": "one worker: Muon",
-}
-# At 0.61 M parameters: the setting at 0.08 M, the rates tried, the updates whose tokens are enough.
-HALF_MUON = {
-    "DiLoCo": (MUON["DiLoCo: Muon"], (3e-3, 6e-3), 2530),
-    "ours": (MUON["ours: eta 1.6, Muon"], (3e-3, 6e-3), 2000),
-    "data parallel": (MUON["data parallel: Muon"], (5e-3, 1e-2), 1760),
-    "one worker": (MUON["one worker: Muon"], (2e-3, 4e-3), 1320),
-}
-# The chosen trials, from the lowest to the highest loss in the paper.
-ORDER = (
-    "M = 1: rate 0.001, outer 0.4",
-    "data parallel: rate 0.002",
-    *("M = 2: rate 0.001", "M = 4: rate 0.001"),
-    "M = 8: rate 0.001, outer 0.6",
-)
+FRESH, FRESHER = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35)
 
 
-def half_muon() -> dict[str, dict[str, Any]]:
-    """Return the trials with Muon at 0.61 M parameters, by "method: Muon, rate"."""
-    return {
-        f"{method}: Muon, {rate:g}": {
-            **averaged()[trial],
-            **budget("half", updates),
-            "inner.learning_rate": rate,
-        }
-        for method, (trial, rates, updates) in HALF_MUON.items()
-        for rate in rates
-    }
+def get_base(size: str, text: str = "stdlib") -> ConfigDict:
+    """Return the config of DiLoCo with four workers, in which methods change some settings.
+
+    Args:
+      size: "small" (75,600 parameters) or "half" (0.61 M).
+      text: A name of `TEXTS`.
+    """
+    config, is_small = compare_quick.get_base(), size == "small"
+    config.num_tokens = None  # each method has its own num_tokens
+    config.model.width = 48 if is_small else 128
+    config.model.num_layers = 2 if is_small else 3
+    config.model.mlp_width = 128 if is_small else 344
+    config.model.max_length = config.data.sequence_length = methods.LENGTH[size]
+    if text != "stdlib":
+        config.data.source, config.data.path = "tokens", TEXTS[text]
+    config.ensemble.num_workers = methods.WORKERS
+    config.inner.steps_per_round = 200  # each method sets its own
+    config.inner.learning_rate = 2e-3 if is_small else 1e-3
+    config.update_from_flattened_dict(compare_quick.batch(methods.BATCH))
+    config.batching.smoothing = 0.5  # a run of a few long rounds has few tests to average
+    config.checkpoint.every_s = 1e6
+    config.log.every_rounds = 10
+    return config
 
 
-def methods(size: str) -> dict[str, dict[str, Any]]:
-    """Return the changes of each trial at a size, by "method: setting"."""
-    found = trials(size) | settings(size)
-    return found | half_muon() if size == "half" else found
+def of_microllama() -> Comparison:
+    """Return the paper's comparison of AdLoCo and DiLoCo, from the published checkpoint."""
+    config = microllama.get_config()
+    if model := os.environ.get("MICROLLAMA"):
+        config.model.init_from = config.data.tokenizer = model
+    if shards := os.environ.get("C4"):
+        config.data.path, config.data.name, config.data.heldout_split = shards, "", ""
+    one = {"ensemble.num_trainers": 1, "merge.policy": "none"}
+    diloco = one | {"batching.test": "constant"}
+    longest = 8 * config.inner.steps_per_round
+    grow = {"batching.growth": ("rounds", "batch"), "inner.max_steps_per_round": longest}
+    return Comparison(
+        base=config,
+        variants={
+            "DiLoCo, as in the paper": diloco,
+            "DiLoCo": diloco | {"outer.tx": "nesterov", "outer.learning_rate": 0.7},
+            "AdLoCo": {},
+            "AdLoCo, one trainer": one,
+            "AdLoCo, rounds grow": grow,
+        },
+        baseline="DiLoCo, as in the paper",
+        target_losses=(2.9,),  # nats per token; the loss of the published model is not known to us
+        simulated=Cluster(num_params=304_600_000, sequence_length=512),
+    )
+
+
+def compared(
+    size: str,
+    text: str,
+    variants: Mapping[str, Changes],
+    *,
+    seeds: tuple[int, ...],
+    to: tuple[float, ...],
+) -> Comparison:
+    """Return the comparison of methods at a size and on a text, with DiLoCo as the baseline."""
+    baseline = next(name for name in variants if name.startswith("DiLoCo"))
+    return Comparison(get_base(size, text), variants, baseline, target_losses=to, seeds=seeds)
 
 
 def tracks() -> dict[str, Comparison]:
     """Return the comparison of each record, by the record's name."""
-    orders = compare_order.get_comparison()
-    average = averaged()
-    muon = {name: average[trial] for name, trial in MUON.items()}
-    chosen = {name.split(":")[0]: orders.variants[name] for name in ORDER}
+    average, muon, half_muon = methods.averaged(), methods.muon(), methods.half_muon()
+    average |= line3.trials(average)
+    small, half = methods.adamw("small"), methods.adamw("half")
+    of_small, of_half, of_prose = (
+        {name: found[name] for name in names}
+        for found, names in ((small, SMALL), (half, HALF), (small, PROSE))
+    )
+    small_to, prose_to = (1.7, 1.65, 1.6), (1.8, 1.76, 1.74)
+    half_to = (1.5, 1.4, 1.32)
     return {
-        "order": dataclasses.replace(
-            orders, variants=chosen, baseline="data parallel", seeds=(1, 2, 3)
-        ),
-        "small": over_seeds("small", "stdlib", named("small", SMALL), seeds=FRESH),
-        "half_tuning": tuning("half", "stdlib", named("half", HALF_TUNING)),
-        "half": tuning("half", "stdlib", named("half", HALF), seeds=FRESH[:3], to=(1.5, 1.4, 1.32)),
-        "prose_tuning": tuning("small", TEXT, named("small", PROSE_TUNING)),
-        "prose": tuning("small", TEXT, named("small", PROSE), seeds=FRESH, to=(1.8, 1.76, 1.74)),
-        "muon": tuning("small", "stdlib", muon, seeds=FRESHER, to=(1.65, 1.6)),
-        "muon_prose": tuning("small", TEXT, muon, seeds=FRESHER, to=(1.8, 1.76)),
-        "half_muon_tuning": tuning("half", "stdlib", half_muon(), to=(1.5, 1.4, 1.32)),
-        "average": tuning(
-            "small",
-            "stdlib",
-            average | line3.trials(average),
-            seeds=(0, 6, 7),
-            to=(1.65, 1.6, 1.55),
-        ),
+        "muon": compared("small", "stdlib", muon, seeds=FRESHER, to=(1.65, 1.6)),
+        "muon_prose": compared("small", "prose", muon, seeds=FRESHER, to=(1.8, 1.76)),
+        "half_muon_tuning": compared("half", "stdlib", half_muon, seeds=(0,), to=half_to),
+        "average": compared("small", "stdlib", average, seeds=(0, 6, 7), to=(1.65, 1.6, 1.55)),
+        "small": compared("small", "stdlib", of_small | methods.parts(), seeds=FRESH, to=small_to),
+        "prose": compared("small", "prose", of_prose, seeds=FRESH, to=prose_to),
+        "half": compared("half", "stdlib", of_half, seeds=FRESH[:3], to=half_to),
+        "microllama": of_microllama(),
     }
 
 
 def main() -> None:
-    """Make the missing runs of a record; print what each method spent."""
+    """Make the missing runs of a track; print what each method spent."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=tracks())
-    name = parser.parse_args().name
-    track, record = tracks()[name], Path(__file__).with_name(f"{name}.jsonl")
-    execute(
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="make the runs of these alone")
+    parser.add_argument("--seeds", nargs="+", type=int, help="in place of the track's")
+    parser.add_argument("--record", type=Path, help="in place of studies/NAME.jsonl")
+    given = parser.parse_args()
+    track = tracks()[given.name]
+    record = given.record or Path(__file__).with_name(f"{given.name}.jsonl")
+    variants = {
+        name: changes
+        for name, changes in track.variants.items()
+        if given.only is None or name.partition(": ")[0] in given.only
+    }
+    if not variants:
+        parser.error(f"--only: have {', '.join(track.variants)}")
+    made = dataclasses.replace(
         track,
-        Path("runs") / name,
+        variants=variants,
+        baseline=next(iter(variants)),
+        seeds=given.seeds or track.seeds,
+    )
+    execute(
+        made,
+        Path("runs") / given.name,
         on_end=lambda run, made: print(f"{run.variant}, seed {run.seed}", flush=True),
-        command=f"python -m studies.track {name}",
+        command=f"python -m studies.track {given.name}",
         results_file=record,
     )
+    lines = list(results.read(record).values())
     for target in track.target_losses:
-        costs = tables.by_method(results.read(record).values(), target)
-        tables.show(f"to {target:g} nats/token", tables.SPENT, tables.spent(costs))
+        rows = tables.spent(tables.by_method(lines, target))
+        tables.show(f"to {target:g} nats/token", tables.SPENT, rows)
 
 
 if __name__ == "__main__":
