@@ -80,7 +80,7 @@ def test_a_round_ends_with_all_or_after_the_grace_of_a_quorum(
     monkeypatch.setattr(rounds, "time", types.SimpleNamespace(monotonic=lambda: next(now_s)))
     learners = {n: LearnerRecord(n, 0, 0.0) for n in range(reported + awaited)}
     rule = EngineSettings(kind="ray", quorum=quorum, grace_s=5.0)
-    each = rounds.Round(plan=None, order=None, start_s=0.0, reported={*range(reported)})
+    each = rounds.Round(None, None, None, start_s=0.0, reported={*range(reported)})
     each.awaited = learners.keys() - each.reported
     each.is_over(rule, learners)
     assert each.is_over(rule, learners) == over

@@ -89,15 +89,15 @@ class Fates:
         if isinstance(answers, Refused):
             return answers
         held = self.here.learner(handle).held
-        for work, answer in zip(order.work, answers, strict=True):
+        for work in order.work:
             key = order.trainer, work.stream
             before = num_updates(held[*key, work.start])
-            after = num_updates(held[*key, work.start + answer.num_sequences])
+            after = num_updates(held[*key, work.start + order.sequences(work.num_updates)])
             self.record.append((handle, order, work, before, after))
         factor = {"nan": math.nan, "hidden nan": math.nan, "huge": 1e4}.get(what, 1.0)
         return [
             answer._replace(
-                seconds=seconds / len(answers),
+                seconds=np.array(seconds / len(answers)),
                 differences=answer.differences._replace(
                     packed_R=jax.tree.map(
                         lambda leaf: leaf * np.float32(factor) if leaf.dtype.kind == "f" else leaf,

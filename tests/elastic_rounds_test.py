@@ -103,8 +103,8 @@ def counted(workdir):
 def work_of(here, stream):
     """What a worker was asked for: learner, life, round, first sequence, inner state."""
     return [
-        (number, life, order.round, work.start, work.inner_state)
-        for number, life, order in here.orders
+        (number, life, order.round, work.start, inputs.inner_states.get(stream))
+        for number, life, order, inputs in here.orders
         for work in order.work
         if work.stream == stream
     ]
@@ -176,7 +176,11 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(
     def fate(n, life, method, arguments):
         if n == 0 and method == "play" and arguments[0].round <= 2:
             is_done = here.now_s > 1000 + 40 * arguments[0].round
-            return (lambda found: [a._replace(seconds=40.0) for a in found]) if is_done else "wait"
+            return (
+                (lambda found: [a._replace(seconds=np.array(40.0)) for a in found])
+                if is_done
+                else "wait"
+            )
         is_asked = n == 1 and life == 0 and method == "ping" and len(counted(tmp_path)) == 1
         return (lambda found: found.model_copy(update={"leaving": True})) if is_asked else "answer"
 
@@ -186,8 +190,8 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(
     asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each life
     assert num_updates(asked[1][4]) == 3 * (asked[1][2] - 1) and counted(tmp_path)[1] == 3
     said = capfd.readouterr().out.splitlines()
-    assert "round 1: 2 of 3 answers have come, 172 bytes to move" in said
-    assert "round 2: 2 of 3 answers have come, 172 bytes to move, in about 20 s" in said
+    assert "round 1: 2 of 3 answers have come, 180 bytes to move" in said
+    assert "round 2: 2 of 3 answers have come, 180 bytes to move, in about 20 s" in said
     assert "learner 1 left (2 answers): asked to end" in said
     assert runs.audit(tmp_path) == []
 
@@ -224,7 +228,7 @@ def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(mon
     asked = work_of(here, 1)
     hosts = [a[0] for a in asked]
     assert hosts[:2] == [1, 1] and 0 in hosts and hosts[-1] == 1  # with learner 0 meanwhile
-    there = [order for number, _, order in here.orders if number == 0]
+    there = [order for number, _, order, _ in here.orders if number == 0]
     assert {work.stream for order in there for work in order.work} == {0, 1}
     _, life, _, start, state = asked[len(hosts) - hosts[::-1].index(0)]
     kept = here.learner((0, 0)).held[0, 1, start]
@@ -271,16 +275,16 @@ def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeyp
 
     def fate(n, life, method, arguments):
         def timed(answers):
-            seconds = 3.0 * answers[0].num_sequences * (3.0 if n == 1 else 1.0)
+            seconds = 3.0 * arguments[0].num_sequences * (3.0 if n == 1 else 1.0)
             there.now_s += seconds
             sent.append(answers[0])
-            return [answers[0]._replace(seconds=seconds)]
+            return [answers[0]._replace(seconds=np.array(seconds))]
 
         return timed if method == "play" else "answer"
 
     there = Here(monkeypatch, fate)
     run(tmp_path, settings_with(num_workers=2, num_rounds=2, steps="by_speed"))
-    assert [a.num_updates for a in sent] == [3, 3, 3, 1]
+    assert [len(a.loss_SR) for a in sent] == [3, 3, 3, 1]
     first, second = events(tmp_path, "round")
     assert second["updates"] == 3 and second["tokens"] * 3 == first["tokens"] * 2
     slow, fast = sent[3], sent[2]
@@ -438,7 +442,7 @@ def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch,
     leaves = jax.tree.leaves(sent[0].differences._replace(usable_R=None))
     assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
     (first, _) = events(tmp_path, "round")
-    arrays = 4 + 3 * 4, 1 + 3 * (8 + 1)  # a count and rates; what is usable, losses and skips
+    arrays = 4 + 3 * 4, 1 + 3 * (8 + 1) + 8  # a count, rates; usable, losses, skips, seconds
     assert first["wire_bytes"] == (1 + 2 + 1) * 144 + sum(arrays)
 
 
@@ -448,9 +452,9 @@ def the_drivers_parameters(monkeypatch):
     begun, ended, sent = {}, {}, []
     play, evaluate = learner.Learner._play, Evaluator.__call__
 
-    def playing(self, order, work, params_M):
+    def playing(self, order, work, inputs, params_M):
         begun.setdefault(order.round, []).append((order, params_M))
-        return play(self, order, work, params_M)
+        return play(self, order, work, inputs, params_M)
 
     def noting(self, state, boundary):
         ended[state.control.round] = jax.device_get(state.ensemble.params_M)
@@ -513,7 +517,7 @@ def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_
     )
     assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
     sent = {0: [], 1: []}
-    for number, _, order in here.orders:
+    for number, _, order, _ in here.orders:
         sent.setdefault(number, []).append((order.round, order.base_id > 0))
     assert sent[0] == [(n, n > 1) for n in range(1, 13)]
     again = sent[1][2:]
@@ -557,7 +561,7 @@ def test_learners_begin_the_next_round_while_the_driver_evaluates(monkeypatch, t
     evaluate = Evaluator.__call__
 
     def counting(self, state, boundary):
-        begun[state.control.round] = max(order.round for *_, order in here.orders)
+        begun[state.control.round] = max(order.round for _, _, order, _ in here.orders)
         evaluate(self, state, boundary)
 
     monkeypatch.setattr(Evaluator, "__call__", counting)

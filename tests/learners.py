@@ -34,7 +34,7 @@ class Here:
         self.fate, self.number, self.now_s = fate, itertools.count(), 1000.0
         self.calls, self.handles, self.alive = {}, {}, set()
         self.unsent = {}
-        self.orders = []  # learner, life, order
+        self.orders = []  # learner, life, order, arrays
         self.starts = []  # learner, life, seconds
         monkeypatch.setitem(fleet.TRANSPORTS, "ray", self)
         _simulate(monkeypatch, self)
@@ -65,11 +65,11 @@ class Here:
         self.starts.append((*handle, self.now_s))
         return handle
 
-    def submit(self, handle, method, *arguments, aside=False):
-        call = next(self.number)
+    def submit(self, handle, method, **named):
+        call, arguments = next(self.number), (*named.values(),)
         self.calls[call] = handle, method, arguments
         if method == "play":
-            self.orders.append((*handle, arguments[0]))
+            self.orders.append((*handle, *arguments[:2]))
         return call, array_bytes(arguments)
 
     def poll(self, calls, timeout_s):
@@ -218,7 +218,7 @@ class InBucket:
             if method == "ping" and handle not in self.learners:
                 return own()
             if method == "play" and arguments[0].round not in told:
-                self.orders.append((*handle, arguments[0]))
+                self.orders.append((*handle, *arguments[:2]))
                 told.append(arguments[0].round)
             self.call = (*handle, method, made.calls[method])
             fate = self.fate(*handle, method, arguments)

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
@@ -44,9 +43,8 @@ from adloco_jax.elastic.formats import (
     array_bytes,
     said,
 )
-from adloco_jax.elastic.learner import Given, Order, Reply, WorkerOrder, answer_form
+from adloco_jax.elastic.learner import Given, Reply, answer_form, state_form
 from adloco_jax.elastic.store import Store
-from adloco_jax.engine.spec import Spec
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.files import Format
 from adloco_jax.run import processes
@@ -64,22 +62,8 @@ class OrderCall:
 
     what: str  # the method; "hello" and "ping" are answered by the board
     id: OrderId  # its `order` is, for questions, the board's count when the question was asked
-    form: Any = None  # what the answer must look like
+    form: list = dataclasses.field(default_factory=list)  # what the answer must look like
     answer: concurrent.futures.Future | None = None  # set once the answer is being read
-
-
-def state_form(spec: Spec) -> PyTree:
-    """Return the form of a worker's inner state."""
-    return jax.eval_shape(spec.inner_tx.init, spec.params)
-
-
-def order_form(spec: Spec, message: OrderMessage) -> Any:
-    """Return the form of a learner's order: shapes and dtypes of arrays, types of other values."""
-    rate_T = jax.ShapeDtypeStruct((message.num_rates,), jax.numpy.dtype("float32"))
-    state, each = state_form(spec), WorkerOrder(**WorkerOrder.__annotations__)
-    work = tuple(each._replace(inner_state=state if has else None) for has in message.has_state)
-    fields: dict[str, Any] = Order.__annotations__ | {"rate_T": rate_T, "work": work}
-    return Order(**fields)
 
 
 def limit(form: Any) -> int:
@@ -299,9 +283,7 @@ class BucketTransport:
         self._begin(self._write_board)
         return handle
 
-    def submit(
-        self, handle: OrderId, method: str, *arguments: Any, aside: bool = False
-    ) -> tuple[OrderCall, int]:
+    def submit(self, handle: OrderId, method: Any, **arguments: Any) -> tuple[OrderCall, int]:
         """Call a method of a learner; return the call, for `poll`, and the order's bytes."""
         exchange = self._exchanges[handle.learner]
         if method in ("hello", "ping"):
@@ -309,18 +291,12 @@ class BucketTransport:
             return OrderCall(method, handle.of(count)), 0
         exchange.num_asked += 1
         call = OrderCall(method, handle.of(exchange.num_asked))
-        tree, *more = arguments
-        fields: dict[str, Any] = {"method": method}
-        if method == "states":
-            fields["wanted"], tree = tree, None
-            call.form = [state_form(self._spec)] * len(fields["wanted"])
-        else:
-            fields["num_rates"] = len(tree.rate_T)
-            fields["has_state"] = [work.inner_state is not None for work in tree.work]
-        if method == "play":
-            fields["params"] = more[0]
-            call.form = [answer_form(self._spec, tree, work) for work in tree.work]
-        data, _ = store.pack(OrderMessage(id=call.id, **fields), tree)
+        if inputs := arguments.pop("inputs", None):
+            order, arguments["states"] = arguments["order"], [*inputs.inner_states]
+            call.form = [answer_form(self._spec, order, work) for work in order.work]
+        message = OrderMessage(id=call.id, method=method, **arguments)
+        call.form += [state_form(self._spec)] * len(message.wanted)
+        data, _ = store.pack(message, inputs)
 
         def write() -> None:
             self._store.put(call.id.name("orders"), data)
@@ -402,12 +378,7 @@ class BucketTransport:
         def form_of(message: AnswerMessage) -> Any:
             if message.id != call.id:
                 raise Refused(f"{name}: answers another order")
-            if message.error:
-                return None
-            if call.what != "states":
-                return call.form
-            pairs = zip(call.form, message.there, strict=True)
-            return [each if there else None for each, there in pairs]
+            return None if message.error else call.form
 
         try:
             message, value, size = self._store.read(name, limit(call.form), AnswerMessage, form_of)

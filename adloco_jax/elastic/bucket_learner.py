@@ -17,18 +17,19 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from adloco_jax import __version__
 from adloco_jax.config import validate
 from adloco_jax.elastic import store
-from adloco_jax.elastic.bucket import SIGNS, limit, order_form, state_form
+from adloco_jax.elastic.bucket import SIGNS, limit
 from adloco_jax.elastic.formats import (
     AnswerMessage,
     DriverBoard,
     LearnerBoard,
     LearnerOrders,
+    Order,
     OrderId,
     OrderMessage,
     Refused,
     RunDescription,
 )
-from adloco_jax.elastic.learner import Answer, Given, Learner, sent_form
+from adloco_jax.elastic.learner import Given, Learner, inputs_form, sent_form, state_form
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError, reason
@@ -153,7 +154,6 @@ class BucketLearner:
         self._idle_s = time.monotonic()  # when the last answer was sent
         self._has_left = False
         self._said = ""  # the last line that was printed
-        self._doing = ""  # which round is under way
 
     def serve(self) -> None:
         """Take part in the run until it is over, or until the learner has left."""
@@ -301,21 +301,23 @@ class BucketLearner:
 
     def _do(self, order: OrderId) -> None:
         """Run an order of the driver, and write the answer."""
-        tree, fault, start_s = None, None, time.monotonic()
+        message, fault, start_s = AnswerMessage(id=order), None, time.monotonic()
+        played, found = None, []
         try:
-            message, tree = self._execute(order)
+            played, found = self._execute(order)
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
             why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
             message, fault = AnswerMessage(id=order, error=why, refused=refused), error
         worked_s = time.monotonic() - start_s
-        self._store.put(order.name("answers"), store.pack(message, tree)[0])
+        self._store.put(order.name("answers"), store.pack(message, found)[0])
         sent_s, waited_s = time.monotonic() - start_s - worked_s, start_s - self._idle_s
         self._idle_s = time.monotonic()
-        if played := [each for each in tree or () if isinstance(each, Answer)]:
-            tokens = self._spec.sequence_length * sum(each.num_sequences for each in played)
-            computed_s = min(worked_s, sum(each.seconds for each in played))
+        if played and found:
+            tokens = self._spec.sequence_length * played.num_sequences
+            computed_s = min(worked_s, sum(each.seconds for each in found))
+            loss = np.nanmean(np.concatenate([each.loss_SR for each in found]))
             self._say(
-                f"{self._doing}: loss {np.nanmean([each.loss_SR for each in played]):.4g},"
+                f"round {played.round} of trainer {played.trainer}: loss {loss:.4g},"
                 f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; waited {waited_s:.1f} s, prepared"
                 f" {worked_s - computed_s:.1f} s, computed {computed_s:.1f} s, sent {sent_s:.1f} s"
             )
@@ -326,31 +328,32 @@ class BucketLearner:
         elif fault is not None:
             raise fault
 
-    def _execute(self, which: OrderId) -> tuple[AnswerMessage, Any]:
-        """Run an order; return what the answer's message and tree contain."""
-        spec, answer, name = self._spec, AnswerMessage(id=which), which.name("orders")
+    def _execute(self, which: OrderId) -> tuple[Order | None, list]:
+        """Run an order; return the round that was played, if one was, and what was found."""
+        spec, name = self._spec, which.name("orders")
 
         def form(message: OrderMessage) -> Any:
             if message.id != which:
                 raise Refused(f"{name}: another order")
-            if max(len(message.has_state), len(message.wanted)) > self._num_workers:
+            order = message.order
+            workers = order.work if order else message.wanted
+            if max(len(workers), len(message.states)) > self._num_workers:
                 raise Refused(f"{name}: for more workers than the run has")
-            return None if message.method == "states" else order_form(spec, message)
+            plays = order and message.method == "play"
+            return inputs_form(spec, order, message.states) if plays else None
 
         most = limit([state_form(spec)] * self._num_workers)
-        message, order, _ = self._store.read(name, most, OrderMessage, form)
-        if message.method == "states":
-            found = self.learner.states(message.wanted)
-            there = [each is not None for each in found]
-            return answer.model_copy(update={"there": there}), found
+        message, inputs, _ = self._store.read(name, most, OrderMessage, form)
+        order, params = message.order, message.params
+        if order is None:
+            return None, self.learner.states(message.wanted)
         if message.method == "prepare":
             self.learner.prepare(order)
-            return answer, None
-        self._doing = f"round {order.round} of trainer {order.trainer}"
-        if message.params is None:
-            return answer, self.learner.play(order, None)
-        want, params = sent_form(spec, order), message.params
+            return None, []
+        if params is None:
+            return order, self.learner.play(order, inputs, None)
+        want = sent_form(spec, order)
         how = params.name, limit(want), Format, lambda _: want, params.sha256
         reading = store.aside(self._store.read, *how)
         self.learner.prepare(order)
-        return answer, self.learner.play(order, reading.result()[1])
+        return order, self.learner.play(order, inputs, reading.result()[1])

@@ -192,17 +192,12 @@ class RayTransport:
         }
         return self._ray.remote(**options)(RayLearner).remote(number, life, self._given)
 
-    def submit(
-        self, handle: Any, method: str, *arguments: Any, aside: bool = False
-    ) -> tuple[Any, int]:
-        """Call a method of a learner without waiting; return a reference for `poll`, and bytes.
-
-        Calls run one after another, but with `aside` beside the others, in another thread.
-        """
+    def submit(self, handle: Any, method: str, **arguments: Any) -> tuple[Any, int]:
+        """Call a method of a learner without waiting; return a reference for `poll`, and bytes."""
         function = getattr(handle, method)
-        if aside:
+        if method in ("ping", "states"):  # beside the others, which run one after another
             function = function.options(concurrency_group="aside")
-        return function.remote(*arguments), array_bytes(arguments)
+        return function.remote(**arguments), array_bytes(arguments)
 
     def poll(self, calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
         """Wait until a call has ended or the time is over; ResourceError if the cluster is gone."""

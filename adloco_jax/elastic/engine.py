@@ -20,8 +20,8 @@ from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.formats import Refused, array_bytes
-from adloco_jax.elastic.learner import Order, WorkerOrder, answer_form
+from adloco_jax.elastic.formats import Order, Refused, WorkerOrder, array_bytes
+from adloco_jax.elastic.learner import Inputs, answer_form
 from adloco_jax.elastic.rounds import Round, check_answers
 from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S, TELL_S
@@ -96,8 +96,7 @@ class ElasticEngine:
         """
         ended = self._wait_for_rounds(state)
         plans = {m: each.plan for m, each in ended.items()}
-        answers = [answer for each in ended.values() for answer in each.counted.values()]
-        counted = {each.stream: (each.num_updates, each.num_sequences) for each in answers}
+        counted = {s: each.spent(a) for each in ended.values() for s, a in each.counted.items()}
         control, spent = count_round(
             state.control,
             plans,
@@ -113,7 +112,7 @@ class ElasticEngine:
         up_s = round((self._up_s - before_s) / len(ended), 6)
         wire_bytes, self.fleet.wire_bytes = divmod(self.fleet.wire_bytes, len(ended))
         lines = [
-            planned(state.control, m, each.plan, each.order.rate_T)
+            planned(state.control, m, each.plan, each.rate_T)
             | {"workers_counted": len(each.counted), "wire_bytes": wire_bytes, "up_s": up_s}
             | spent[m]
             | {"skipped_updates": int(outcomes[m].skipped_SR.sum())}
@@ -272,34 +271,33 @@ class ElasticEngine:
             if not free:
                 continue
             rate_T = learning_rates(control, m, plan, settings, round_tokens=tokens)
-            is_single, number = len(starts) == 1, control.rounds_of(m) + 1
-            order = Order(m, number, *plan[:2], is_single=is_single, rate_T=rate_T, work=())
+            number, is_single = control.rounds_of(m) + 1, len(starts) == 1
+            order = Order(m, number, *plan, is_single=is_single)
             (position,) = control.positions([m])
             params = functools.partial(trainer_params, state.ensemble, position)
-            each = Round(plan, order, now_s)
+            each = Round(plan, rate_T, order, now_s)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
                 speeds = {s: self.fleet.learners[n].sequence_s for s, n in free.items()}
                 updates = decisions.updates_by_speed(plan.num_updates, speeds)
             count = test_count(plan, len(starts), settings)
-            spare = WorkerOrder(0, 0, num_updates=0, num_tested=count, inner_state=None)
-            self._prepare_spares(order._replace(work=(spare,)))
+            self._prepare_spares(order._replace(work=(WorkerOrder(0, 0, 0, count),)))
             for number in sorted(set(free.values())):
-                work = []
-                for stream in (stream for stream, host in free.items() if host == number):
-                    inner_state = self._states.to_send(stream, self.fleet.learners[number])
-                    tested = min(count, updates[stream] * plan.num_sequences // plan.num_updates)
-                    how = updates[stream], tested, inner_state
-                    work.append(WorkerOrder(stream, starts[stream], *how))
-                self._play(number, order._replace(work=tuple(work)), params)
+                streams = [stream for stream, host in free.items() if host == number]
+                tested = {s: min(count, order.sequences(updates[s])) for s in streams}
+                work = tuple(WorkerOrder(s, starts[s], updates[s], tested[s]) for s in streams)
+                self._play(number, order._replace(work=work), rate_T, params)
                 each.awaited.add(number)
             self.rounds[m] = each
 
-    def _play(self, number: int, order: Order, params: Callable[[], PyTree]) -> None:
+    def _play(
+        self, number: int, order: Order, rate_T: np.ndarray, params: Callable[[], PyTree]
+    ) -> None:
         learner = self.fleet.learners[number]
+        states = {work.stream: self._states.to_send(work.stream, learner) for work in order.work}
+        inputs = Inputs(rate_T, {s: state for s, state in states.items() if state is not None})
         order, reference = self._params.to_send(order, learner, lambda: jax.device_get(params()))
-        bare = order._replace(work=tuple(w._replace(inner_state=None) for w in order.work))
-        self.fleet.ask(number, "play", order, reference, about=bare)
+        self.fleet.ask(number, "play", order, order=order, inputs=inputs, params=reference)
         sequences, heartbeat_s = order.num_sequences, self.settings.engine.heartbeat_s
         learner.sent(sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 
@@ -309,7 +307,7 @@ class ElasticEngine:
         for number, learner in self.fleet.learners.items():
             if learner.joined and not learner.streams and wanted not in learner.prepared:
                 learner.prepared.add(wanted)
-                self.fleet.ask(number, "prepare", order, about=None)
+                self.fleet.ask(number, "prepare", order=order)
 
     def _outer_update(
         self, sub: Ensemble, streams: Sequence[int], each: Round
@@ -319,9 +317,9 @@ class ElasticEngine:
         some = next(answer for answer in answers if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in answers]
-        weights_R = np.array([0 if a is None else a.num_sequences for a in answers], np.float32)
+        weights_R = np.array([0 if a is None else each.spent(a)[1] for a in answers], np.float32)
         extra_M = {
-            name: np.array([EXTRAS[name](each.order.rate_T, each.plan, self.settings)], np.float32)
+            name: np.array([EXTRAS[name](each.rate_T, each.plan, self.settings)], np.float32)
             for name in self.spec.extras
         }
         return self._apply(sub, _concatenated(parts), weights_R=weights_R, extra_M=extra_M)
@@ -374,14 +372,16 @@ class ElasticEngine:
         packed = [answer.differences.packed_R for answer in answers]
         norms = [float(self._measure(order.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
-        seconds = min(sum(answer.seconds for answer in answers), elapsed_s)
+        seconds = min(float(sum(answer.seconds for answer in answers)), elapsed_s)
         learner.params_ids[order.trainer] = 0 if order.is_taken(self.spec) else order.params_id
         learner.sequence_s = seconds / order.num_sequences
         ended_s = learner.sent_s + seconds
         if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver
             learner.transfer_s.append(elapsed_s - seconds)
         if order.trainer in self.rounds:  # otherwise the answer is too late: the round has ended
-            self.rounds[order.trainer].take(learner, answers, norms)
+            streams = [work.stream for work in order.work]
+            found = dict(zip(streams, zip(answers, norms, strict=True), strict=True))
+            self.rounds[order.trainer].take(learner, found)
 
     def _do_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
         """Continue the rounds that wait for a learner without it; some have to begin again."""
@@ -440,7 +440,7 @@ def _by_trainer(ended: Mapping[int, Round]) -> Stats:
     """Collect the gradient statistics of the workers whose answers count in the update."""
     stats = {}
     for m, each in ended.items():
-        tested = [answer.stats_R for answer in each.counted.values() if answer.num_tested]
+        tested = [a.stats_R for a in each.counted.values() if a.stats_R is not None]
         if tested:
             stats[m] = jax.tree.map(lambda x: x.astype(np.float64), _concatenated(tested))
     return stats

@@ -157,7 +157,7 @@ class Fleet:
             if cause := learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s):
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
-                self.ask(number, "ping", about=None)
+                self.ask(number, "ping")
                 learner.asked_s, learner.next_s = now_s, now_s + rule.heartbeat_s / 4
         return events
 
@@ -188,7 +188,7 @@ class Fleet:
     def _launch(self, learner: decisions.LearnerRecord) -> None:
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.life)
-        self.ask(learner.number, "hello", about=None)
+        self.ask(learner.number, "hello")
 
     def put(self, params: PyTree, kind: Any) -> Any:
         """Store a trainer's parameters for learners; return a reference to pass in calls."""
@@ -200,11 +200,9 @@ class Fleet:
         """Return the calls of `what` that have not been answered yet."""
         return [call for call in self._calls.values() if call.what == what]
 
-    def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
+    def ask(self, number: int, what: str, about: Any = None, **arguments: Any) -> None:
         """Call a method of a learner; `poll` returns the answer, with `about`, later."""
-        aside = what in ("ping", "states")
-        handle = self._handles[number]
-        call, sent_bytes = self.transport.submit(handle, what, *arguments, aside=aside)
+        call, sent_bytes = self.transport.submit(self._handles[number], what, **arguments)
         self.wire_bytes += sent_bytes
         self._calls[call] = PendingCall(number, what, about)
 

@@ -3,17 +3,18 @@
 What a process says is compared with what it was asked, before it is used.
 """
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 from pydantic import Field, Strict
 
-from adloco_jax.engine.spec import num_bytes
-from adloco_jax.files import Count, Format, checked
+from adloco_jax.core.compress import Precision
+from adloco_jax.core.outer import mean
+from adloco_jax.engine.spec import Spec, num_bytes
+from adloco_jax.files import Count, Format
 
-Duration = Annotated[float, Field(ge=0, lt=1e12)]  # in seconds
 StateKey: TypeAlias = Annotated[tuple[Count, Count, Count], Strict(False)]
 """Which inner state is meant: trainer id, stream, and position in it; a list in JSON."""
 
@@ -28,30 +29,21 @@ def said(text: str) -> str:
 
 
 def array_bytes(tree: PyTree) -> int:
-    """Return the size in bytes of the arrays of a tree or of a form, beside plain values."""
+    """Return the size in bytes of the arrays of a tree, beside what else a Ray call has."""
     return num_bytes([leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")])
 
 
 def check_form(tree: PyTree, form: PyTree, name: str) -> None:
-    """Raise Refused unless a tree has the leaves of a form.
-
-    A form has a `jax.ShapeDtypeStruct` for an array, and for a plain value its type or the number.
-    """
+    """Raise Refused unless a tree has the arrays of a form, a tree of `jax.ShapeDtypeStruct`."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(form)}
     if leaves.keys() != wanted.keys():
         raise Refused(f"{name}: parts are missing or unknown")
     for key, want in wanted.items():
         have = leaves[key]
-        if isinstance(want, jax.ShapeDtypeStruct):
-            like = getattr(have, "shape", None), getattr(have, "dtype", None)
-            if not isinstance(have, np.ndarray) or like != (want.shape, want.dtype):
-                raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
-        elif not isinstance(want, int):
-            kind: Any = Annotated[want, Strict()]
-            checked(have, kind, f"{name}{key}", Refused)
-        elif type(have) is not int or have != want:
-            raise Refused(f"{name}{key}: have {repr(have)[:60]}, expected {want}")
+        like = getattr(have, "shape", None), getattr(have, "dtype", None)
+        if not isinstance(have, np.ndarray) or like != (want.shape, want.dtype):
+            raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
 
 
 class RunDescription(Format):
@@ -140,13 +132,53 @@ class Params(Format):
     sha256: str
 
 
+class WorkerOrder(NamedTuple):
+    """The part of an order that is about one worker: where to read rows, and what to compute."""
+
+    stream: Count  # the worker's data stream
+    start: Count  # position of the round's first sequence in the stream
+    num_updates: Count
+    num_tested: Count  # number of the first sequences on which gradient statistics are measured
+
+
+class Order(NamedTuple):
+    """The driver's request to a learner: run the round of a trainer for some of its workers."""
+
+    trainer: Count  # id of the trainer
+    round: Count  # number of the trainer's round, from 1 on
+    micro_batch_size: Count
+    num_accum_steps: Count
+    num_updates: Count  # that a worker makes at most
+    is_single: bool  # whether the trainer has only one worker, which sends float32 differences
+    work: Annotated[tuple[WorkerOrder, ...], Strict(False)] = ()  # one entry for each worker
+    params_id: Count = 0  # of the parameters with which the round begins
+    base_id: Count = 0  # of those that an outer update is sent to, if another; 0: whole are sent
+
+    def precision(self, spec: Spec) -> Precision:
+        """Return the precision of differences; those of a single worker are not quantised."""
+        return "float32" if self.is_single else spec.outer.precision
+
+    def is_taken(self, spec: Spec) -> bool:
+        """Whether the trainer takes the worker's parameters, which the learner then has."""
+        return self.is_single and spec.outer.skip_single and spec.aggregate is mean
+
+    def sequences(self, num_updates: int) -> int:
+        """Return the number of sequences that a worker reads for some updates."""
+        return num_updates * self.num_accum_steps * self.micro_batch_size
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences all workers of the order read."""
+        return sum(self.sequences(work.num_updates) for work in self.work)
+
+
 class OrderMessage(Format):
     """An order without its arrays: a call of a learner's method."""
 
     id: OrderId
     method: Literal["play", "prepare", "states"]
-    num_rates: Count = 0
-    has_state: list[bool] = []  # by worker, whether its inner state is sent
+    order: Order | None = None
+    states: list[Count] = []  # streams of the workers whose inner states are sent
     params: Params | None = None  # None: the learner has them
     wanted: list[StateKey] = []
 
@@ -157,4 +189,3 @@ class AnswerMessage(Format):
     id: OrderId
     error: str = ""  # why the order was not run; the learner leaves, unless it is `refused`
     refused: bool = False
-    there: list[bool] = []  # which of the wanted states follow

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+from numpy.typing import DTypeLike
 
 from adloco_jax.core.compress import Precision, pack
-from adloco_jax.core.outer import Differences, add_packed, mean, pack_differences
+from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
-from adloco_jax.elastic.formats import Duration, Hello, Refused, Sign, StateKey
+from adloco_jax.elastic.formats import Hello, Order, Refused, Sign, StateKey, WorkerOrder
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Spec, here
-from adloco_jax.files import Count
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.assemble import (
     Base,
@@ -54,59 +55,24 @@ class Given(NamedTuple):
     base: Base = Base()  # frozen weights; without `params`, the learner reads those of `settings`
 
 
-class WorkerOrder(NamedTuple):
-    """The part of a request that is about one worker: where to read rows, and what to compute."""
+class Inputs(NamedTuple):
+    """The arrays of an order, in NumPy."""
 
-    stream: Count  # the worker's data stream
-    start: Count  # position of the round's first sequence in the stream
-    num_updates: Count
-    num_tested: Count  # number of the first sequences on which gradient statistics are measured
-    inner_state: PyTree | None  # the worker's inner state; None: the learner already has it
-
-
-class Order(NamedTuple):
-    """The driver's request to a learner: run the round of a trainer for some of its workers."""
-
-    trainer: Count  # id of the trainer
-    round: Count  # number of the trainer's round, from 1 on
-    micro_batch_size: Count
-    num_accum_steps: Count
-    is_single: bool  # whether the trainer has only one worker, which sends float32 differences
     rate_T: np.ndarray  # learning rate of each micro-batch
-    work: tuple[WorkerOrder, ...]  # one entry for each worker
-    params_id: Count = 0  # of the parameters with which the round begins
-    base_id: Count = 0  # of those that an outer update is sent to, if another; 0: whole are sent
-
-    def precision(self, spec: Spec) -> Precision:
-        """Return the precision of differences; those of a single worker are not quantised."""
-        return "float32" if self.is_single else spec.outer.precision
-
-    def is_taken(self, spec: Spec) -> bool:
-        """Whether the trainer takes the worker's parameters, which the learner then has."""
-        return self.is_single and spec.outer.skip_single and spec.aggregate is mean
-
-    def sequences(self, work: WorkerOrder) -> int:
-        """Return the number of sequences that a worker reads."""
-        return work.num_updates * self.num_accum_steps * self.micro_batch_size
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences all workers of the order read."""
-        return sum(map(self.sequences, self.work))
+    inner_states: dict[int, PyTree]  # by stream, where the learner does not have it
 
 
 class Answer(NamedTuple):
-    """The results of one worker's round, which a learner sends to the driver."""
+    """What one worker's round gave, which a learner sends to the driver; arrays in NumPy.
 
-    stream: Count  # the worker's data stream; this and the numbers are as in the order
-    num_updates: Count
-    num_sequences: Count
-    differences: Differences  # trainer's parameters minus the worker's; NumPy leaves [1, ...]
+    For whom, and how many sequences that took, the driver knows from its order.
+    """
+
+    differences: Differences  # trainer's parameters minus the worker's; leaves [1, ...]
     loss_SR: np.ndarray  # loss of each update, [S, 1]; NaN for a skipped update
     skipped_SR: np.ndarray  # bool [S, 1]: whether the update was skipped
-    num_tested: Count  # number of sequences on which gradient statistics were measured
     stats_R: Any  # GradientStats of this worker; None if nothing was measured
-    seconds: Duration  # of the round, without compilation
+    seconds: np.ndarray  # [], of the round, without compilation
 
 
 class Reply(NamedTuple):
@@ -179,25 +145,32 @@ class Learner:
         """Answer a heartbeat."""
         return Sign(leaving=self.leaving, compiling=self.programs.compiling)
 
-    def states(self, wanted: list[StateKey]) -> list[PyTree | None]:
-        """Return inner states; None for one that is not here."""
-        return [self.held.get(key) for key in wanted]
+    def states(self, wanted: list[StateKey]) -> list[PyTree]:
+        """Return inner states that are here."""
+        return [self._held(key) for key in wanted]
 
-    def play(self, order: Order, sent: PyTree) -> list[Answer]:
+    def _held(self, key: StateKey) -> PyTree:
+        if key not in self.held:
+            raise Refused(f"no inner state of stream {key[1]} at {key[2]}")
+        return self.held[key]
+
+    def play(self, order: Order, inputs: Inputs, params: PyTree) -> list[Answer]:
         """Run a trainer's round; return one answer for each worker of the order.
 
-        `sent` (NumPy, see `sent_form`) has the trainer's parameters, or what changes those of the
-        last round; None if nothing does.
+        `params` (NumPy, see `sent_form`): the trainer's, or what changes those of the last round;
+        None if nothing does.
         """
-        order = self._fitted(order)
+        fitted = self._fitted(order)
+        rate_T = inputs.rate_T.repeat(fitted.num_accum_steps // order.num_accum_steps)
+        inputs = inputs._replace(rate_T=rate_T)
         there, params_M = self._params.pop(order.trainer, (0, None))
-        if sent is not None and not order.base_id:
-            params_M = jax.tree.map(lambda leaf: leaf[None], sent)
+        if params is not None and not order.base_id:
+            params_M = jax.tree.map(lambda leaf: leaf[None], params)
         elif params_M is None or there != order.base_id:
             raise Refused(f"no parameters {order.base_id} of trainer {order.trainer}")
-        elif sent is not None:
-            params_M = fetch(_add_packed(params_M, sent, self.spec.outer.precision))
-        answers, next_id = [self._play(order, work, params_M) for work in order.work], 0
+        elif params is not None:
+            params_M = fetch(_add_packed(params_M, params, self.spec.outer.precision))
+        answers, next_id = [self._play(fitted, w, inputs, params_M) for w in order.work], 0
         if order.is_taken(self.spec):
             step_M, next_id = jax.tree.map(np.negative, answers[0].differences.packed_R), 1
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
@@ -217,10 +190,10 @@ class Learner:
 
         Raises Refused if the rows would not fit, or learning rates are missing.
         """
-        most = max(map(order.sequences, order.work), default=order.micro_batch_size)
+        most = order.sequences(max([1, *(work.num_updates for work in order.work)]))
         if (needed := 4 * self.spec.row_length * most) > self._budget:
             raise Refused(f"an order for {needed} bytes of rows")
-        if any(w.num_updates * order.num_accum_steps > len(order.rate_T) for w in order.work):
+        if any(work.num_updates > order.num_updates for work in order.work):
             raise Refused("an order for more updates than it has learning rates")
         size, key = order.micro_batch_size, (order.micro_batch_size, order.num_accum_steps > 1)
         if key not in self._parts:
@@ -231,13 +204,14 @@ class Learner:
     def _fits(self, order: Order) -> bool:
         return peak(self.programs, _group(order, 1).steps_key(), (1,)).total <= self._budget
 
-    def _play(self, order: Order, work: WorkerOrder, params_M: PyTree) -> Answer:
+    def _play(self, order: Order, work: WorkerOrder, inputs: Inputs, params_M: PyTree) -> Answer:
         spec, group = self.spec, _group(order, work.num_updates)
         plan = group.plan
         key, end = (order.trainer, work.stream, work.start), work.start + plan.num_sequences
         if max(*key, end) >= 2**31:
             raise Refused(f"stream {work.stream}: no such position as {work.start}")
-        before = self.held.get(key) if work.inner_state is None else work.inner_state
+        if work.stream in inputs.inner_states:
+            self.held[key] = inputs.inner_states[work.stream]
         for other in [k for k in self.held if k[1] == work.stream and k != key]:
             del self.held[other]
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
@@ -248,12 +222,10 @@ class Learner:
             stats_R = measure(self.programs, params_M, test)
         alone = _alone(params_M)
         if not spec.reset_inner_state:
-            if before is None:
-                raise Refused(f"no inner state of stream {work.stream} at {work.start}")
-            alone = alone.replace(inner_state_R=jax.tree.map(lambda leaf: leaf[None], before))
-            self.held[key] = before
+            before_R = jax.tree.map(lambda leaf: leaf[None], self._held(key))
+            alone = alone.replace(inner_state_R=before_R)
         rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
-        rate_TR, reads_R3 = order.rate_T[:, None], np.array([key], np.int32)
+        rate_TR, reads_R3 = inputs.rate_T[:, None], np.array([key], np.int32)
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
         _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
         ended = workers.replace(inner_state_R=None)
@@ -261,22 +233,12 @@ class Learner:
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
-        loss_SR, skipped_SR = by_update(group, measured)
+        measured_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
         seconds = time.perf_counter() - start_s - (self.programs.stall_s - stalled_s)
         where = {"trainer": order.trainer, "round": order.round, "stream": work.stream}
         self._note(**where, start=work.start, count=plan.num_sequences)
-        return Answer(
-            work.stream,
-            work.num_updates,
-            plan.num_sequences,
-            differences=sent,
-            loss_SR=loss_SR,
-            skipped_SR=skipped_SR,
-            num_tested=work.num_tested,
-            stats_R=stats_R,
-            seconds=max(seconds, 0.0),
-        )
+        return Answer(sent, *measured_SR, stats_R, np.array(max(seconds, 0.0)))
 
     def _note(self, **fields: int) -> None:
         """Add a line to the log file of this process."""
@@ -290,8 +252,7 @@ def _divided(order: Order, parts: int) -> Order:
     if parts == 1:
         return order
     size, accum = order.micro_batch_size // parts, order.num_accum_steps * parts
-    rate_T = np.repeat(order.rate_T, parts)
-    return order._replace(micro_batch_size=size, num_accum_steps=accum, rate_T=rate_T)
+    return order._replace(micro_batch_size=size, num_accum_steps=accum)
 
 
 def _group(order: Order, num_updates: int) -> Group:
@@ -325,16 +286,26 @@ def sent_form(spec: Spec, order: Order) -> PyTree:
     return jax.eval_shape(lambda tree_M: pack(tree_M, spec.outer.precision), params_M)
 
 
-def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Any:
-    """Return the form of a worker's answer (`formats.check_form`)."""
-    params_M = stacked(spec.params)
+def state_form(spec: Spec) -> PyTree:
+    """Return the form of a worker's inner state."""
+    return jax.eval_shape(spec.inner_tx.init, spec.params)
+
+
+def inputs_form(spec: Spec, order: Order, streams: Sequence[int]) -> Inputs:
+    """Return the form of an order's arrays, with the states of some streams."""
+    rate_T = _array(np.float32, order.num_updates * order.num_accum_steps)
+    return Inputs(rate_T, dict.fromkeys(streams, state_form(spec)))
+
+
+def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Answer:
+    """Return the form of a worker's answer."""
+    params_M, shape = stacked(spec.params), (work.num_updates, 1)
     workers = Workers(params_M, None)
     differences = _send.eval_shape(params_M, workers, order.precision(spec), order.is_single)
-    one: Any = jax.ShapeDtypeStruct((1,), np.dtype(np.float32))
-    stats_R = GradientStats(*[one] * len(dataclasses.fields(GradientStats)))
-    loss_SR, skipped_SR = (
-        jax.ShapeDtypeStruct((work.num_updates, 1), np.dtype(kind)) for kind in (np.float64, bool)
-    )
-    form: Any = [work.stream, work.num_updates, order.sequences(work), differences, loss_SR]
-    form += [skipped_SR, work.num_tested, stats_R if work.num_tested else None, Duration]
-    return Answer(*form)
+    stats_R = GradientStats(*[_array(np.float32, 1)] * len(dataclasses.fields(GradientStats)))
+    measured = _array(float, *shape), _array(bool, *shape), stats_R if work.num_tested else None
+    return Answer(differences, *measured, seconds=_array(float))
+
+
+def _array(dtype: DTypeLike, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, np.dtype(dtype))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adloco_jax.elastic import decisions
-from adloco_jax.elastic.formats import Refused, check_form
-from adloco_jax.elastic.learner import Answer, Order, answer_form
+from adloco_jax.elastic.formats import Order, Refused, check_form
+from adloco_jax.elastic.learner import Answer, answer_form
 from adloco_jax.engine.round import Outcome
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.control import RoundPlan
@@ -21,6 +21,7 @@ class Round:
     """The driver's record of a trainer's round, from its start until the trainer's outer update."""
 
     plan: RoundPlan  # sizes of the round
+    rate_T: np.ndarray  # learning rate of each micro-batch
     order: Order  # the request to the learners; its field `work` is empty
     start_s: float  # when the round was started, on the clock `time.monotonic`
     awaited: set[int] = field(default_factory=set)  # learners that have not answered yet
@@ -35,17 +36,17 @@ class Round:
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
     def take(
-        self, learner: decisions.LearnerRecord, answers: Sequence[Answer], norms: Sequence[float]
+        self, learner: decisions.LearnerRecord, found: Mapping[int, tuple[Answer, float]]
     ) -> None:
-        """Store the answers of a learner, unless the round does not wait for this learner."""
+        """Store a learner's answers and norms by stream, unless the round does not wait for it."""
         if learner.number not in self.awaited:
             return
         self.awaited.discard(learner.number)
         self.reported.add(learner.number)
-        for answer, norm in zip(answers, norms, strict=True):
-            self.answers[answer.stream], self.senders[answer.stream] = answer, learner
+        for stream, (answer, norm) in found.items():
+            self.answers[stream], self.senders[stream] = answer, learner
             is_finite = answer.differences.usable_R.all() and math.isfinite(norm)
-            self.norms[answer.stream] = norm if is_finite else math.nan
+            self.norms[stream] = norm if is_finite else math.nan
 
     def is_over(
         self, rule: EngineSettings, learners: Mapping[int, decisions.LearnerRecord]
@@ -70,16 +71,21 @@ class Round:
         out, self.is_judged = decisions.too_large(finite, *how)
         self.counted = {stream: self.answers[stream] for stream in finite if stream not in out}
 
+    def spent(self, answer: Answer) -> tuple[int, int]:
+        """Return how many updates an answer has, and how many sequences they took."""
+        num_updates = len(answer.loss_SR)
+        return num_updates, self.order.sequences(num_updates)
+
     def outcome(self, streams: Sequence[int], norm: float) -> Outcome:
         """Collect losses (NaN if an answer does not count) and skips (all, if it is not finite)."""
         shape = (self.plan.num_updates, len(streams))
         loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
         for column, stream in enumerate(streams):
             if math.isnan(self.norms.get(stream, 0.0)):
-                skipped_SR[-self.answers[stream].num_updates :, column] = True
+                skipped_SR[-len(self.answers[stream].loss_SR) :, column] = True
             elif answer := self.counted.get(stream):  # one with fewer updates fills the last rows
-                loss_SR[-answer.num_updates :, column] = answer.loss_SR[:, 0]
-                skipped_SR[-answer.num_updates :, column] = answer.skipped_SR[:, 0]
+                loss_SR[-len(answer.loss_SR) :, column] = answer.loss_SR[:, 0]
+                skipped_SR[-len(answer.loss_SR) :, column] = answer.skipped_SR[:, 0]
         return Outcome(loss_SR, skipped_SR, norm)
 
 
@@ -90,3 +96,5 @@ def check_answers(answers: Sequence[Answer], order: Order, spec: Spec) -> None:
         made = answer.loss_SR[~answer.skipped_SR]
         if not (np.abs(made) < np.finfo(np.float32).max).all():
             raise Refused(f"answer.loss_SR: {made} of updates that were made")
+        if not 0 <= answer.seconds < 1e12:
+            raise Refused(f"answer.seconds: {answer.seconds}")

@@ -17,8 +17,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.decisions import LearnerRecord
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.formats import Refused, StateKey
-from adloco_jax.elastic.learner import Order
+from adloco_jax.elastic.formats import Order, Refused, StateKey
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
@@ -75,7 +74,7 @@ class InnerStates:
         self._spec, self._fleet, self._poll = spec, fleet, poll
         self._here: dict[int, PyTree] = {}  # states in this process, by the worker's stream
         self._holders: dict[int, LearnerRecord] = {}  # of the last counted answer, by stream
-        self._found: dict[StateKey, PyTree | None] = {}  # states that learners have sent
+        self._found: dict[StateKey, PyTree] = {}  # states that learners have sent
 
     def take(self, event: Event) -> None:
         """Store the inner states that a learner has sent as its answer to the call `states`."""
@@ -108,7 +107,7 @@ class InnerStates:
             return
         keys = [key for key in control.reads() if key[1] in targets]
         self._fetch([key for key in keys if self._holders.get(key[1]) is not targets[key[1]]])
-        self._here |= {key[1]: state for key, state in self._found.items() if state is not None}
+        self._here |= {key[1]: state for key, state in self._found.items()}
 
     def to_send(self, stream: int, learner: LearnerRecord) -> PyTree | None:
         """Return the inner state that a learner needs for a worker's round; None if it has it."""
@@ -151,7 +150,7 @@ class InnerStates:
             if holder is not None and key[1] not in self._here:
                 asked.setdefault(holder.number, []).append(key)
         for number, wanted in asked.items():
-            self._fleet.ask(number, "states", wanted, about=wanted)
+            self._fleet.ask(number, "states", wanted, wanted=wanted)
         while self._fleet.asked("states"):
             self._poll()
 

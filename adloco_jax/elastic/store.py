@@ -320,17 +320,15 @@ def _sha256(message: Any) -> str:
 
 
 def pack(message: Format, tree: PyTree) -> tuple[bytes, str]:
-    """Make an object, and its SHA-256, of JSON and a tree of arrays and plain values.
+    """Make an object, and its SHA-256, of JSON and a tree of arrays.
 
     Arrays of zeros, such as fresh optimizer states, take no space.
     """
-    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
-    kinds = np.ndarray, np.generic
-    arrays = {name: np.asarray(x, order="C") for name, x in leaves.items() if isinstance(x, kinds)}
+    leaves = jax.tree.leaves_with_path(tree)
+    arrays = {jax.tree_util.keystr(path): np.asarray(x, order="C") for path, x in leaves}
     sent = {name: x for name, x in arrays.items() if x.any()}
-    values = {name: x for name, x in leaves.items() if name not in arrays}
     zeros = sorted(arrays.keys() - sent.keys())
-    text = json.dumps({"message": message.model_dump(), "values": values, "zeros": zeros})
+    text = json.dumps({"message": message.model_dump(), "zeros": zeros})
     data = save({**sent, "message": np.frombuffer(text.encode(), np.uint8)})
     digest = hashlib.sha256(data).hexdigest()
     return digest.encode() + data, digest
@@ -352,7 +350,6 @@ def unpack(
         content = json.loads(parts.pop("message").tobytes())
         message = checked(content["message"], kind, name, Refused)
         wanted, zeros = form(message), set(content["zeros"])
-        parts |= content["values"]
 
         def leaf(path, want):
             key = jax.tree_util.keystr(path)
