@@ -237,6 +237,8 @@ HALF_MUON = {
     "data parallel": ("data parallel: Muon", (5e-3, 1e-2), 1760),
     "one worker": ("one worker: Muon", (2e-3, 4e-3), 1320),
 }
+# The chosen rates (0.006 and 0.01 tie for DiLoCo), with tokens that end soon after 1.32.
+HALF_MUON_CHOSEN = {"DiLoCo: Muon, 0.006": 1870}
 
 
 def half_muon() -> dict[str, Changes]:

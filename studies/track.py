@@ -29,7 +29,7 @@ PROSE (adloco prepare PROSE --out runs/prose --sequence-length 64); debian, 64 M
 of Debian have (studies/texts.py).
 
 - muon, muon_prose: Muon and an average of rounds, at 0.08 M parameters.
-- half_muon_tuning: the same at 0.61 M parameters, at the rate of 0.08 M and at half of it.
+- half_muon: the same at 0.61 M parameters; half_muon_tuning has its trials, of the rate alone.
 - debian_tuning, debian: the same on the text debian. Settings are not tuned again; seed 0 gives the
   target.
 - average: the trials for muon and muon_prose, the last of them in studies/line3.py.
@@ -154,11 +154,16 @@ def tracks() -> dict[str, Comparison]:
         for found, names in ((small, SMALL), (half, HALF), (small, PROSE))
     )
     both = {name: muon[name] for name in ("DiLoCo: Muon", "data parallel: Muon")}
+    of_half_muon = {
+        name: half_muon[name] | methods.budget("half", updates)
+        for name, updates in methods.HALF_MUON_CHOSEN.items()
+    }
     small_to, prose_to = (1.7, 1.65, 1.6), (1.8, 1.76, 1.74)
     half_to = (1.5, 1.4, 1.32)
     return {
         "muon": compared("small", "stdlib", muon, seeds=FRESHER, to=(1.65, 1.6)),
         "muon_prose": compared("small", "prose", muon, seeds=FRESHER, to=(1.8, 1.76)),
+        "half_muon": compared("half", "stdlib", of_half_muon, seeds=FRESHER[:3], to=half_to),
         "half_muon_tuning": compared("half", "stdlib", half_muon, seeds=(0,), to=half_to),
         "debian_tuning": compared("small", "debian", both, seeds=(0,), to=(2.0, 1.9)),
         "average": compared("small", "stdlib", average, seeds=(0, 6, 7), to=(1.65, 1.6, 1.55)),
