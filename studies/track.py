@@ -200,14 +200,17 @@ def main() -> None:
     execute(
         made,
         Path("runs") / given.name,
-        on_end=lambda run, made: print(f"{run.variant}, seed {run.seed}", flush=True),
+        on_end=lambda run, was_made: was_made and print(run.variant, run.seed, flush=True),
         command=f"python -m studies.track {given.name}",
         results_file=record,
     )
     lines = list(results.read(record).values())
+    is_tuning = len({name.partition(": ")[0] for name in track.variants}) < len(track.variants)
     for target in track.target_losses:
-        rows = tables.spent(tables.by_method(lines, target))
-        tables.show(f"to {target:g} nats/token", tables.SPENT, rows)
+        head, rows = tables.SPENT, tables.spent(tables.by_method(lines, target))
+        if is_tuning:
+            head, rows = tables.CHOICE, tables.chosen(lines, target)
+        tables.show(f"to {target:g} nats/token", head, rows)
 
 
 if __name__ == "__main__":

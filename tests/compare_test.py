@@ -98,6 +98,27 @@ def test_the_runs_of_the_track_are_those_of_its_records(name, tmp_path):
     assert found == declared or name in UNFINISHED and found < declared
 
 
+def test_the_tracks_command_makes_what_is_named_and_prints_rows_or_the_choice(monkeypatch, capsys):
+    def rows_of(*words: str) -> tuple[Comparison, str]:
+        found = []
+        monkeypatch.setattr(
+            track, "execute", lambda comparison, *_, **how: found.append(comparison)
+        )
+        monkeypatch.setattr("sys.argv", ["track", *words])
+        track.main()
+        return found[0], capsys.readouterr().out
+
+    made, shown = rows_of("muon", "--only", "DiLoCo", "one worker", "--seeds", "31")
+    assert [*made.variants] == ["DiLoCo: Muon", "one worker: Muon"] and made.seeds == [31]
+    assert "| DiLoCo | 1,760 (1,540 to 1,760) |" in shown and "| data parallel |" in shown
+    record = str(ROOT / "studies/half_tuning.jsonl")
+    made, shown = rows_of("half_muon_tuning", "--record", record)
+    assert made.variants == track.tracks()["half_muon_tuning"].variants and made.seeds == (0,)
+    assert "| DiLoCo | average, 110 steps, decay |" in shown
+    with pytest.raises(SystemExit):
+        rows_of("muon", "--only", "Muon")
+
+
 def test_debians_text_has_entries_and_pages_of_the_named_packages_alone(tmp_path, monkeypatch):
     for name, text in (
         ("dictd/gcide.dict.dz", b"One \\One\\, n.\n   1.\n\n   2.\nTwo\n   1\x92\n"),
