@@ -238,7 +238,12 @@ HALF_MUON = {
     "one worker": ("one worker: Muon", (2e-3, 4e-3), 1320),
 }
 # The chosen rates (0.006 and 0.01 tie for DiLoCo), with tokens that end soon after 1.32.
-HALF_MUON_CHOSEN = {"DiLoCo: Muon, 0.006": 1870}
+HALF_MUON_CHOSEN = {
+    "DiLoCo: Muon, 0.006": 1870,
+    "ours: Muon, 0.006": 1540,
+    "data parallel: Muon, 0.01": 1210,
+    "one worker: Muon, 0.004": 880,
+}
 
 
 def half_muon() -> dict[str, Changes]:
