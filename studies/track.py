@@ -30,8 +30,8 @@ of Debian have (studies/texts.py).
 
 - muon, muon_prose: Muon and an average of rounds, at 0.08 M parameters.
 - half_muon: the same at 0.61 M parameters; half_muon_tuning has its trials, of the rate alone.
-- debian_tuning, debian: the same on the text debian. Settings are not tuned again; seed 0 gives the
-  target.
+- debian: the same settings, not tuned again, on a third text; debian_tuning gives the target, 1.68.
+  Runs end by the library's budgets; to 1.76 DiLoCo needs about as many steps as on other texts.
 - average: the trials for muon and muon_prose, the last of them in studies/line3.py.
 - small, prose, half: AdamW, at 0.08 M and (20 minutes a run) 0.61 M parameters.
 - microllama: the paper's comparison (arXiv 2508.18182, table A.2 and section 6.1; departures as in
@@ -165,7 +165,8 @@ def tracks() -> dict[str, Comparison]:
         "muon_prose": compared("small", "prose", muon, seeds=FRESHER, to=(1.8, 1.76)),
         "half_muon": compared("half", "stdlib", of_half_muon, seeds=FRESHER[:3], to=half_to),
         "half_muon_tuning": compared("half", "stdlib", half_muon, seeds=(0,), to=half_to),
-        "debian_tuning": compared("small", "debian", both, seeds=(0,), to=(2.0, 1.9)),
+        "debian": compared("small", "debian", muon, seeds=FRESHER[:3], to=(1.76, 1.68)),
+        "debian_tuning": compared("small", "debian", both, seeds=(0,), to=(1.7, 1.68, 1.66)),
         "average": compared("small", "stdlib", average, seeds=(0, 6, 7), to=(1.65, 1.6, 1.55)),
         "small": compared("small", "stdlib", of_small | methods.parts(), seeds=FRESH, to=small_to),
         "prose": compared("small", "prose", of_prose, seeds=FRESH, to=prose_to),

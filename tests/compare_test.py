@@ -86,7 +86,7 @@ def test_the_comparison_that_ships_can_run(tmp_path):
 UNFINISHED = (
     "average",
     "half_muon_tuning",
-    "debian_tuning",
+    "debian",
     "microllama",
 )  # their last runs are missing
 
