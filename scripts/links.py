@@ -87,10 +87,10 @@ MODELS = {
         loss=1.32,
         record="half_muon",
         trials={
-            "recommended": "ours: Muon, 0.003",
-            "DiLoCo": "DiLoCo: Muon, 0.003",
-            "one worker": "one worker: Muon, 0.002",
-            "data parallel": "data parallel: Muon, 0.005",
+            "recommended": "ours: Muon, 0.006",
+            "DiLoCo": "DiLoCo: Muon, 0.006",
+            "one worker": "one worker: Muon, 0.004",
+            "data parallel": "data parallel: Muon, 0.01",
         },
     ),
 }
