@@ -32,7 +32,8 @@ of Debian have (studies/texts.py).
 - half_muon: the same at 0.61 M parameters; half_muon_tuning has its trials, of the rate alone.
 - debian: the same settings, not tuned again, on a third text; debian_tuning gives the target, 1.68.
   Runs end by the library's budgets; to 1.76 DiLoCo needs about as many steps as on other texts.
-- average: the trials for muon and muon_prose, the last of them in studies/line3.py.
+- average: the trials for muon and muon_prose, but for those whose ideas lost with their code
+  (studies/ideas.jsonl, docs/LOG.md).
 - small, prose, half: AdamW, at 0.08 M and (20 minutes a run) 0.61 M parameters.
 - microllama: the paper's comparison (arXiv 2508.18182, table A.2 and section 6.1; departures as in
   configs/microllama.py), for four GPUs of 80 GB; not run yet. The environment variables MICROLLAMA
@@ -56,7 +57,7 @@ from adloco_jax.configs import compare_quick, microllama
 from adloco_jax.study import results
 from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison
-from studies import line3, methods, tables
+from studies import methods, tables
 from studies.methods import Changes
 
 TEXTS = {
@@ -147,7 +148,6 @@ def compared(
 def tracks() -> dict[str, Comparison]:
     """Return the comparison of each record, by the record's name."""
     average, muon, half_muon = methods.averaged(), methods.muon(), methods.half_muon()
-    average |= line3.trials(average)
     small, half = methods.adamw("small"), methods.adamw("half")
     of_small, of_half, of_prose = (
         {name: found[name] for name in names}
