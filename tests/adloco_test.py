@@ -452,7 +452,7 @@ def test_accounting_of_rounds():
     assert spent == {0: {"updates": 3, "tokens": 3 * 2 * 3 * 8, "syncs": 1, "bytes": 400}}
     assert again.trainers[0].cursors == {"0": 12, "1": 12, "3": 6}
     assert [(t.rounds, t.updates) for t in again.trainers.values()] == [(2, 6), (1, 3), (1, 3)]
-    assert (again.round, again.updates_total, again.bytes_total) == (2, 12, 600)
+    assert (again.round, again.updates_total, again.bytes_total) == (1, 12, 600)  # the slowest
 
 
 def test_merge_is_due_every_so_many_rounds_while_two_trainers_live():

@@ -27,7 +27,7 @@ from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S, TELL_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
-from adloco_jax.engine.local import Metrics, count_skips, without_broken
+from adloco_jax.engine.local import end_round
 from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
 from adloco_jax.errors import ResourceError
@@ -104,31 +104,26 @@ class ElasticEngine:
             sync_bytes=self.spec.sync_bytes,
             counted=counted,
         )
-        control.round = min(trainer.rounds for trainer in control.trainers.values())
         control, decided = decide(control, _by_trainer(ended), plans)
         ensemble, outcomes = self._outer_updates(state, ended)
         before_s, self._up_s = self._up_s, self.fleet.up_s()
         # Trainers whose rounds end together share alike.
         up_s = round((self._up_s - before_s) / len(ended), 6)
         wire_bytes, self.fleet.wire_bytes = divmod(self.fleet.wire_bytes, len(ended))
-        lines = [
-            planned(state.control, m, each.plan, each.rate_T)
+        lines = {
+            m: planned(state.control, m, each.plan, each.rate_T)
             | {"workers_counted": len(each.counted), "wire_bytes": wire_bytes, "up_s": up_s}
             | spent[m]
-            | {"skipped_updates": int(outcomes[m].skipped_SR.sum())}
             for m, each in ended.items()
-        ]
+        }
         # The duration begins at the last round's end or later, so no second is counted twice.
         now_s = time.monotonic()
         step_s = now_s - max(self._finished_s, min(each.start_s for each in ended.values()))
         self._finished_s = now_s
-        control, broken = count_skips(control, outcomes)
-        state, quarantined = without_broken(State(ensemble, control), broken)
-        if broken and state.control.trainers:
-            state.control.round = min(t.rounds for t in state.control.trainers.values())
-        changes = [*self._work_on(state), *quarantined]
-        metrics = Metrics(lines, [*outcomes.values()], step_s, 0.0)
-        return state, Boundary(metrics, decided, changes)
+        state = State(ensemble, control)
+        state, boundary = end_round(state, lines, outcomes, decided, step_s=step_s)
+        changes = [*self._work_on(state), *boundary.changes]
+        return state, boundary._replace(changes=changes)
 
     def _wait_for_rounds(self, state: State) -> dict[int, Round]:
         """Start rounds, wait until some have ended, take them out and judge their answers."""

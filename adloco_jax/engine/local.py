@@ -39,6 +39,7 @@ from adloco_jax.engine.sharding import placement, reshard
 from adloco_jax.engine.spec import Layout, Spec
 from adloco_jax.loop.adloco import Boundary, Decide, State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, count_flush, count_round
+from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over, round_plans, share_done
 from adloco_jax.settings import Settings
 
@@ -122,15 +123,9 @@ class LocalEngine:
         self._report(wait=True)
         jax.block_until_ready(norms)
         step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
-        outcomes = _outcomes(measured, norms)
-        lines = [
-            batch.lines[m] | spent[m] | {"skipped_updates": int(outcome.skipped_SR.sum())}
-            for m, outcome in outcomes.items()
-        ]
-        control, broken = count_skips(control, outcomes)
-        state, changes = without_broken(State(ensemble, control), broken)
-        metrics = Metrics(lines, [*outcomes.values()], step_s, stall_s)
-        return state, Boundary(metrics, decisions, changes)
+        lines, outcomes = {m: batch.lines[m] | spent[m] for m in plans}, _outcomes(measured, norms)
+        state = State(ensemble, control)
+        return end_round(state, lines, outcomes, decisions, step_s=step_s, stall_s=stall_s)
 
     def _batch(self, control: Control, plans: Mapping[int, RoundPlan]) -> Batch:
         """Return a round's inputs, if possible those that `_look_ahead` made; raise its errors."""
@@ -256,6 +251,29 @@ def _take(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
     return ensemble if len(trainers) == ensemble.num_trainers else taken(ensemble, trainers)
 
 
+def end_round(
+    state: State,
+    lines: Mapping[int, dict],
+    outcomes: Mapping[int, Outcome],
+    decisions: list[Decision],
+    *,
+    step_s: float,
+    stall_s: float = 0.0,
+) -> tuple[State, Boundary]:
+    """Count skipped updates, remove broken trainers, and collect what observers are told.
+
+    `lines` have the other fields of the ledger's lines, by trainer as `outcomes`.
+    """
+    control, broken = count_skips(state.control, outcomes)
+    state, changes = without_broken(State(state.ensemble, control), broken)
+    ended = [
+        lines[m] | {"skipped_updates": int(outcome.skipped_SR.sum())}
+        for m, outcome in outcomes.items()
+    ]
+    metrics = Metrics(ended, [*outcomes.values()], step_s, stall_s)
+    return state, Boundary(metrics, decisions, changes)
+
+
 def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Control, list[int]]:
     """Return `control` with each worker's skipped updates in a row, and who is broken.
 
@@ -293,6 +311,7 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
         changes.append({"event": "fault", "kind": "quarantine"} | where | skips)
     if control.trainers:
         ensemble = replace(taken, ensemble, state.control.positions(control.trainers))
+        control.round = min(map(control.rounds_of, control.trainers))
     return State(ensemble, control), changes
 
 

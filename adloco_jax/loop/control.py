@@ -172,7 +172,7 @@ def count_round(
         tokens = sum(sequences for _, sequences in work.values()) * sequence_length
         cost = sync_cost(len(work), sync_bytes, num_syncs)
         spent[m] = {"updates": updates, "tokens": tokens, **cost}
-    control.round += 1
+    control.round = min(map(control.rounds_of, control.trainers))
     for name in ("tokens", "updates", "syncs", "bytes"):
         total = getattr(control, f"{name}_total") + sum(cost[name] for cost in spent.values())
         setattr(control, f"{name}_total", total)
