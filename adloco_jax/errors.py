@@ -1,6 +1,7 @@
 """Errors that a user can correct, each with its exit code (docs/guides/running.md)."""
 
 import errno
+import importlib.util
 import os
 import re
 import sys
@@ -42,6 +43,13 @@ def remedy(error: BaseException) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun, which has an s unless the number is 1."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def check_installed(package: str, extra: str, where: str) -> None:
+    """Raise ConfigError unless a package is installed that comes with an extra of this one."""
+    if importlib.util.find_spec(package) is None:
+        need = f"pip install 'adloco_jax[{extra}]'"
+        raise ConfigError(f"{where}: {package} is not installed; {need}")
 
 
 class UserError(Exception):

@@ -156,8 +156,8 @@ ID = OrderId(epoch=1, learner=0, life=0, order=3)
 HELLO = Hello(fingerprint="a", versions={"jax": "1"}, devices="cpu")
 SIGN = Sign(leaving=False, compiling=False)
 BOARDS = [
-    DriverBoard(id="a", count=5, learners=[LearnerOrders(id=ID, num_read=2, is_free=False)]),
-    LearnerBoard(id="a", count=5, num_answers=3, sign=SIGN, hello=HELLO),
+    DriverBoard(count=5, learners=[LearnerOrders(id=ID, num_read=2, is_free=False)]),
+    LearnerBoard(count=5, num_answers=3, sign=SIGN, hello=HELLO),
     RunDescription(id="a", adloco_jax="1", fingerprint="a", commit="", settings={"seed": 1}),
 ]
 
@@ -206,7 +206,7 @@ def test_an_object_with_arrays_is_refused_unless_it_is_what_was_asked_for(
     message = message if what == "order" else AnswerMessage(id=ID)
     tree = jax.tree.map(filled, form_of(message))
     monkeypatch.setattr(store, "_READ_PAUSES_S", ())
-    there, data = store.Store(f"file://{tmp_path}/bucket"), store.pack(message, tree)[0]
+    there, data = store.Store(f"file://{tmp_path}/bucket"), store.pack(message, tree)
     most, found = bucket.limit(form_of(message)), []
     for seed in range(NUM_SEEDS):
         there.put("it", forged(random.Random(seed), "it", data))

@@ -21,6 +21,7 @@ from adloco_jax.elastic import (
 from adloco_jax.elastic.formats import Refused, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
 from adloco_jax.errors import ResourceError
+from adloco_jax.run import processes
 
 
 class Here:
@@ -125,7 +126,7 @@ class InBucket:
         monkeypatch.setattr(
             bucket, "connected", functools.partial(self.connected, bucket.connected)
         )
-        monkeypatch.setattr(store, "every", self.every)
+        monkeypatch.setattr(processes, "every", self.every)
         monkeypatch.setattr(
             bucket, "check_possible", lambda *_, **__: None
         )  # here `fit` can use it

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from adloco_jax import errors
-from adloco_jax.elastic import store
 from adloco_jax.errors import ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.hub import Unreachable
 from adloco_jax.run import processes
@@ -101,7 +100,7 @@ def test_an_error_of_a_module_is_its_class_of_errors_in_the_others(monkeypatch):
 def test_a_thread_that_fails_ends_the_process(capsys, monkeypatch, fault, code, words):
     ended = mock.Mock()
     monkeypatch.setattr(errors.os, "_exit", ended)
-    with store.every(0.001, mock.Mock(side_effect=fault)):
+    with processes.every(0.001, mock.Mock(side_effect=fault)):
         while not ended.called:
             time.sleep(0.001)
     ended.assert_called_once_with(code)

@@ -45,7 +45,7 @@ from adloco_jax.elastic.formats import (
 )
 from adloco_jax.elastic.learner import Given, Reply, answer_form, state_form
 from adloco_jax.elastic.store import Store
-from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.errors import ConfigError, ResourceError, check_installed
 from adloco_jax.files import Format
 from adloco_jax.run import processes
 from adloco_jax.run.folder import flat_settings
@@ -77,12 +77,12 @@ def check_possible(settings: Settings, folder: Path) -> None:
     Raises ConfigError if obstore is missing, or the bucket holds another run or other settings, or
     cannot be read or written; ResourceError if it cannot be reached.
     """
-    store.check_installed("engine.kind = bucket")
+    check_installed("obstore", "bucket", "engine.kind = bucket")
     bucket = Store(settings.engine.address)
     if (run := _described(bucket, folder / "learners" / "id")) is not None:
         _check_same(bucket, run.settings, settings)
     # Find out if this is permitted, and if an object that is there is kept.
-    is_new = [bucket.create("driver/0.json", uuid.uuid4().bytes) for _ in range(2)]
+    is_new = [bucket.create("driver/0.json", Format()) for _ in range(2)]
     bucket.delete("driver/0.json")
     if all(is_new):
         raise ConfigError(
@@ -104,12 +104,12 @@ def connected(
     _describe(bucket, given)
     epoch = _next_epoch(bucket, heartbeat_s)
     made = BucketTransport(bucket, epoch, given)
-    if not bucket.create(f"driver/{epoch}.json", made.board(is_over=False)):
+    if not bucket.create(f"driver/{epoch}.json", made.board()):
         raise ConfigError(f"{address}: another driver has begun to run there at the same time")
     _delete_rounds(bucket, *range(1, epoch))  # what a driver that was killed has left
     print(f"to join, on up to {num_learners} machines: adloco join {address}", flush=True)
     try:
-        with store.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
+        with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
             yield made
     finally:
         made.close(is_over=is_over())
@@ -135,7 +135,7 @@ def _describe(bucket: Store, given: Given) -> None:
         settings=given.settings.model_dump(),
         by_fit=given.by_fit,
     )
-    if not bucket.create("run.json", store.to_json(described)):
+    if not bucket.create("run.json", described):
         _described(bucket, path)  # fails: another has been faster
 
 
@@ -208,7 +208,6 @@ class BucketTransport:
         self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
         self._num_params, self._count = itertools.count(), itertools.count()
         self.unsent: dict[str, int] = {}  # bytes of parameters that are not yet in the bucket
-        self._id = uuid.uuid4().hex
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
         self._returned_s = 0.0  # when a look at a learner's board last returned
         self._writing = threading.Lock()
@@ -217,10 +216,9 @@ class BucketTransport:
         self._writes = queue.SimpleQueue[Callable[[], None] | None]()
         self._writer = processes.start_thread(self._write, name="writes")
 
-    def board(self, *, is_over: bool, has_ended: bool = False) -> bytes:
+    def board(self, *, is_over: bool = False, has_ended: bool = False) -> DriverBoard:
         """Return the driver's board."""
-        board = DriverBoard(
-            id=self._id,
+        return DriverBoard(
             adloco_jax=__version__,
             count=next(self._count),
             learners=[
@@ -230,7 +228,6 @@ class BucketTransport:
             is_over=is_over,
             has_ended=has_ended,
         )
-        return store.to_json(board)
 
     def give_sign(self) -> None:
         """Write the board, unless another driver has taken over."""
@@ -239,9 +236,9 @@ class BucketTransport:
                 return self._write_board()
         raise ResourceError(f"{self._store.url}: another driver has taken over")
 
-    def _write_board(self) -> None:
+    def _write_board(self, **ended: bool) -> None:
         with self._writing:
-            self._store.put(f"driver/{self._epoch}.json", self.board(is_over=False))
+            self._store.put(f"driver/{self._epoch}.json", store.to_json(self.board(**ended)))
 
     def put(self, params: PyTree, kind: Any) -> tuple[Params, int]:
         """Begin to write a trainer's parameters, or their update: a `kind` of object.
@@ -251,7 +248,7 @@ class BucketTransport:
         name = f"params/{self._epoch}/{next(self._num_params)}.safetensors"
         there = self._params.setdefault(kind, [])
         old, there[:] = there[:-1], [*there[-1:], name]
-        data, sha256 = store.pack(Format(), params)
+        data = store.pack(Format(), params)
 
         def write() -> None:
             self._store.delete(*old)
@@ -260,7 +257,7 @@ class BucketTransport:
 
         self.unsent[name] = len(data)
         self._begin(write)
-        return Params(name=name, sha256=sha256), len(data)
+        return Params(name=name, sha256=data[:64].decode()), len(data)
 
     def _begin(self, write: Callable[[], None]) -> None:
         self._writes.put(write)
@@ -296,7 +293,7 @@ class BucketTransport:
             call.form = [answer_form(self._spec, order, work) for work in order.work]
         message = OrderMessage(id=call.id, method=method, **arguments)
         call.form += [state_form(self._spec)] * len(message.wanted)
-        data, _ = store.pack(message, inputs)
+        data = store.pack(message, inputs)
 
         def write() -> None:
             self._store.put(call.id.name("orders"), data)
@@ -393,11 +390,10 @@ class BucketTransport:
 
     def kill(self, handle: OrderId) -> None:
         """End the exchange with a learner, which leaves when it sees this."""
-        last = self._exchanges.pop(handle.learner).num_asked
+        exchange = self._exchanges.pop(handle.learner)
         self._begin(self._write_board)
         left = [handle.board_name()]
-        most = len(self._params) + 2  # orders that can be without an answer
-        for order in range(max(1, last - most + 1), last + 1):
+        for order in range(exchange.num_read + 1, exchange.num_asked + 1):
             left += [handle.of(order).name(part) for part in ("orders", "answers")]
         self._begin(lambda: self._store.delete(*left))
 
@@ -408,9 +404,7 @@ class BucketTransport:
         """
 
         def end() -> None:
-            with self._writing:
-                board = self.board(is_over=is_over, has_ended=True)
-                self._store.put(f"driver/{self._epoch}.json", board)
+            self._write_board(is_over=is_over, has_ended=True)
             _delete_rounds(self._store, self._epoch)
 
         while not self._writes.empty():

@@ -6,7 +6,6 @@ import random
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from adloco_jax.elastic.formats import (
 from adloco_jax.elastic.learner import Given, Learner, inputs_form, sent_form, state_form
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
-from adloco_jax.errors import ConfigError, DataError, ResourceError, reason
+from adloco_jax.errors import ConfigError, DataError, ResourceError, check_installed, reason
 from adloco_jax.files import Format, with_tuples
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import assemble
@@ -62,7 +61,7 @@ def join(
     `accepts_data`; ResourceError after `patience_s` seconds without a driver or the bucket; and as
     `assemble` does.
     """
-    store.check_installed("adloco join")
+    check_installed("obstore", "bucket", "adloco join")
     bucket = Store(url, patience_s=patience_s)
     run = _read_run(bucket)
     given = _given(bucket, run, own, accepts_data, parts)
@@ -94,11 +93,7 @@ def _check_patience(bucket: Store, since_s: float) -> None:
 
 
 def _given(
-    bucket: Store,
-    run: RunDescription,
-    own: Mapping[str, str],
-    accepts_data: bool,
-    parts: Parts | None,
+    bucket: Store, run: RunDescription, own: Mapping[str, str], accepts: bool, parts: Parts | None
 ) -> Given:
     """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
     _check_version(bucket, run.adloco_jax)
@@ -107,7 +102,7 @@ def _given(
         raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
     flat: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
     foreign = [key for key in OWN if key not in own and "://" in str(flat.get(key))]
-    if foreign and not (accepts_data or run.by_fit):
+    if foreign and not (accepts or run.by_fit):
         named = ", ".join(f"{key} = {flat[key]!r}" for key in foreign)
         raise ConfigError(
             f"{bucket.url}: the driver names {named}; to read there with this machine's"
@@ -124,9 +119,7 @@ def _given(
             f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
             f" by --config.{key} if they are elsewhere here"
         )
-    return Given(
-        settings, here_too.spec, corpus, run.commit, run.fingerprint, (), "", run.by_fit, base
-    )
+    return Given(settings, here_too.spec, corpus, base, run.by_fit)
 
 
 def _check_version(bucket: Store, version: str) -> None:
@@ -147,10 +140,9 @@ class BucketLearner:
         self._epoch = 0  # number of the driver; 0: none is known yet
         self.handle: OrderId | None = None  # None: not in the run
         self._num_answers = self._count = 0  # answers in this life; own signs of life
-        self._driver = DriverBoard(id="", count=0)  # the driver's newest board
+        self._driver = DriverBoard(count=0)  # the driver's newest board
         self._changed_s = time.monotonic()  # when its count last changed
         self._writing = threading.Lock()
-        self._id = uuid.uuid4().hex
         self._idle_s = time.monotonic()  # when the last answer was sent
         self._has_left = False
         self._said = ""  # the last line that was printed
@@ -158,7 +150,7 @@ class BucketLearner:
     def serve(self) -> None:
         """Take part in the run until it is over, or until the learner has left."""
         pause_s = store.FIRST_PAUSE_S
-        with store.every(self._heartbeat_s / SIGNS, self.give_sign):
+        with processes.every(self._heartbeat_s / SIGNS, self.give_sign):
             while (what := self.step()) != "over":
                 self.learner.leaving |= processes.is_asked_to_stop()
                 pause_s = store.longer(pause_s)
@@ -205,7 +197,7 @@ class BucketLearner:
         """Write this learner's board, if it takes part."""
         with self._writing:
             if self.handle is not None:
-                self._store.put(self.handle.board_name(), self._board())
+                self._store.put(self.handle.board_name(), store.to_json(self._board()))
 
     def _own_orders(self) -> LearnerOrders | None:
         return next((e for e in self._driver.learners if e.id.of(0) == self.handle), None)
@@ -224,18 +216,16 @@ class BucketLearner:
         whose = f"learner {late[0]}'s answer" if late else "the driver"
         self._say(f"waiting for {whose if len(late) < 2 else f'answers of learners {late}'}")
 
-    def _board(self) -> bytes:
+    def _board(self) -> LearnerBoard:
         self._count += 1
         self.learner.leaving |= processes.is_asked_to_stop()
         sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
-        board = LearnerBoard(
-            id=self._id,
+        return LearnerBoard(
             count=self._count,
             num_answers=self._num_answers,
             sign=sign,
             hello=self.learner.hello(),
         )
-        return store.to_json(board)
 
     def _say(self, line: str) -> None:
         if line != self._said:
@@ -289,9 +279,8 @@ class BucketLearner:
                 if not self._store.create(handle.board_name(), self._board()):
                     self.handle = None
                     continue
-            folder = Path(os.devnull)
+            folder = (self._workdir or Path(os.devnull)) / str(self._epoch)
             if self._workdir is not None:
-                folder = self._workdir / str(self._epoch)
                 folder.mkdir(parents=True, exist_ok=True)
             self.learner.enlist(handle.learner, handle.life, folder)
             self._say(f"joined as learner {handle.learner}")
@@ -309,7 +298,7 @@ class BucketLearner:
             why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
             message, fault = AnswerMessage(id=order, error=why, refused=refused), error
         worked_s = time.monotonic() - start_s
-        self._store.put(order.name("answers"), store.pack(message, found)[0])
+        self._store.put(order.name("answers"), store.pack(message, found))
         sent_s, waited_s = time.monotonic() - start_s - worked_s, start_s - self._idle_s
         self._idle_s = time.monotonic()
         if played and found:

@@ -5,7 +5,6 @@ cluster's token are refused.
 """
 
 import contextlib
-import importlib.util
 import logging
 import os
 import secrets
@@ -22,7 +21,7 @@ from typing import Any
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.formats import Refused, array_bytes, said
 from adloco_jax.elastic.learner import Given, Learner, Reply
-from adloco_jax.errors import ConfigError, ResourceError, reason
+from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.models.architectures import ARCHITECTURES
 
 # Of the cluster that a run starts. Ray reads them once, when it is imported, so they stay.
@@ -57,8 +56,7 @@ def _end_with(parent: int) -> None:
 
 def check_possible(*_: object) -> None:
     """Raise ConfigError if Ray is missing, or in use here; a bucket has more conditions."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("engine.kind = ray: not installed; pip install 'adloco_jax[ray]'")
+    check_installed("ray", "ray", "engine.kind = ray")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         raise ConfigError(
             "engine.kind = ray: this process is connected to Ray already; call ray.shutdown() first"
@@ -121,7 +119,7 @@ def _start(num_learners: int, folder: str) -> None:
     import ray
 
     own = {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    before = {name: os.environ.get(name) for name in own}
+    before = {name: os.environ[name] for name in own if name in os.environ}
     os.environ.update(own)
     try:
         with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
@@ -131,10 +129,9 @@ def _start(num_learners: int, folder: str) -> None:
         cause = reason(error, 200)
         raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
     finally:
-        for name, value in before.items():
+        for name in own:
             del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 def _reply(call: Any) -> Reply:

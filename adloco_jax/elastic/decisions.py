@@ -39,6 +39,7 @@ class LearnerRecord:
     num_answers: int = 0
     failures: float = 0  # number of processes before it, in a row, that ran but did not join
     lost_s: float | None = None  # when its last process ended; None if it has joined since
+    cause: str = ""  # why that one was lost; empty if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
     streams: list[int] = field(default_factory=list)  # streams of the workers that it runs
     params_ids: dict[int, int] = field(default_factory=dict)  # that it has, by trainer's id

@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 
 from adloco_jax.data import Corpus
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.elastic import bucket, cluster, decisions
+from adloco_jax.elastic import bucket, cluster
+from adloco_jax.elastic.decisions import LearnerRecord, pause_s
 from adloco_jax.elastic.formats import Hello, Sign, said
 from adloco_jax.elastic.learner import Given
 from adloco_jax.errors import ConfigError, Preempted, ResourceError, counted
@@ -44,7 +45,7 @@ class Event(NamedTuple):
     """Something that the driver must process: an answer of a learner, or the loss of a learner."""
 
     what: str  # "lost", or the method that was answered: "play", "states" or "prepare"
-    learner: decisions.LearnerRecord  # of the process that has answered or ended
+    learner: LearnerRecord  # of the process that has answered or ended
     about: Any  # the field `about` of the answered call; None for a loss
     value: Any  # the answer, or the cause of the loss
 
@@ -55,12 +56,11 @@ class Fleet:
     def __init__(self, run: Run):
         self._run, self._settings = run, run.settings
         self.transport: Any = None  # see `TRANSPORTS`; None before the learners are started
-        self.learners: dict[int, decisions.LearnerRecord] = {}
+        self.learners: dict[int, LearnerRecord] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self.changes: list[dict] = []  # ledger lines to write after the next round
         self._handles: dict[int, Any] = {}
         self._calls: dict[Any, PendingCall] = {}
-        self._causes: dict[int, str] = {}  # why a learner was lost the last time, by its number
         self._connection = contextlib.ExitStack()
         self._looked_s = time.monotonic()  # when the driver last looked for answers
         self.back_s = 0.0  # when it could look again after a time in which it could not
@@ -85,12 +85,12 @@ class Fleet:
             self._settings,
             spec,
             None if isinstance(corpus, Corpus) else corpus,
+            self._run.model.base._replace(params=None),
+            self._run.by_fit,
             getattr(corpus, "commit", ""),
             corpus.fingerprint,
             (ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
             str(log),
-            self._run.by_fit,
-            self._run.model.base._replace(params=None),
         )
         connect = TRANSPORTS[rule.kind].connected
         self.transport = self._connection.enter_context(
@@ -98,7 +98,7 @@ class Fleet:
         )
         log.mkdir(parents=True)
         for number in range(count):
-            self.learners[number] = decisions.LearnerRecord(number, 0, time.monotonic())
+            self.learners[number] = LearnerRecord(number, 0, time.monotonic())
             self._launch(self.learners[number])
         self._wait()
         self._has_started = True
@@ -113,16 +113,16 @@ class Fleet:
             if self.transport.is_far and there != told:
                 say(f"learners: {there} of {wanted} have joined")
                 told = there
-            if not self.transport.is_far and len(self._causes) == count:
+            if not self.transport.is_far and all(each.cause for each in self.learners.values()):
                 break
             if processes.is_asked_to_stop():
                 raise Preempted("stopped by a signal before enough learners had joined")
             self.poll()
         if there < least:
-            cause = "".join(f"; learner {n}: {why}" for n, why in [*self._causes.items()][:1])
+            lost = [f"; learner {n}: {e.cause}" for n, e in self.learners.items() if e.cause]
             raise ResourceError(
                 f"engine.quorum = {rule.quorum}: {there} of {count} learners have started within"
-                f" {seconds:g} s{cause}; start more nodes, or lower engine.quorum"
+                f" {seconds:g} s{''.join(lost[:1])}; start more nodes, or lower engine.quorum"
             )
 
     def poll(self) -> list[Event]:
@@ -136,8 +136,7 @@ class Fleet:
         self._looked_s = time.monotonic()
         self._forgive(self._looked_s - before_s - _POLL_S)
         for call, reply in replies.items():
-            asked = self._calls.pop(call, None)
-            if asked is None:
+            if (asked := self._calls.pop(call, None)) is None:
                 continue  # a call to a process that has ended
             learner = self.learners[asked.learner]
             self.wire_bytes += reply.num_bytes
@@ -185,7 +184,7 @@ class Fleet:
         """How many learners have joined and are not lost."""
         return sum(learner.joined for learner in self.learners.values())
 
-    def _launch(self, learner: decisions.LearnerRecord) -> None:
+    def _launch(self, learner: LearnerRecord) -> None:
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.life)
         self.ask(learner.number, "hello")
@@ -219,7 +218,7 @@ class Fleet:
         answers = f" ({counted(self.learners[number].num_answers, 'answer')})"
         say(f"learner {number} {what}{answers if what in ('left', 'lost') else ''}: {why}")
 
-    def _greet(self, learner: decisions.LearnerRecord, found: Hello) -> list[Event]:
+    def _greet(self, learner: LearnerRecord, found: Hello) -> list[Event]:
         """Process the first answer of a learner's process: record that the learner has joined."""
         number = learner.number
         differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
@@ -237,8 +236,7 @@ class Fleet:
             if not self.transport.is_far:
                 learner.failures, fault = math.inf, f"{fault}; not started again"
             return [self._lose(learner, fault, has_run=True)]
-        learner.joined, learner.lost_s = True, None
-        self._causes.pop(number, None)
+        learner.joined, learner.lost_s, learner.cause = True, None, ""
         about = found.devices
         if self.transport.is_far:
             learner.started_s = time.monotonic()  # until then no machine had joined
@@ -246,7 +244,7 @@ class Fleet:
         self.note(number, "joined", said(about))
         return []
 
-    def _hear(self, learner: decisions.LearnerRecord, found: Sign) -> list[Event]:
+    def _hear(self, learner: LearnerRecord, found: Sign) -> list[Event]:
         """Process a learner's answer to a heartbeat request."""
         if learner.asked_s is not None:
             learner.sign_s.append(time.monotonic() - learner.asked_s)
@@ -258,26 +256,23 @@ class Fleet:
             self.let_go(learner)
         return [Event("lost", learner, None, "it has left")] * found.has_left
 
-    def let_go(self, learner: decisions.LearnerRecord) -> None:
+    def let_go(self, learner: LearnerRecord) -> None:
         """Record that a learner has left as it was asked to; others get its workers at once."""
         self.note(learner.number, "left", "asked to end")
         learner.streams = []
         self.start_again(learner.number)
 
-    def _lose(
-        self, learner: decisions.LearnerRecord, cause: str, *, has_run: bool = False
-    ) -> Event:
+    def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Event:
         """Record the loss of a learner for the ledger, end its process, and plan the next one."""
         number, has_run = learner.number, has_run or learner.joined
-        if has_run or self._causes.get(number) != cause:
+        if has_run or learner.cause != cause:
             self.note(number, "lost", cause)
-        self._causes[number] = cause
-        self.start_again(number, has_run=has_run)
+        self.start_again(number, cause, has_run=has_run)
         if all(math.isinf(each.started_s) for each in self.learners.values()):
             raise ResourceError(f"no learner is left; learner {number}: {cause}")
         return Event("lost", learner, None, cause)
 
-    def start_again(self, number: int, *, has_run: bool = True) -> None:
+    def start_again(self, number: int, cause: str = "", *, has_run: bool = True) -> None:
         """End a learner's process, and plan the next, which keeps its workers.
 
         If processes end before they have joined, the pauses grow.
@@ -286,9 +281,9 @@ class Fleet:
         self._ended_up_s += has_run * (now_s - before.started_s)
         self._kill(number)
         failures = 0 if before.joined else before.failures + has_run
-        start_s = now_s + decisions.pause_s(failures)
-        learner = self.learners[number] = decisions.LearnerRecord(number, before.life + 1, start_s)
-        learner.failures, learner.streams = failures, before.streams
+        start_s = now_s + pause_s(failures)
+        learner = self.learners[number] = LearnerRecord(number, before.life + 1, start_s)
+        learner.failures, learner.streams, learner.cause = failures, before.streams, cause
         learner.lost_s = before.lost_s or now_s
 
     def close(self) -> None:

@@ -90,7 +90,6 @@ class LearnerOrders(Format):
 class DriverBoard(Format):
     """The driver's sign of life, by which learners find their orders."""
 
-    id: str
     count: Count  # a board with a smaller one is older
     learners: list[LearnerOrders] = []
     adloco_jax: str = ""  # version of the driver's package
@@ -118,7 +117,6 @@ class Sign(Format):
 class LearnerBoard(Format):
     """A learner's sign of life."""
 
-    id: str
     count: Count
     num_answers: Count  # that have been written in this life
     sign: Sign

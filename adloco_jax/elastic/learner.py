@@ -33,9 +33,10 @@ from adloco_jax.run.assemble import (
     configured_model,
     examples_per_pass,
     load_data,
+    on_devices,
     read_base,
 )
-from adloco_jax.run.choose import Mode, model_shards, peak
+from adloco_jax.run.choose import peak
 from adloco_jax.run.folder import versions
 from adloco_jax.settings import Settings
 
@@ -46,13 +47,13 @@ class Given(NamedTuple):
     settings: Settings
     spec: Spec  # what all programs of the run share, without the driver's devices
     corpus: Rows | None  # the rows to train on; None: the learner loads the configured corpus
-    commit: str  # commit of the data set on the hub; empty if there is none
-    fingerprint: str  # hash of the content of the data
-    # The configured architecture and data source, which a user may have added in the driver.
-    entries: tuple[Any, ...]
-    log: str  # folder of the learners' logs
-    by_fit: bool = False  # whether the caller of `fit` gave model and rows
     base: Base = Base()  # frozen weights; without `params`, the learner reads those of `settings`
+    by_fit: bool = False  # whether the caller of `fit` gave model and rows
+    commit: str = ""  # commit of the data set on the hub; empty if there is none
+    fingerprint: str = ""  # hash of the content of the data
+    # The configured architecture and data source, which a user may have added in the driver.
+    entries: tuple[Any, ...] = ()
+    log: str = ""  # folder of the learners' logs
 
 
 class Inputs(NamedTuple):
@@ -103,12 +104,9 @@ class Learner:
             in_turn=machine.platform == "cpu",
             examples_per_pass=examples_per_pass(settings, machine),
         )
-        shards = model_shards(settings, spec, (1,))
-        if not given.by_fit:  # attention and layers as these devices want them, not the driver's
-            model, mode = configured_model(settings, machine), Mode(spec.in_turn, spec.remat)
-            kernel = model.attention(shards)
-            spec = dataclasses.replace(spec, attention=kernel, loss_fn=model.loss_of(mode, kernel))
-        self.spec = dataclasses.replace(spec, model_shards=shards)
+        # Attention and layers as these devices want them, not the driver's.
+        model = None if given.by_fit else configured_model(settings, machine)
+        self.spec = on_devices(settings, spec, model, (1,))
         base = given.base if given.base.params is not None else read_base(settings, machine)
         self.programs, self.base = Programs(self.spec), base.fingerprint
         self.programs.hold(base.params)

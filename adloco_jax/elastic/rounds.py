@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adloco_jax.elastic import decisions
+from adloco_jax.elastic.decisions import LearnerRecord, jitter_s, too_large
 from adloco_jax.elastic.formats import Order, Refused, check_form
 from adloco_jax.elastic.learner import Answer, answer_form
 from adloco_jax.engine.round import Outcome
@@ -30,14 +30,12 @@ class Round:
     # is not finite), and who has sent them.
     answers: dict[int, Answer] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
-    senders: dict[int, decisions.LearnerRecord] = field(default_factory=dict)
+    senders: dict[int, LearnerRecord] = field(default_factory=dict)
     counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
     is_judged: bool = True  # whether `judge` could tell which updates are too large
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
-    def take(
-        self, learner: decisions.LearnerRecord, found: Mapping[int, tuple[Answer, float]]
-    ) -> None:
+    def take(self, learner: LearnerRecord, found: Mapping[int, tuple[Answer, float]]) -> None:
         """Store a learner's answers and norms by stream, unless the round does not wait for it."""
         if learner.number not in self.awaited:
             return
@@ -48,9 +46,7 @@ class Round:
             is_finite = answer.differences.usable_R.all() and math.isfinite(norm)
             self.norms[stream] = norm if is_finite else math.nan
 
-    def is_over(
-        self, rule: EngineSettings, learners: Mapping[int, decisions.LearnerRecord]
-    ) -> bool:
+    def is_over(self, rule: EngineSettings, learners: Mapping[int, LearnerRecord]) -> bool:
         """Whether the round ends now; store the time of the quorum, or of all, if fewer take part.
 
         It ends when all have answered, or some time after the quorum: the grace, or as long as the
@@ -60,7 +56,7 @@ class Round:
         num_all = reported + len(self.awaited)
         if reported >= min(rule.quorum or num_all, num_all):
             self.quorum_s = min(self.quorum_s, now_s)
-        varies_s = [decisions.jitter_s(learners[number].transfer_s) for number in self.awaited]
+        varies_s = [jitter_s(learners[number].transfer_s) for number in self.awaited]
         grace_s = max([rule.grace_s, *varies_s])
         return reported > 0 and (not self.awaited or now_s - self.quorum_s >= grace_s)
 
@@ -68,7 +64,7 @@ class Round:
         """Decide which answers count: finite, and not too large beside the norms `before`."""
         finite = {stream: norm for stream, norm in self.norms.items() if not math.isnan(norm)}
         how = rule.max_norm_ratio, before, params_norm
-        out, self.is_judged = decisions.too_large(finite, *how)
+        out, self.is_judged = too_large(finite, *how)
         self.counted = {stream: self.answers[stream] for stream in finite if stream not in out}
 
     def spent(self, answer: Answer) -> tuple[int, int]:

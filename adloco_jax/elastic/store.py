@@ -9,12 +9,12 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,12 +41,6 @@ _SECOND = datetime.timedelta(seconds=1)
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Format)
-
-
-def check_installed(where: str) -> None:
-    """Raise ConfigError unless obstore, which reads and writes buckets, is installed."""
-    if importlib.util.find_spec("obstore") is None:
-        raise ConfigError(f"{where}: obstore is not installed; pip install 'adloco_jax[bucket]'")
 
 
 class Store:
@@ -139,10 +133,9 @@ class Store:
         def once() -> tuple[F, PyTree, int]:
             if (data := self.get(name, limit=limit)) is None:
                 raise Refused(f"{name}: missing")
-            message, tree, found = unpack(data, name, kind, small_form)
-            if sha256 not in ("", found):
+            if sha256 and data[:64] != sha256.encode():
                 raise Refused(f"{name}: another object than the order names")
-            return message, tree, len(data)
+            return *unpack(data, name, kind, small_form), len(data)
 
         for pause_s in _READ_PAUSES_S:
             with contextlib.suppress(Refused):
@@ -156,12 +149,11 @@ class Store:
         self._patiently("write", name, put)
         self._count(requests_to_put(len(data)), up=len(data))
 
-    def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless there is one; say whether this call has written it.
-
-        `data` must differ from what anybody else would write.
-        """
+    def create(self, name: str, message: Format) -> bool:
+        """Write an object of JSON unless there is one; say whether this call has written it."""
         from obstore.exceptions import AlreadyExistsError
+
+        data = to_json(message, uuid.uuid4().hex)  # nobody else would write the same
 
         def write() -> bool:
             try:
@@ -260,26 +252,6 @@ def longer(pause_s: float) -> float:
     return min(1.5 * pause_s, LONGEST_PAUSE_S)
 
 
-@contextlib.contextmanager
-def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call a function again and again in a thread, as long as the `with` block runs.
-
-    If it raises an error, the process ends: without signs of life others take it for lost.
-    """
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(seconds):
-            act()
-
-    thread = processes.start_thread(repeat, name="sign of life")
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(seconds)  # a request may hang
-
-
 def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
     """Call a function in a thread that does not hold up the end of the process."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -297,10 +269,10 @@ def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[
 # -- Objects ---------------------------------------------------------------------------------
 
 
-def to_json(message: Format) -> bytes:
-    """Make an object of JSON without arrays."""
+def to_json(message: Format, by: str = "") -> bytes:
+    """Make an object of JSON without arrays; `by` makes it differ from others."""
     content = message.model_dump()
-    return json.dumps({"sha256": _sha256(content), "message": content}).encode()
+    return json.dumps({"sha256": _sha256(content), "message": content, "by": by}).encode()
 
 
 def from_json(data: bytes, name: str, kind: type[F]) -> F:
@@ -319,8 +291,8 @@ def _sha256(message: Any) -> str:
     return hashlib.sha256(json.dumps(message).encode()).hexdigest()
 
 
-def pack(message: Format, tree: PyTree) -> tuple[bytes, str]:
-    """Make an object, and its SHA-256, of JSON and a tree of arrays.
+def pack(message: Format, tree: PyTree) -> bytes:
+    """Make an object of JSON and a tree of arrays; it begins with its SHA-256, in 64 digits.
 
     Arrays of zeros, such as fresh optimizer states, take no space.
     """
@@ -330,20 +302,17 @@ def pack(message: Format, tree: PyTree) -> tuple[bytes, str]:
     zeros = sorted(arrays.keys() - sent.keys())
     text = json.dumps({"message": message.model_dump(), "zeros": zeros})
     data = save({**sent, "message": np.frombuffer(text.encode(), np.uint8)})
-    digest = hashlib.sha256(data).hexdigest()
-    return digest.encode() + data, digest
+    return hashlib.sha256(data).hexdigest().encode() + data
 
 
-def unpack(
-    data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]
-) -> tuple[F, PyTree, str]:
-    """Read what `pack` made: message, tree, SHA-256.
+def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -> tuple[F, PyTree]:
+    """Read what `pack` made: message and tree.
 
     `form` returns the tree that a message must have (`formats.check_form`). Raises Refused if the
     object is damaged, or has another form.
     """
     packed = data[64:]
-    if (digest := hashlib.sha256(packed).hexdigest()).encode() != data[:64]:
+    if hashlib.sha256(packed).hexdigest().encode() != data[:64]:
         raise Refused(f"{name}: damaged (SHA-256)")
     try:
         parts = load(packed)
@@ -363,4 +332,4 @@ def unpack(
     if parts:
         raise Refused(f"{name}: unknown parts")
     check_form(tree, wanted, f"{name}: ")
-    return message, tree, digest
+    return message, tree

@@ -398,9 +398,26 @@ def program_spec(
         base=model.base_shapes,
     )
     sizes = settings.ensemble.sizes(whole_pool=True)
+    return on_devices(settings, spec, model, sizes, must_fit=must_fit)
+
+
+def on_devices(
+    settings: Settings,
+    spec: Spec,
+    model: Model | None,
+    sizes: tuple[int, ...],
+    *,
+    must_fit: bool = False,
+) -> Spec:
+    """Choose model shards for a spec's devices and, unless `model` is None, attention's kernel.
+
+    `sizes`, `must_fit` and errors are those of `model_shards`.
+    """
     shards = model_shards(settings, spec, sizes, must_fit=must_fit)
+    if model is None:
+        return dataclasses.replace(spec, model_shards=shards)
     kernel = model.attention(shards)
-    loss_fn = model.loss_of(mode, kernel)
+    loss_fn = model.loss_of(Mode(spec.in_turn, spec.remat), kernel)
     return dataclasses.replace(spec, model_shards=shards, attention=kernel, loss_fn=loss_fn)
 
 

@@ -185,6 +185,26 @@ def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
     return thread
 
 
+@contextlib.contextmanager
+def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call a function again and again in a thread, as long as the `with` block runs.
+
+    If it raises an error, the process ends.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            act()
+
+    thread = start_thread(repeat, name=f"every {seconds:g} s")
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(seconds)  # what it calls may hang
+
+
 def end_others(message: str) -> None:
     """End all other processes with exit code 5, because this process has failed.
 
@@ -195,28 +215,19 @@ def end_others(message: str) -> None:
     _client().key_value_set("failure", failure, allow_overwrite=True)
 
 
-@contextlib.contextmanager
-def ending_together() -> Iterator[None]:
+def ending_together() -> contextlib.AbstractContextManager[None]:
     """End this process with exit code 5 if another calls `end_others` in the `with` block."""
-    done = threading.Event()
 
-    def watch(client) -> None:
-        while not done.wait(1):
-            try:
-                index, message = json.loads(client.key_value_try_get("failure"))
-            except jax.errors.JaxRuntimeError:  # no process has failed
-                continue
+    def look() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process has failed
+            index, message = json.loads(_client().key_value_try_get("failure"))
             if index != jax.process_index():
                 print(message, file=sys.stderr, flush=True)
                 all_end()
                 os._exit(ResourceError.exit_code)
 
-    if jax.process_count() > 1:
-        start_thread(lambda: watch(_client()), name="failure")
-    try:
-        yield
-    finally:
-        done.set()
+    is_alone = jax.process_count() == 1
+    return contextlib.nullcontext() if is_alone else every(1.0, look)
 
 
 def all_end() -> bool:
