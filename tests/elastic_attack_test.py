@@ -154,10 +154,10 @@ def spoil(rng, message):
 
 ID = OrderId(epoch=1, learner=0, life=0, order=3)
 HELLO = Hello(fingerprint="a", versions={"jax": "1"}, devices="cpu")
-SIGN = Sign(leaving=False, compiling=False)
+SIGN = Sign(leaving=False, compiling=False, hello=HELLO)
 BOARDS = [
     DriverBoard(count=5, learners=[LearnerOrders(id=ID, num_read=2, is_free=False)]),
-    LearnerBoard(count=5, num_answers=3, sign=SIGN, hello=HELLO),
+    LearnerBoard(count=5, num_answers=3, sign=SIGN),
     RunDescription(id="a", adloco_jax="1", fingerprint="a", commit="", settings={"seed": 1}),
 ]
 

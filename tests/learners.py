@@ -18,7 +18,7 @@ from adloco_jax.elastic import (
     rounds,
     store,
 )
-from adloco_jax.elastic.formats import Refused, array_bytes
+from adloco_jax.elastic.formats import Refused, Sign, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
 from adloco_jax.errors import ResourceError
 from adloco_jax.run import processes
@@ -33,7 +33,7 @@ class Here:
 
     def __init__(self, monkeypatch, fate):
         self.fate, self.number, self.now_s = fate, itertools.count(), 1000.0
-        self.calls, self.handles, self.alive = {}, {}, set()
+        self.calls, self.handles, self.alive, self.met = {}, {}, set(), set()
         self.unsent = {}
         self.orders = []  # learner, life, order, arrays
         self.starts = []  # learner, life, seconds
@@ -68,6 +68,9 @@ class Here:
 
     def submit(self, handle, method, **named):
         call, arguments = next(self.number), (*named.values(),)
+        if handle not in self.met:
+            method = "hello"  # for fates: the first sign of a learner
+            self.met.add(handle)
         self.calls[call] = handle, method, arguments
         if method == "play":
             self.orders.append((*handle, *arguments[:2]))
@@ -88,6 +91,8 @@ class Here:
                 except Refused as error:
                     value = error
                 value = fate(value) if callable(fate) else value
+                if method == "hello":
+                    value = Sign(leaving=False, compiling=False, hello=value)
                 ended[call] = Reply(value, "", array_bytes(value))
             else:
                 ended[call] = Reply(None, fate)

@@ -60,8 +60,8 @@ _LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
 class OrderCall:
     """A call of a learner's method, or a question that the learner's board answers."""
 
-    what: str  # the method; "hello" and "ping" are answered by the board
-    id: OrderId  # its `order` is, for questions, the board's count when the question was asked
+    what: str  # the method; "ping" is answered by the board
+    id: OrderId  # its `order` is, for "ping", the board's count when it was asked
     form: list = dataclasses.field(default_factory=list)  # what the answer must look like
     answer: concurrent.futures.Future | None = None  # set once the answer is being read
 
@@ -283,7 +283,7 @@ class BucketTransport:
     def submit(self, handle: OrderId, method: Any, **arguments: Any) -> tuple[OrderCall, int]:
         """Call a method of a learner; return the call, for `poll`, and the order's bytes."""
         exchange = self._exchanges[handle.learner]
-        if method in ("hello", "ping"):
+        if method == "ping":
             count = 0 if exchange.board is None else exchange.board.count
             return OrderCall(method, handle.of(count)), 0
         exchange.num_asked += 1
@@ -357,8 +357,6 @@ class BucketTransport:
         exchange = self._exchanges[call.id.learner]
         if (board := exchange.board) is None:
             return None
-        if call.what == "hello":
-            return Reply(board.hello)
         if call.what == "ping":
             is_new = board.sign.has_left or board.count != call.id.order
             return Reply(board.sign) if is_new else None

@@ -220,12 +220,7 @@ class BucketLearner:
         self._count += 1
         self.learner.leaving |= processes.is_asked_to_stop()
         sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
-        return LearnerBoard(
-            count=self._count,
-            num_answers=self._num_answers,
-            sign=sign,
-            hello=self.learner.hello(),
-        )
+        return LearnerBoard(count=self._count, num_answers=self._num_answers, sign=sign)
 
     def _say(self, line: str) -> None:
         if line != self._said:

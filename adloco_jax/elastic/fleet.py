@@ -37,7 +37,7 @@ class PendingCall(NamedTuple):
     """A call of a method of a learner that has not been answered yet."""
 
     learner: int  # number of the learner
-    what: str  # the method: "hello", "ping", "states", "prepare" or "play"
+    what: str  # the method: "ping", "states", "prepare" or "play"
     about: Any  # for "play" the order; for "states" the argument `wanted` of the method
 
 
@@ -142,8 +142,6 @@ class Fleet:
             self.wire_bytes += reply.num_bytes
             if reply.error:
                 events.append(self._lose(learner, reply.error, has_run=True))
-            elif asked.what == "hello":
-                events += self._greet(learner, reply.value)
             elif asked.what == "ping":
                 events += self._hear(learner, reply.value)
             else:
@@ -187,7 +185,7 @@ class Fleet:
     def _launch(self, learner: LearnerRecord) -> None:
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.life)
-        self.ask(learner.number, "hello")
+        self.ask(learner.number, "ping")
 
     def put(self, params: PyTree, kind: Any) -> Any:
         """Store a trainer's parameters for learners; return a reference to pass in calls."""
@@ -245,7 +243,9 @@ class Fleet:
         return []
 
     def _hear(self, learner: LearnerRecord, found: Sign) -> list[Event]:
-        """Process a learner's answer to a heartbeat request."""
+        """Process a learner's answer to a heartbeat request; the first says what it has."""
+        if not learner.joined:
+            return self._greet(learner, found.hello)
         if learner.asked_s is not None:
             learner.sign_s.append(time.monotonic() - learner.asked_s)
         learner.asked_s = None

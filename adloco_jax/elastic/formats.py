@@ -98,7 +98,7 @@ class DriverBoard(Format):
 
 
 class Hello(Format):
-    """A learner's first answer: its data, versions, and devices in words."""
+    """What a learner has: data, versions, and devices in words."""
 
     fingerprint: str
     versions: dict[str, str]
@@ -111,6 +111,7 @@ class Sign(Format):
 
     leaving: bool  # whether it was asked to leave
     compiling: bool
+    hello: Hello
     has_left: bool = False  # whether this is its last one
 
 
@@ -120,7 +121,6 @@ class LearnerBoard(Format):
     count: Count
     num_answers: Count  # that have been written in this life
     sign: Sign
-    hello: Hello
 
 
 class Params(Format):

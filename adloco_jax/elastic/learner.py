@@ -141,7 +141,7 @@ class Learner:
 
     def ping(self) -> Sign:
         """Answer a heartbeat."""
-        return Sign(leaving=self.leaving, compiling=self.programs.compiling)
+        return Sign(leaving=self.leaving, compiling=self.programs.compiling, hello=self.hello())
 
     def states(self, wanted: list[StateKey]) -> list[PyTree]:
         """Return inner states that are here."""
