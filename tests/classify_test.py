@@ -215,7 +215,7 @@ def test_a_machine_that_joins_compiles_for_rows_of_the_longest_text(tmp_path):
     corpus = assemble.load_data(settings)
     about = {"id": "r", "adloco_jax": __version__, "commit": "", "fingerprint": corpus.fingerprint}
     run = RunDescription(**about, settings=settings.model_dump(mode="json"))
-    given = bucket_learner._given(Mock(), run, {}, accepts_data=False, parts=None)
+    given = bucket_learner._given(Mock(), run, {}, accepts=False, parts=None)
     assert given.spec.row_length == corpus.heldout_rows.shape[1] < 64
 
 
