@@ -11,8 +11,8 @@ from adloco_jax.configs import diloco
 
 
 def get_config() -> ConfigDict:
-    """Return the config of DiLoCo, changed so that parameters are synchronised in two fragments."""
-    config = diloco.get_config()
+    """Return the config of DiLoCo as published, changed to synchronise in two fragments."""
+    config = diloco.as_published()
     # A fragment has one of the two layers, and every second row of the other parameters. In the
     # paper a fragment has three layers.
     config.outer.fragments = 2

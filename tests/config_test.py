@@ -312,7 +312,9 @@ def test_microllama_has_the_papers_numbers(monkeypatch):
 
 FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
 OTHER_TX = {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"}
-
+MUON = {"inner.tx", "inner.learning_rate"} | {
+    f"outer.{key}" for key in ("learning_rate", "momentum", "average")
+}
 
 STREAMING = {"outer.fragments", "outer.delay_updates", "outer.mixing"}
 ONE_STEP = {"inner.steps_per_round", "num_rounds", "eval.every_rounds", "log.every_rounds"}
@@ -321,7 +323,7 @@ ONE_STEP = {"inner.steps_per_round", "num_rounds", "eval.every_rounds", "log.eve
 def test_baselines_differ_by_these_keys_only_and_make_as_many_updates(monkeypatch):
     quickstart = flat(load("quickstart", monkeypatch))
     for name, keys in (
-        ("diloco", set()),
+        ("diloco", MUON),
         ("streaming_diloco", STREAMING),
         ("local_sgd", OTHER_TX),
         ("data_parallel", OTHER_TX | ONE_STEP),
