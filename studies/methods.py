@@ -6,7 +6,7 @@ function that the entry adds to a table of the package (`qsr`). The methods are:
 
 - one worker;
 - data parallel: one worker with the batch of all workers, which is the same (docs/conformance.md);
-  each update is counted as one communication;
+  each update is counted as one synchronisation;
 - DiLoCo;
 - linear ramp: DiLoCo whose rounds grow linearly over the run;
 - QSR: DiLoCo whose rounds have (alpha / learning rate)^2 updates (the quadratic rule);

@@ -84,7 +84,7 @@ def test_the_comparison_that_ships_can_run(tmp_path):
 
 
 # The last runs of these are missing.
-UNFINISHED = ("average", "debian", "half_muon", "half_muon_tuning", "microllama")
+UNFINISHED = ("microllama",)
 
 
 @pytest.mark.parametrize("name", track.tracks())
