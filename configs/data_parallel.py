@@ -8,7 +8,7 @@ Source:    docs/algorithm.md, section 1. A round is one inner SGD step with lear
 
 from ml_collections import ConfigDict
 
-from adloco_jax.configs import quickstart
+from adloco_jax.configs import diloco
 
 
 def get_config() -> ConfigDict:
@@ -16,10 +16,7 @@ def get_config() -> ConfigDict:
 
     The number of rounds is larger, so that the run makes as many updates as the quickstart.
     """
-    config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # this trainer owns all workers
-    config.batching.test = "constant"
-    config.merge.policy = "none"
+    config = diloco.as_published()
     config.outer.tx = "adamw"
     config.outer.learning_rate = config.inner.learning_rate
     config.inner.tx = "sgd"

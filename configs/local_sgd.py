@@ -7,7 +7,7 @@ Source:    Stich 2019
 
 from ml_collections import ConfigDict
 
-from adloco_jax.configs import quickstart
+from adloco_jax.configs import diloco
 
 
 def get_config() -> ConfigDict:
@@ -15,10 +15,7 @@ def get_config() -> ConfigDict:
 
     The inner and the outer optimizer are both SGD.
     """
-    config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # this trainer owns all workers
-    config.batching.test = "constant"
-    config.merge.policy = "none"
+    config = diloco.as_published()
     config.inner.tx = "sgd"
     config.inner.learning_rate = 0.5  # SGD needs a larger learning rate than AdamW
     config.outer.tx = "sgd"

@@ -248,8 +248,9 @@ HALF_MUON_CHOSEN = {
 
 def half_muon() -> dict[str, Changes]:
     """Return the trials with Muon at 0.61 M parameters, by "method: Muon, rate"."""
+    chosen = muon()
     return {
-        f"{method}: Muon, {value:g}": {**muon()[name], **budget("half", updates), **rate(value)}
+        f"{method}: Muon, {value:g}": {**chosen[name], **budget("half", updates), **rate(value)}
         for method, (name, rates, updates) in HALF_MUON.items()
         for value in rates
     }
