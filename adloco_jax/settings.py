@@ -494,9 +494,6 @@ class EngineSettings(SettingsGroup):
     """Seconds to wait for a learner to start; then others take over its workers."""
     steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "equal"
     """by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."""
-    max_norm_ratio: Annotated[Positive | None, "accepted"] = None
-    """Limit of an update's norm, as a factor of the median of the trainer's other workers. Two
-    workers are compared with its last accepted updates, one with nothing. Unset: no limit."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""

@@ -24,7 +24,6 @@ FATES = {
     "hello": {"dies": 0.1, "never": 0.05},
     "ping": {"leaves": 0.05, "dies": 0.01},
     "states": {"dies": 0.15, "hangs": 0.05},
-    "prepare": {"dies": 0.1},
     "play": dict.fromkeys(("dies", "answers and dies", "nan", "hidden nan", "huge"), 0.05)
     | dict.fromkeys(("hangs", "is stuck"), 0.02),
 }
@@ -140,7 +139,7 @@ def settings_for(seed, **address):
     trainers = rng.choice([1, 1, 2, 3])
     engine = {"kind": "ray", "heartbeat_s": 4.0, "restart_s": 10.0, "grace_s": rng.choice([0, 2])}
     engine |= {"quorum": rng.choice([None, 1, 2, 3]), "max_learners": rng.choice([None, 3, 5])}
-    engine |= {"steps": rng.choice(["equal", "by_speed"]), "max_norm_ratio": 50.0}
+    engine |= {"steps": rng.choice(["equal", "by_speed"])}
     return settings_of(
         num_rounds=8,
         ensemble={"num_trainers": trainers, "num_workers": 4, "model_shards": 1},

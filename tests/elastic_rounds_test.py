@@ -206,8 +206,6 @@ def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_pa
     run(tmp_path, settings_with(max_learners=4))
     assert counted(tmp_path) == [3, 2, 3, 3, 3]
     assert [a[0] for a in work_of(here, 1)] == [1, 1, 3, 3, 3]
-    prepared = [handle for handle, method, _ in here.calls.values() if method == "prepare"]
-    assert prepared == [(3, 0)]  # once, before its first round
     assert runs.audit(tmp_path) == []
 
 
@@ -238,12 +236,10 @@ def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(mon
 
 
 @both
-@pytest.mark.parametrize(
-    ("factor", "ratio"), [(100, 10.0), (1e6, None), (1e30, None), (math.nan, None)]
-)
-def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, factor, ratio):
+@pytest.mark.parametrize("factor", [1e6, 1e30, math.nan])
+def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, factor):
     Here(monkeypatch, at(2, [2], lambda answers: scaled(answers, factor)))
-    run(tmp_path, settings_with(max_norm_ratio=ratio))
+    run(tmp_path, settings_with())
     assert counted(tmp_path) == [3, 2, 3, 3, 3]
     norms = [e["pseudo_grad_norm"] for e in events(tmp_path, "round")]
     assert max(norms) < 3 * min(norms)
@@ -252,21 +248,6 @@ def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, facto
     norm = float(rejected[0]["why"].rpartition(" ")[2])
     assert math.isnan(norm) if math.isnan(factor) else norm > factor / 10
     assert runs.audit(tmp_path) == []
-
-
-def test_of_two_workers_the_one_far_beyond_the_last_accepted_updates_is_rejected(
-    monkeypatch, tmp_path
-):
-    def fate(n, life, method, arguments):
-        is_huge = method == "play" and n == 1 and arguments[0].round in (1, 4)
-        return (lambda answers: scaled(answers, 100)) if is_huge else "answer"
-
-    Here(monkeypatch, fate)
-    run(tmp_path, settings_with(num_workers=2, max_norm_ratio=10.0))
-    assert counted(tmp_path) == [2, 2, 2, 1, 2]
-    said = [e for e in events(tmp_path, "learner") if e["what"] in ("rejected", "not judged")]
-    assert [(e["what"], e["learner"]) for e in said] == [("not judged", 1), ("rejected", 1)]
-    assert "counts, although the smallest is" in said[0]["why"]
 
 
 @both

@@ -110,7 +110,7 @@ class Here:
         return found
 
 
-CALLS = ("hello", "ping", "play", "prepare", "states")
+CALLS = ("hello", "ping", "play", "states")
 
 
 class InBucket:

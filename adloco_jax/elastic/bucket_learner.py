@@ -331,13 +331,8 @@ class BucketLearner:
         order, params = message.order, message.params
         if order is None:
             return None, self.learner.states(message.wanted)
-        if message.method == "prepare":
-            self.learner.prepare(order)
-            return None, []
         if params is None:
             return order, self.learner.play(order, inputs, None)
         want = sent_form(spec, order)
         how = params.name, limit(want), Format, lambda _: want, params.sha256
-        reading = store.aside(self._store.read, *how)
-        self.learner.prepare(order)
-        return order, self.learner.play(order, inputs, reading.result()[1])
+        return order, self.learner.play(order, inputs, self._store.read(*how)[1])

@@ -15,7 +15,8 @@ from functools import partial
 SLOW = 5.0
 # A measured duration may exceed its median by this factor times its median distance to the median.
 _SPREADS = 8.0
-# An update of more than this factor times the trainer's last ones never counts.
+# An update of more than this factor times the trainer's last ones (at the start, times its
+# parameters) never counts.
 HUGE = 1e3
 _MEASURED = 16  # number of the last durations that count
 
@@ -43,8 +44,6 @@ class LearnerRecord:
     due_s: float | None = None  # time by which its present work must be done; None: no such time
     streams: list[int] = field(default_factory=list)  # streams of the workers that it runs
     params_ids: dict[int, int] = field(default_factory=dict)  # that it has, by trainer's id
-    # Rounds whose programs it was asked to load: micro-batch, and whether gradients accumulate.
-    prepared: set[tuple[int, bool]] = field(default_factory=set)
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
         """Say in words why the learner now counts as lost; empty if it does not.
@@ -157,33 +156,9 @@ def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -
     }
 
 
-def too_large(
-    norms: Mapping[int, float],
-    max_ratio: float | None,
-    before: Sequence[float],
-    params_norm: float,
-) -> tuple[list[int], bool]:
-    """Return the workers whose updates are too large, and whether this could be judged.
+def too_large(norms: Mapping[int, float], usual: float) -> set[int]:
+    """Return the workers whose update has a norm of more than `HUGE` times the usual one.
 
-    One whose norm exceeds `HUGE` times the median of `before`, the last accepted norms; at the
-    start, times the norm of the parameters, or the smallest update if they are zero. With
-    `max_ratio` also, of three workers or more, one whose norm exceeds it times the others' median.
-    If the rest still differ by more, they are compared with the median of `before`, or the smallest
-    of them if that is larger; without `before` none is too large.
+    Zero: none is known, so none is too large.
     """
-    least = min((norm for norm in norms.values() if norm > 0), default=0.0)
-    usual = statistics.median(before) if before else params_norm or least
-    out = [worker for worker, norm in norms.items() if norm > HUGE * usual]
-    norms = {worker: norm for worker, norm in norms.items() if worker not in out}
-    if max_ratio is None:
-        return out, True
-    for worker, norm in norms.items():
-        peers = [other for w, other in norms.items() if w != worker]
-        out += [worker] * (len(peers) > 1 and norm > max_ratio * statistics.median(peers))
-    kept = {w: norm for w, norm in norms.items() if w not in out and norm > 0}
-    least = min(kept.values(), default=0.0)
-    doubtful = [w for w, norm in kept.items() if norm > max_ratio * least]
-    if doubtful and before:
-        limit = max_ratio * max(least, statistics.median(before))
-        out += [w for w in doubtful if kept[w] > limit]
-    return out, bool(before) or not doubtful
+    return {worker for worker, norm in norms.items() if norm > HUGE * usual > 0}

@@ -6,6 +6,7 @@ start, after a merge, and when a worker moves. Each trainer runs at its own pace
 
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,7 +80,8 @@ class ElasticEngine:
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         # By trainer's id, rounds without an answer: time of the first, number, and time to go on.
         self._failures: dict[int, tuple[float, int, float]] = {}
-        self._norms: dict[int, list[float]] = {}  # of the last accepted updates, by trainer's id
+        # By trainer's id, the median norm of the last accepted updates.
+        self._usual_norm: dict[int, float] = {}
         how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
         how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}
         self._measure = jax.jit(functools.partial(_norms, run.spec.params), static_argnums=0)
@@ -152,11 +154,10 @@ class ElasticEngine:
             self._tell(control)
         ended = {m: self.rounds.pop(m) for m in over}
         for m, each in ended.items():
-            before, params_norm = self._norms.get(m, []), 0.0
-            if not before:  # then the update is compared with the parameters
+            if m not in self._usual_norm:  # then the update is compared with the parameters
                 start_M = take(state.ensemble, control.positions([m])).params_M
-                params_norm = float(norms(trainable(start_M))[0])
-            each.judge(rule, before, params_norm)
+                self._usual_norm[m] = float(norms(trainable(start_M))[0])
+            each.judge(self._usual_norm[m])
         return ended
 
     def _tell(self, control: Control) -> None:
@@ -276,7 +277,6 @@ class ElasticEngine:
                 speeds = {s: self.fleet.learners[n].sequence_s for s, n in free.items()}
                 updates = decisions.updates_by_speed(plan.num_updates, speeds)
             count = test_count(plan, len(starts), settings)
-            self._prepare_spares(order._replace(work=(WorkerOrder(0, 0, 0, count),)))
             for number in sorted(set(free.values())):
                 streams = [stream for stream, host in free.items() if host == number]
                 tested = {s: min(count, order.sequences(updates[s])) for s in streams}
@@ -295,14 +295,6 @@ class ElasticEngine:
         self.fleet.ask(number, "play", order, order=order, inputs=inputs, params=reference)
         sequences, heartbeat_s = order.num_sequences, self.settings.engine.heartbeat_s
         learner.sent(sequences, time.monotonic(), heartbeat_s=heartbeat_s)
-
-    def _prepare_spares(self, order: Order) -> None:
-        """Let learners that have no workers load the programs of a round."""
-        wanted = order.micro_batch_size, order.num_accum_steps > 1
-        for number, learner in self.fleet.learners.items():
-            if learner.joined and not learner.streams and wanted not in learner.prepared:
-                learner.prepared.add(wanted)
-                self.fleet.ask(number, "prepare", order=order)
 
     def _outer_update(
         self, sub: Ensemble, streams: Sequence[int], each: Round
@@ -327,14 +319,8 @@ class ElasticEngine:
         self._failures.pop(trainer, None)
         for number in sorted(each.awaited):
             self.fleet.note(number, "late", "no answer within the grace of the quorum", trainer)
-        norms = {stream: each.norms[stream] for stream in each.counted if each.norms[stream]}
-        if norms and each.is_judged:
-            self._norms[trainer] = [*norms.values()]
-        elif norms:
-            largest = max(norms, key=lambda stream: norms[stream])
-            cause = f"stream {largest}: an update of norm {norms[largest]:.3g} counts, although the"
-            cause += f" smallest is {min(norms.values()):.3g}: there is nothing to compare with"
-            self.fleet.note(each.senders[largest].number, "not judged", cause, trainer)
+        if norms := [each.norms[stream] for stream in each.counted if each.norms[stream]]:
+            self._usual_norm[trainer] = statistics.median(norms)
         for stream in sorted(each.answers.keys() - each.counted.keys()):
             cause = f"stream {stream}: an update of norm {each.norms[stream]:.3g}"
             self.fleet.note(each.senders[stream].number, "rejected", cause, trainer)

@@ -37,14 +37,14 @@ class PendingCall(NamedTuple):
     """A call of a method of a learner that has not been answered yet."""
 
     learner: int  # number of the learner
-    what: str  # the method: "ping", "states", "prepare" or "play"
+    what: str  # the method: "ping", "states" or "play"
     about: Any  # for "play" the order; for "states" the argument `wanted` of the method
 
 
 class Event(NamedTuple):
     """Something that the driver must process: an answer of a learner, or the loss of a learner."""
 
-    what: str  # "lost", or the method that was answered: "play", "states" or "prepare"
+    what: str  # "lost", or the method that was answered: "play" or "states"
     learner: LearnerRecord  # of the process that has answered or ended
     about: Any  # the field `about` of the answered call; None for a loss
     value: Any  # the answer, or the cause of the loss

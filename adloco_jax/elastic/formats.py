@@ -174,7 +174,7 @@ class OrderMessage(Format):
     """An order without its arrays: a call of a learner's method."""
 
     id: OrderId
-    method: Literal["play", "prepare", "states"]
+    method: Literal["play", "states"]
     order: Order | None = None
     states: list[Count] = []  # streams of the workers whose inner states are sent
     params: Params | None = None  # None: the learner has them

@@ -175,14 +175,6 @@ class Learner:
         self._params[order.trainer] = order.params_id + next_id, params_M
         return answers
 
-    def prepare(self, order: Order) -> None:
-        """Compile or load a round's programs, so that a spare learner can replace a lost one."""
-        order = self._fitted(order)
-        group, accumulates = _group(order, 0), order.num_accum_steps > 1
-        keys = [group.key("start", accumulates=accumulates), group.steps_key()]
-        for key in keys + [group.key("stats")] * any(work.num_tested for work in order.work):
-            self.programs[key]
-
     def _fitted(self, order: Order) -> Order:
         """Divide the micro-batches of an order if they do not fit on this process's devices.
 

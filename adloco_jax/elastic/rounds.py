@@ -32,7 +32,6 @@ class Round:
     norms: dict[int, float] = field(default_factory=dict)
     senders: dict[int, LearnerRecord] = field(default_factory=dict)
     counted: dict[int, Answer] = field(default_factory=dict)  # what counts, set by `judge`
-    is_judged: bool = True  # whether `judge` could tell which updates are too large
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
     def take(self, learner: LearnerRecord, found: Mapping[int, tuple[Answer, float]]) -> None:
@@ -60,11 +59,10 @@ class Round:
         grace_s = max([rule.grace_s, *varies_s])
         return reported > 0 and (not self.awaited or now_s - self.quorum_s >= grace_s)
 
-    def judge(self, rule: EngineSettings, before: Sequence[float], params_norm: float) -> None:
-        """Decide which answers count: finite, and not too large beside the norms `before`."""
+    def judge(self, usual: float) -> None:
+        """Decide which answers count: finite, and not too large beside the `usual` norm."""
         finite = {stream: norm for stream, norm in self.norms.items() if not math.isnan(norm)}
-        how = rule.max_norm_ratio, before, params_norm
-        out, self.is_judged = too_large(finite, *how)
+        out = too_large(finite, usual)
         self.counted = {stream: self.answers[stream] for stream in finite if stream not in out}
 
     def spent(self, answer: Answer) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class RoundLine(Costs):
 
 
 class LearnerEvent(Format):
-    """A learner joined, left, was lost, late, rejected, refused or not judged."""
+    """A learner joined, left, was lost, late, rejected or refused."""
 
     round: Count
     learner: Count
