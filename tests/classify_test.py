@@ -107,7 +107,8 @@ def test_every_heldout_row_is_reported_on_or_judges_in_the_proportions_of_all(co
     labels = np.repeat(np.arange(num_classes), counts)
     rows = np.stack([labels, np.arange(total)], axis=1)
     for limit in (10**6, total // 3):
-        heldout = split_heldout(rows, num_sequences=limit, batch_size=4, num_classes=num_classes)
+        how = {"num_classes": num_classes, "num_trainers": 2}
+        heldout = split_heldout(rows, num_sequences=limit, batch_size=4, **how)
         num_guard = min(32, total // 2)
         assert len(heldout.guard_EL) == num_guard
         assert len(heldout.report_EL) == min(limit, total - num_guard)

@@ -49,6 +49,7 @@ def growing(tmp_path_factory):
 def test_the_ledger_records_growth_accumulation_and_merge(growing):
     result = growing
     (start,) = events(result.workdir, "start")
+    assert len({*start["heldout_rows"]} | {*start["guard_rows"]}) == 8 + 8
     assert start["config"]["batching"]["buckets"] == [2, 4] and start["num_params"] == 36
     rounds = events(result.workdir, "round")
     assert any(e["next_batch_size"] > e["requested_batch_size"] for e in rounds)
@@ -79,7 +80,9 @@ def test_the_ledger_records_growth_accumulation_and_merge(growing):
 def test_a_reported_loss_is_the_token_mean_of_the_consensus(growing):
     logits = np.asarray(growing.params["w"], np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    rows = split_heldout(corpus().heldout_rows, num_sequences=8, batch_size=4).report_EL
+    rows = split_heldout(
+        corpus().heldout_rows, num_sequences=8, batch_size=4, num_trainers=3
+    ).report_EL
     losses = -log_probs[rows[:, :-1], rows[:, 1:]]
     assert growing.loss == pytest.approx(losses.mean(), rel=1e-5)
 
@@ -91,9 +94,11 @@ def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
         parts = split_heldout(rows, num_sequences=64, batch_size=4, **options)
         return len(parts.guard_EL), len(parts.report_EL)
 
-    assert split(20) == (10, 10) and split(1) == (0, 1)
-    parts = split_heldout(np.arange(20)[:, None], num_sequences=64, batch_size=4)
+    assert split(20, num_trainers=2) == (10, 10)
+    assert split(20) == (0, 20) and split(1) == (0, 1)  # one trainer: nothing is decided
+    parts = split_heldout(np.arange(20)[:, None], num_sequences=64, batch_size=4, num_trainers=2)
     assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
+    assert sorted([*parts.guard_E, *parts.report_E]) == list(range(20))
     for count, trainers, need in ((0, 1, 1), (0, 3, 2), (1, 3, 2)):
         with pytest.raises(DataError, match=f"corpus.heldout_rows: have {count}, need {need}, "):
             split(count, num_trainers=trainers)

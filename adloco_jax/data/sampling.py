@@ -176,6 +176,8 @@ class HeldOut:
     guard_EL: np.ndarray  # rows that only decisions use
     report_EL: np.ndarray  # rows on which the reported losses are measured
     batch_size: int  # rows per call of the evaluation program
+    guard_E: np.ndarray  # positions of the guard rows among all held-out rows
+    report_E: np.ndarray  # positions of the reported rows
 
     def describe(self, num_classes: int | None = None) -> str:
         """Describe in one line how many rows each part has, and of each class if labelled."""
@@ -183,10 +185,9 @@ class HeldOut:
         if num_classes is not None:
             of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
             counts = [f" ({', '.join(map(str, count))} by class)" for count in of_classes]
-        return (
-            f"held out: losses are of {len(self.report_EL)} rows{counts[0]};"
-            f" {len(self.guard_EL)} others{counts[1]} judge merges and choose the model"
-        )
+        others = f"; {len(self.guard_EL)} others{counts[1]} judge merges and choose the model"
+        reported = f"held out: losses are of {len(self.report_EL)} rows{counts[0]}"
+        return reported + others * bool(len(self.guard_EL))
 
 
 def split_heldout(
@@ -199,9 +200,9 @@ def split_heldout(
 ) -> HeldOut:
     """Draw guard rows and reported rows, each in the order of `rows_EL`.
 
-    Classes have about the same shares in both. The draw ignores the run's seed, so runs with
-    different seeds report losses on the same rows. Raises DataError without a row, or with only one
-    for several trainers.
+    With one trainer there is nothing to choose: no row is a guard row. Classes have about the same
+    shares in both. The draw ignores the run's seed, so runs with different seeds report losses on
+    the same rows. Raises DataError without a row, or with only one for several trainers.
     """
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
     if num_classes is not None and len(order):
@@ -213,7 +214,7 @@ def split_heldout(
             f"corpus.heldout_rows: have {len(order)}, need {fewest}, {use}; hold out more, for"
             " instance by data.heldout_frac"
         )
-    num_guard = min(MAX_GUARD_ROWS, len(order) // 2)
+    num_guard = min(MAX_GUARD_ROWS, len(order) // 2) if num_trainers > 1 else 0
     chosen = order[num_guard : num_guard + num_sequences]
     guard, report = np.sort(order[:num_guard]), np.sort(chosen)
-    return HeldOut(rows_EL[guard], rows_EL[report], batch_size)
+    return HeldOut(rows_EL[guard], rows_EL[report], batch_size, guard, report)

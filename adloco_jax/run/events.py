@@ -35,6 +35,8 @@ class Start(Format):
     tokens_per_byte: float | None = None
     round: Count = 0
     buckets: list[Count] = []
+    heldout_rows: list[Count] = []  # positions of the held-out rows that reported losses use
+    guard_rows: list[Count] = []  # those of the decision set
 
 
 class Costs(Format):

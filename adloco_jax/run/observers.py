@@ -316,7 +316,7 @@ def write_start(
     run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
 ) -> None:
     """Write the `start` line, and a `fault` line for each damaged checkpoint and failure."""
-    settings, spec = run.settings, run.spec
+    settings, spec, heldout = run.settings, run.spec, run.heldout
     ledger.write(
         "start",
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -332,6 +332,8 @@ def write_start(
         data_fingerprint=run.corpus.fingerprint,
         tokens_per_byte=run.corpus.tokens_per_byte,
         loss_unit=run.unit,
+        heldout_rows=heldout.report_E.tolist(),
+        guard_rows=heldout.guard_E.tolist(),
         round=control.round,
         max_batch_size=control.max_batch_size,
         buckets=settings.batching.buckets,
