@@ -152,6 +152,7 @@ def fit(
     outer_tx: optax.GradientTransformation | None = None,
     loss_unit: str | None = None,
     loss_of: Callable[[Mode], LossFn] | None = None,
+    eval_loss_fn: LossFn | None = None,
     on_round: OnRound | None = None,
     command: str = "",
     accept_config_change: bool = False,
@@ -167,7 +168,7 @@ def fit(
         of `engine.inputs.Rows`.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean loss over int32 rows [B, L + 1]. If it
         has a parameter `key`, it gets a PRNG key, another for each micro-batch (for dropout, say),
-        and a fixed one in tests and evaluations.
+        a fixed one in batch-size tests, and none in evaluations.
       workdir: The run's folder; a run of these settings in it is resumed.
       init_fn: Makes one trainer's parameters from a PRNG key. Not needed with `params`.
       params: Initial parameters of all trainers. None: `init_fn` draws them.
@@ -181,6 +182,8 @@ def fit(
         byte, else no unit.
       loss_of: `loss_of(mode) -> loss_fn`, for a model that recomputes layers in the backward pass
         if `mode.remat` (`run.choose.Mode`) says so. None: `loss_fn`, without.
+      eval_loss_fn: `eval_loss_fn(params, rows)`, for held-out losses. None: `loss_fn`, whose `key`
+        must then have a default, such as None for no dropout.
       on_round: `on_round(state, lines)` is called after each round; `lines` are the ledger's since
         the last call, such as `round` and `eval`. A failed round is repeated.
       command: As in `train`.
@@ -198,7 +201,7 @@ def fit(
         settings = validate(settings, workdir)
     settings = check_arguments(settings, corpus, init_fn, params, inner_tx, outer_tx)
     folder = Path(workdir)
-    parts = _parts(settings, corpus, loss_fn, init_fn, params, num_classes, loss_of)
+    parts = _parts(settings, corpus, loss_fn, init_fn, params, num_classes, loss_of, eval_loss_fn)
 
     def put_together() -> Run:
         check_possible(settings, folder, accept=accept_config_change)
@@ -228,6 +231,7 @@ def join(
     num_classes: int | None = None,
     inner_tx: optax.GradientTransformation | None = None,
     loss_of: Callable[[Mode], LossFn] | None = None,
+    eval_loss_fn: LossFn | None = None,
 ) -> None:
     """Train for a run of `fit` through the bucket at an address, as `adloco join` does for `train`.
 
@@ -241,7 +245,9 @@ def join(
 
     def parts(settings: Settings) -> dict[str, Any]:
         check_arguments(settings, corpus, init_fn, params, None, None)
-        found = _parts(settings, corpus, loss_fn, init_fn, params, num_classes, loss_of)
+        found = _parts(
+            settings, corpus, loss_fn, init_fn, params, num_classes, loss_of, eval_loss_fn
+        )
         return {**found, "inner_tx": inner_tx}
 
     bucket_learner.join(address, own={}, parts=parts)
@@ -255,6 +261,7 @@ def _parts(
     params: PyTree | None,
     num_classes: int | None,
     loss_of: Callable[[Mode], LossFn] | None,
+    eval_loss_fn: LossFn | None,
 ) -> dict[str, Any]:
     """Return what the caller of `fit` or `join` gives, as arguments of `assemble`."""
     if isinstance(corpus, ArrayRows):
@@ -266,6 +273,7 @@ def _parts(
         num_classes=num_classes,
         params=params,
         can_remat=loss_of is not None,
+        eval_loss_fn=eval_loss_fn,
     )
     return {"model": model, "corpus": corpus}
 

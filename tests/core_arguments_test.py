@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from ensembles import ADAMW, TXS, batch_of, ensemble_of
 from toy import bigram_loss, corpus, init_fn, settings_of, spec_of
+from toy_runs import events, run
 
 from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
 from adloco_jax.engine.inputs import Group, calls_of
 from adloco_jax.engine.programs import _keyed
+from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.training import fit
@@ -100,7 +102,7 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     settings = settings_of()
     control = start(settings, 4)
     control.trainers[2].cursors["3"] = 50
-    keyed = lambda params, rows, key: bigram_loss(params, rows)  # noqa: E731
+    keyed = lambda params, rows, key=None: bigram_loss(params, rows)  # noqa: E731
     spec = spec_of(settings, init_fn, keyed)
     spec = dataclasses.replace(spec, num_micro_batches=1, in_turn=False)
     group = Group((0, 1, 2), (2, 1, 1), plan=RoundPlan(4, 1, 3))
@@ -116,14 +118,28 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
 
 
 @pytest.mark.parametrize(("outer", "test"), [({}, "norm"), ({"fragments": 3}, "constant")])
-def test_a_run_gives_its_loss_keys(tmp_path, outer, test):
-    def loss(params, rows, key):
-        return bigram_loss(params, rows) * jax.random.uniform(key, minval=0.5, maxval=1.5)
+def test_a_run_gives_its_loss_keys_and_evaluations_none(tmp_path, outer, test):
+    def loss(params, rows, key=None):
+        factor = 1.0 if key is None else jax.random.uniform(key, minval=1.5, maxval=2.5)
+        return bigram_loss(params, rows) * factor
 
     one = {"ensemble": {"num_trainers": 1, "num_workers": 2}, "num_rounds": 1}
     settings = settings_of(**one, outer=outer, batching={"test_batch_size": 8, "test": test})
     how = {"corpus": corpus(), "init_fn": init_fn, "workdir": tmp_path / "r"}
-    assert np.isfinite(fit(settings, loss_fn=loss, **how).loss)
+    result = fit(settings, loss_fn=loss, **how)
+    assert result.loss < np.log(6)  # that of the first parameters, which a key would multiply
+    assert events(tmp_path / "r", "round")[0]["train_loss"] > np.log(6)
+
+
+def test_a_loss_that_needs_a_key_is_given_another_for_evaluations(tmp_path):
+    def loss(params, rows, key):
+        return bigram_loss(params, rows)
+
+    how = {"settings": settings_of(num_rounds=1), "loss_fn": loss}
+    with pytest.raises(ConfigError, match="^loss_fn: needs a `key`, .* eval_loss_fn$"):
+        run(tmp_path / "r", **how)
+    assert not (tmp_path / "r").exists()
+    assert run(tmp_path / "r", **how, eval_loss_fn=lambda *_: jnp.float32(5.0)).loss == 5.0
 
 
 # --- Refused arguments, with the remedy

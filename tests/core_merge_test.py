@@ -239,10 +239,9 @@ def test_equal_float64_trainers_merge_into_what_they_were():
 
 def test_keys_of_the_representative_survive_a_merge():
     noisy = optax.add_noise(0.1, 0.5, 0)
-    params = {"w": jnp.zeros(2), "key": jax.random.key(3)}
-    ensemble = ensemble_of([1, 1], params, inner_tx=noisy, outer_tx=noisy)
+    ensemble = ensemble_of([1, 1], {"w": jnp.zeros(2)}, inner_tx=noisy, outer_tx=noisy)
     keys_M = jax.random.split(jax.random.key(3))
-    ensemble = ensemble.replace(params_M=dict(ensemble.params_M, key=keys_M))
-    merged = merge(ensemble, (1, 0), weights=[1, 3])
-    assert (merged.params_M["key"] == keys_M[1:]).all()
+    state_M = ensemble.outer_state_M._replace(rng_key=keys_M)
+    merged = merge(ensemble.replace(outer_state_M=state_M), (1, 0), weights=[1, 3])
+    assert (merged.outer_state_M.rng_key == keys_M[1:]).all()
     assert merged.inner_state_R.rng_key.shape == (2,)

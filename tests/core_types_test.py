@@ -12,7 +12,7 @@ from flax import nnx
 from trees import assert_close, assert_equal, at, rows
 
 import adloco_jax
-from adloco_jax import State, gradient_stats, outer_step, put, reassign, take
+from adloco_jax import State, gradient_stats, outer_step, put, reassign, start_round, take
 from adloco_jax.core.merge import move_workers
 from adloco_jax.core.types import Ensemble
 from adloco_jax.loop.control import Control
@@ -203,9 +203,19 @@ def test_what_a_round_returns_has_a_short_repr():
     jax.jit(lambda stats: [repr(stats), stats][1])(stats)
 
 
-def test_random_state_of_nnx_is_left_as_it_is():
-    state = nnx.state(nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
-    ensemble_of([1], {"w": jnp.zeros(2), "dropout": state})
+@pytest.mark.parametrize(
+    "random",
+    [nnx.state(nnx.Dropout(0.1, rngs=nnx.Rngs(0))), {"key": jax.random.key(0)}],
+    ids=["nnx", "key"],
+)
+def test_random_state_among_parameters_is_refused(random):
+    params = {"w": jnp.zeros(2), "dropout": random}
+    with pytest.raises(ValueError, match=r"^params\['dropout'\].*: random state"):
+        ensemble_of([1], params)
+    ensemble = ensemble_of([1], {"w": jnp.zeros(2)})
+    params_M = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], params)
+    with pytest.raises(ValueError, match=r"^params\['dropout'\].*: random state"):
+        start_round(ensemble.replace(params_M=params_M))
 
 
 def test_keys_in_an_optimizers_state_are_taken_put_and_moved():

@@ -7,14 +7,21 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
+import toy_runs
+from flax import nnx
 from safetensors.numpy import load_file
+from toy import corpus, settings_of
 from toy_runs import events
+
+import adloco_jax as al
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "loop.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-LOOP, OUTER = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+LOOP, DROPOUT, OUTER = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 NOISE, WORKERS, PROCESSES, FIT, BUCKET = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -52,6 +59,24 @@ def test_only_the_outer_step_moves_as_nesterov_does():
         momentum = 0.9 * momentum - 0.15
         x -= 0.7 * (0.9 * momentum - 0.15)
     np.testing.assert_allclose(names["params"]["w"], x, rtol=1e-5)
+
+
+def test_dropout_draws_from_each_key_and_rests_in_evaluations(tmp_path):
+    names: dict = {}
+    exec(compile(DROPOUT, str(PAGE), "exec"), names)
+    loss_fn, params = jax.jit(names["loss_fn"]), names["params"]
+    rows, keys = corpus().rows[:4], jax.random.split(jax.random.key(0), 2)
+    plain, first, other = (float(loss_fn(params, rows, key=key)) for key in (None, *keys))
+    assert len({plain, first, other}) == 3
+    assert (plain, first) == (loss_fn(params, rows), loss_fn(params, rows, key=keys[0]))
+    settings = settings_of(num_rounds=1, ensemble={"num_trainers": 1, "num_workers": 1})
+    how = {"params": params, "init_fn": None, "loss_fn": names["loss_fn"]}
+    result = toy_runs.run(tmp_path / "r", settings, **how)
+    expected = float(loss_fn(result.params, corpus().heldout_rows))
+    assert result.loss == pytest.approx(expected, rel=1e-5)
+    tree = nnx.state(names["Net"](nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"^params\['dropout'\].*: random state"):
+        al.init(tree, num_trainers=1, num_workers=1, inner_tx=optax.sgd(1), outer_tx=optax.sgd(1))
 
 
 def test_the_loop_and_its_two_workers_learn_and_the_noise_asks_for_more(capsys):

@@ -42,6 +42,7 @@ from adloco_jax.core.types import (
     where_leading,
     with_dtypes,
     with_trainable,
+    without_keys,
 )
 
 Aggregator: TypeAlias = Callable[..., PyTree]
@@ -246,7 +247,7 @@ def start_round(
     params_R = ensemble.params_R
     if params_R is None:
         params_R = to_workers(ensemble.params_M, ensemble.sizes)
-    workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
+    workers = Workers(without_keys(params_R), ensemble.inner_state_R)
     if reset_tx is not None:
         workers = workers.replace(inner_state_R=jax.vmap(reset_tx.init)(trainable(params_R)))
     if accumulate:

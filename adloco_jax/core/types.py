@@ -202,6 +202,25 @@ def _refuse_state(values: PyTree) -> None:
             )
 
 
+def without_keys(params: PyTree) -> PyTree:
+    """Return `params`; raise ValueError if they hold random state, such as that of NNX's Dropout.
+
+    It would be the same for all workers and in all updates.
+    """
+
+    def is_random(node):
+        return any(kind.__name__ == "RngState" for kind in type(node).__mro__)
+
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=is_random):
+        if is_random(node) or is_key(node):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)}: random state, which would give all workers"
+                " and updates the same numbers; leave it out (nnx.split(model, nnx.Param, ...)),"
+                " and let loss_fn take `key`"
+            )
+    return params
+
+
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
     """Replace the floating-point leaves of `params` by those of `values` (see `trainable`)."""
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
@@ -242,8 +261,8 @@ def init(
     equal in all workers; for different noise, replace them in `inner_state_R`.
 
     Args:
-      params: Parameters of one model, any pytree of arrays. Optimizers receive the floating-point
-        leaves; others do not change.
+      params: Parameters of one model, any pytree of arrays but PRNG keys. Optimizers receive the
+        floating-point leaves; others do not change.
       num_trainers: M >= 1.
       num_workers: R >= M, the workers of all trainers together.
       inner_tx: Transformation of the workers' gradients; each worker has a state of it.
@@ -273,7 +292,7 @@ def init(
 
         return jax.tree.map(copies, tree)
 
-    params = jax.tree.map(jnp.asarray, params)
+    params = without_keys(jax.tree.map(jnp.asarray, params))
     values = trainable(params)
     return Ensemble(
         params_M=stack(params, num_trainers),

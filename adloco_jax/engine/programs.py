@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from adloco_jax.contrib.streaming import flush_workers, fragment_steps
-from adloco_jax.core.arguments import fold_in_each, with_fixed_key
+from adloco_jax.core.arguments import fold_in_each
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.merge import merge, move_workers, spawn
 from adloco_jax.core.outer import inner_steps, outer_update
@@ -342,7 +342,7 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 def _loss(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     params = params_spec(spec, key.layout)
-    loss_fn = with_fixed_key(spec.loss_fn)
+    loss_fn = spec.eval_loss_fn or spec.loss_fn
     shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))
 

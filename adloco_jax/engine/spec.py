@@ -146,6 +146,7 @@ class Spec:
     model_shards: int = 1  # devices that share one worker's parameters
     aggregate: Aggregator = mean  # aggregates the differences of a trainer's workers
     extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
+    eval_loss_fn: LossFn | None = None  # for held-out losses; None: `loss_fn`, without a key
     key_seed: int | None = None  # seed for a loss that takes `key`; None: the loss takes none
     remat: bool = False  # whether layers are recomputed in the backward pass
     in_turn: bool = False  # whether a device's workers run their rounds one after another

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from adloco_jax import hf
 from adloco_jax.contrib import ROUND_LENGTHS
 from adloco_jax.core.arguments import takes
-from adloco_jax.core.types import trainable
+from adloco_jax.core.types import trainable, without_keys
 from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError, reason
@@ -132,7 +132,7 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None, name: str)
     if not jax.tree.leaves(drawn):
         return [f"{name}: its parameters hold no array; expected at least one"]
     try:
-        trainable(drawn)
+        trainable(without_keys(drawn))
     except ValueError as error:
         return [f"{name}: {error}"]
     faults = _unsaved(f"{name}: params", drawn)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class Model(NamedTuple):
 
     `loss_of(mode, kernel)` returns the loss; `attention` chooses the kernel by the number of
     devices that share a worker; `row_length` counts the integers of the longest row; `params`:
-    where to start.
+    where to start; `eval_loss_fn` computes held-out losses (None: the loss, without a key).
     """
 
     init_fn: InitFn
@@ -71,6 +72,7 @@ class Model(NamedTuple):
     attention: Callable[[int], Kernel] = lambda model_shards: "xla"
     params: PyTree | None = None
     can_remat: bool = True
+    eval_loss_fn: LossFn | None = None
     base_shapes: PyTree | None = None  # of the frozen weights of a model with an adapter
     base: Base = Base()
 
@@ -373,6 +375,7 @@ def program_spec(
     # and twice the memory, of four in turn.
     mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
     loss_fn, batching = model.loss_of(mode, "xla"), settings.batching
+    _require_no_key(model.eval_loss_fn or loss_fn)
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
     spec = Spec(
         machine=machine,
@@ -391,6 +394,7 @@ def program_spec(
         inner_products=measures_inner_products(settings),
         reset_inner_state=settings.inner.state == "reset",
         aggregate=aggregator(settings),
+        eval_loss_fn=model.eval_loss_fn,
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         in_turn=mode.in_turn,
         remat=mode.remat,
@@ -399,6 +403,15 @@ def program_spec(
     )
     sizes = settings.ensemble.sizes(whole_pool=True)
     return on_devices(settings, spec, model, sizes, must_fit=must_fit)
+
+
+def _require_no_key(loss_fn: LossFn) -> None:
+    key = inspect.signature(loss_fn).parameters.get("key")
+    if key is not None and key.default is key.empty:
+        raise ConfigError(
+            "loss_fn: needs a `key`, and held-out losses are computed without one; give it the"
+            " default None, without dropout, or give fit another function, eval_loss_fn"
+        )
 
 
 def on_devices(
