@@ -29,7 +29,7 @@ from pydantic import Field
 from safetensors.numpy import save_file
 
 from adloco_jax.data.files import fetched, is_address, is_on_hub
-from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.data.tokenizers import GENERATION, Tokenizer, stop_ids
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.files import Format, checked, read_json, replaced_folder
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -74,7 +74,8 @@ class Loaded(NamedTuple):
     Dtypes of the weights in the checkpoint, such as `("bfloat16",)`. left_out: Names of tensors
     that were not read: they belong to a head that the model lacks. config: The content of the
     checkpoint's `config.json`, for `save`. lacks: Name of the head among the parameters, if the
-    checkpoint has none; else empty.
+    checkpoint has none; else empty. ends: Ids at which generation stops by the checkpoint, of its
+    generation_config.json, or else its config.json.
     """
 
     network: nn.Module
@@ -83,6 +84,7 @@ class Loaded(NamedTuple):
     left_out: tuple[str, ...]
     config: dict[str, Any]
     lacks: str
+    ends: tuple[int, ...] = ()
 
     @property
     def has_head(self) -> bool:
@@ -193,7 +195,8 @@ def load(
             return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
         network, stored, left_out, config = _checked(folder, needs_head=head)
         params, kinds = _values(network, stored, dtype)
-        return Loaded(network, params, kinds, left_out, config, _lacking(network, stored))
+        lacks, ends = _lacking(network, stored), stop_ids(folder)
+        return Loaded(network, params, kinds, left_out, config, lacks, ends)
 
 
 def _values(
@@ -355,15 +358,17 @@ def save(
             path.write_text(json.dumps(index, indent=2) + "\n")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
-            tokenizer.save(partial, getattr(network, "max_length", None))
-        generation = partial / "generation_config.json"
-        if generation.exists():
-            # The tokenizer's folder has it, and may be that of a model with other ends of text.
-            content = read_json(generation, DataError, **_JSON)
-            ends = np.ravel(config.get("eos_token_id", [])).tolist()
-            if not {*ends} <= {*np.ravel(content.get("eos_token_id", [])).tolist()}:
-                content |= {key: config[key] for key in config if key.endswith("token_id")}
-                generation.write_text(json.dumps(content, indent=2) + "\n")
+            _save_tokenizer(tokenizer, partial, getattr(network, "max_length", None))
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | None) -> None:
+    """Write a tokenizer; let generation_config.json name its ends that `transformers` misses."""
+    tokenizer.save(folder, max_length)
+    known, path = stop_ids(folder), folder / GENERATION
+    if missing := [i for i in tokenizer.ends if i not in known]:
+        content = read_json(path, DataError, **_JSON) if path.exists() else {}
+        content |= {"eos_token_id": [*known, *missing]}
+        path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def base_name(name: str) -> str:
@@ -401,7 +406,7 @@ def save_adapter(
         save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (partial / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
-            tokenizer.save(partial, network.max_length)
+            _save_tokenizer(tokenizer, partial, network.max_length)
 
 
 def _arrays(params: PyTree, named: Iterable[Tensor]) -> dict[str, np.ndarray]:
@@ -431,6 +436,7 @@ def _weight_maps() -> list[WeightMap]:
 def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
     files, hint = ("config.json", "*.index.json", _ADAPTER), "" if _has_torch() else _TORCH
+    files += (GENERATION,)
     with fetched(name, files, one_of=one_of, key=key, hint=hint) as folder:
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")

@@ -10,22 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from toy import tiny_config
+from toy import data_settings, tiny_config
+from transformers import AutoTokenizer
 from trees import assert_close, assert_equal
 
 from adloco_jax import hf, training
 from adloco_jax import main as cli
 from adloco_jax.cli.train import take_sizes
 from adloco_jax.config import completed, validate
-from adloco_jax.data.corpus import readable
+from adloco_jax.data.corpus import load_corpus, readable
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
 from adloco_jax.engine.work import Rates
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
+from adloco_jax.models import llama
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import plan
 from adloco_jax.run.assemble import build_network, pretrained_params
-from adloco_jax.run.export import read_trained
+from adloco_jax.run.export import read_trained, write_consensus
 from adloco_jax.run.folder import check_config, recorded_settings, write_config
 from adloco_jax.run.ledger import read
 from adloco_jax.settings import KNOBS, SIZES, Settings
@@ -137,6 +139,92 @@ def test_commands_export_and_write(trained, tmp_path, capsys):
     ]:
         code, _, lines = run("generate", **options)
         assert code in (2, 3) and fault in lines and lines.count("\n") == 1
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model: 256 ends a text, but turns end by 258; and its byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    load_tokenizer("bytes").save(folder, None)
+    fast = AutoTokenizer.from_pretrained(folder)
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    network = build_network(validate(tiny(vocab_size=259)))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), param_shapes(network))
+    hf.save(params, folder / "model", load_tokenizer(str(folder)), network=network)
+    return folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "generation", "written"),
+    [
+        (["--prompt=q"], {}, None, "qab<|im_end|>cd"),
+        (["--prompt=q"], {"eos_token_id": [256, ord("b")]}, None, "qa"),
+        (["--prompt=q"], {"eos_token_id": ord("b")}, {"eos_token_id": [ord("c"), 258]}, "qab"),
+        (["--prompt=q"], {}, {"eos_token_id": None}, "qab<|im_end|>cd"),
+        (["--chat=q"], {}, None, "ab"),
+    ],
+)
+def test_each_end_that_transformers_knows_or_the_template_writes_ends_an_answer(
+    base, tmp_path, monkeypatch, capsys, words, config, generation, written
+):
+    folder = shutil.copytree(base, tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    rest = [ord("a"), ord("b"), 258, ord("c"), ord("d"), 256, ord("e")]
+    monkeypatch.setattr(llama, "generate", lambda *given, **_: [[*given[2][0], *rest]])
+    assert cli.main(["generate", str(folder), *words, "--samples=1"]) == 0
+    assert capsys.readouterr().out == f"{'-' * 72}\n{written}\n"
+
+
+def test_ends_that_are_no_ids_are_refused(base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["<|im_end|>"]}')
+    with pytest.raises(DataError, match=r"eos_token_id: have \['<\|im_end\|>'\], need an integer"):
+        load_tokenizer(str(folder))
+
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("end", "row", "line", "ends"),
+    [
+        ("<|im_end|>", CHAT, "; answers end by <|im_end|>, where the model does not", (256, 258)),
+        ("<|endoftext|>", CHAT, "", (256,)),
+        ("!", CHAT, "; answers end by no special token, so the model will not stop", (256,)),
+        ("<|im_end|>", {"prompt": "q", "completion": "a"}, "", (256, 258)),
+        ("<|im_end|>", {"text": "q and a text"}, "", (256,)),
+    ],
+)
+def test_what_ends_rendered_answers_is_compared_with_the_ends_and_named_by_the_export(
+    base, tmp_path, end, row, line, ends
+):
+    data = dict(source="jsonl", path=str(tmp_path / "rows.jsonl"), text_column="+".join(row))
+    if end not in CHATML:
+        data["template"] = str(tmp_path / "template")
+        (tmp_path / "template").write_text(CHATML.replace("<|im_end|>", end))
+    rows = (json.dumps(row).replace('"q', f'"q{n}') + "\n" for n in range(40))
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    settings = data_settings(vocab_size=259, **data, sequence_length=24, heldout_frac=0.2)
+    model = {"init_from": str(base), "checkpoint": (base / "config.json").read_text()}
+    model = validate(tiny(vocab_size=259)).model.model_copy(update=model)
+    settings = settings.model_copy(update={"model": model})
+    corpus = load_corpus(settings, note=lambda line: None)
+    (said,) = re.findall(r"tokenizer: .*, 259 ids(.*)\n", corpus.describe())
+    assert said.startswith(line) and bool(said) == bool(line)
+    write_consensus(hf.load(base).params, tmp_path / "export", settings, corpus.tokenizer)
+    assert hf.load(tmp_path / "export").ends == ends
+    assert load_tokenizer(str(tmp_path / "export")).ends == ends
 
 
 # --- Starting from a checkpoint ---------------------------------------------------------------

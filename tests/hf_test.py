@@ -224,7 +224,7 @@ def test_the_hubs_cache_is_read_through_its_links(tmp_path, folder, params, monk
 
 def test_an_export_generates_to_the_end_of_text_of_its_tokenizer(tmp_path, params):
     load_tokenizer("bytes").save(tmp_path / "own", None)
-    for ends, kept in (([3, 256], [3, 256]), (7, 256), (None, 256)):
+    for ends, kept in (([3, 256], [3, 256]), (7, [7, 256]), (None, [256])):
         generation = {"eos_token_id": ends, "top_k": 3}
         (tmp_path / "own" / "generation_config.json").write_text(json.dumps(generation))
         tokenizer = load_tokenizer(str(tmp_path / "own"))

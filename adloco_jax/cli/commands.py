@@ -127,11 +127,13 @@ def generate(options: argparse.Namespace, command: str) -> None:
             raise ConfigError(f"{model}: not there yet; write: adloco export {options.model}")
         if not os.path.exists(os.path.join(model, "config.json")):
             refuse_fit(Path(options.model))
-    network, params, *_ = hf.load(model, key="model")
+    loaded = hf.load(model, key="model")
+    network, params = loaded.network, loaded.params
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(model)
     render, asked, is_loop, turns = tokenizer.render, options.chat, options.chat == "", []
+    stops = [*loaded.ends, *tokenizer.ends]
     if asked is not None and render is None:
         raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; use --prompt")
     if min(options.tokens, options.samples) < 1 or options.temperature < 0:
@@ -142,6 +144,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
         if asked is not None and render is not None:
             turns.append({"role": "user", "content": text})
             text, prefix, suffix = render(turns, True), (), ()
+            stops += tokenizer.turn_end
         (ids,) = tokenizer.encode_batch([text])
         # An empty prompt is the beginning of a document.
         prompt = [*prefix, *ids, *suffix] or [tokenizer.eot_id]
@@ -172,7 +175,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
             key=jax.random.key(options.seed),
         )
         for tokens in np.asarray(tokens_BL):
-            ends = np.flatnonzero(tokens[len(prompt) :] == tokenizer.eot_id) + len(prompt)
+            ends = np.flatnonzero(np.isin(tokens[len(prompt) :], stops)) + len(prompt)
             text = tokenizer.decode(tokens[shown : ends[0] if ends.size else None])
             print(*["-" * 72] * (not is_loop), text, sep="\n")
         turns.append({"role": "assistant", "content": text})

@@ -122,11 +122,27 @@ class Corpus:
             f"data: {files if files[0] != '0' else manifest.files[-1].name};"
             f" {counted(manifest.documents[0], kind)} to train on, {manifest.documents[1]}"
             f" held out{copies}\n"
-            f"tokenizer: {self.tokenizer.name}, {self.tokenizer.vocab_size} ids{unseen}\n"
+            f"tokenizer: {self.tokenizer.name}, {self.tokenizer.vocab_size} ids{unseen}"
+            f"{self._end_of_answers()}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
             f" model will see, for instance{of_class}:\n"
             f"  | {readable(row, self.tokenizer, max_chars=240)}"
         )
+
+    def _end_of_answers(self) -> str:
+        """Say so if what ends answers does not end what the model writes, or if nothing does."""
+        if not isinstance(self.rows, DocumentRows) or self.rows.answers is None:
+            return ""
+        first, ends, end = slice(64), self.tokenizer.ends, self.tokenizer.turn_end
+        ids = {*self.rows.tokens[first][self.rows.answers[first]].tolist()}
+        if ids & {*end} - {*ends}:
+            return (
+                f"; answers end by {self.tokenizer.decode(end)}, where the model does not stop yet:"
+                " the export's generation_config.json names it"
+            )
+        if ids & {*end, *ends}:
+            return ""
+        return "; answers end by no special token, so the model will not stop: set data.template"
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:

@@ -21,6 +21,7 @@ from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.files import read_json
 from adloco_jax.settings import Settings
 
+GENERATION = "generation_config.json"
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
 _FILES = (".json", ".model")
@@ -28,7 +29,7 @@ _FILES = (".json", ".model")
 # and the files that describe it.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
 _HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "*.jinja")
-_HUB_FILES += ("added_tokens.json", "config.json", "generation_config.json")
+_HUB_FILES += ("added_tokens.json", "config.json", GENERATION)
 # Entries of config.json that name tokens.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A text by which two tokenizers are compared.
@@ -51,8 +52,11 @@ class Tokenizer:
       prefix: Ids that `transformers` puts before a text by default.
       suffix: Ids that it puts after a text.
       token_ids: Entries of config.json that name tokens, for an export.
+      ends: Ids that end what the model writes: `eot_id` and those of the folder's generation
+        config. Of a classifier none.
       template: The chat template; empty if there is none.
       render: Renders turns by it; None if there is none.
+      turn_end: The added token by which it ends an answer, one id or none.
       name: The name in the config, for messages.
     """
 
@@ -65,8 +69,10 @@ class Tokenizer:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     token_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ends: tuple[int, ...] = ()
     template: str = ""
     render: Render | None = None
+    turn_end: tuple[int, ...] = ()
     name: str = ""
 
 
@@ -207,11 +213,14 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         return [encode(text) for text in texts]
 
     chats = _chats(fast(), template) if template else {}
-    return Tokenizer(257, 256, fingerprint, encode_batch, decode, save, ends, ends, ids, **chats)
+    stops = (256,) if text_length is None else ()
+    return Tokenizer(
+        257, 256, fingerprint, encode_batch, decode, save, ends, ends, ids, stops, **chats
+    )
 
 
 def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
-    """Return a tokenizer's `template` and `render`; `template` replaces its own."""
+    """Return what a tokenizer has for chats; `template` replaces its own."""
     if template:
         tokenizer.chat_template = template
     with contextlib.suppress(ValueError):  # it has none
@@ -221,8 +230,37 @@ def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
                 turns, tokenize=False, add_generation_prompt=prompts
             )
 
-        return {"template": tokenizer.get_chat_template(), "render": render}
+        turn_end = _turn_end(tokenizer, render)
+        return {"template": tokenizer.get_chat_template(), "render": render, "turn_end": turn_end}
     return {}
+
+
+def _turn_end(tokenizer: Any, render: Render) -> tuple[int, ...]:
+    """Find the added token that follows an answer when it is rendered."""
+    question, answer = ({"role": r, "content": "xyzzy"} for r in ("user", "assistant"))
+    try:
+        end = render([question, answer], False).rpartition("xyzzy")[2].strip()
+    except Exception:  # deliberately broad, because templates are programs
+        return ()
+    first = tokenizer.encode(end, add_special_tokens=False)[:1]
+    return tuple(i for i in first if i in tokenizer.added_tokens_decoder)
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids at which `transformers` stops to generate with the model in a folder.
+
+    Raises DataError if the file that names them is damaged.
+    """
+    for path in (folder / GENERATION, folder / "config.json"):
+        if path.is_file():
+            content = read_json(path, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
+            given = content.get("eos_token_id")
+            ids = [] if given is None else given if isinstance(given, list) else [given]
+            if not all(type(i) is int for i in ids):
+                need = "need an integer, or a list of them"
+                raise DataError(f"{path}: eos_token_id: have {given!r:.80}, {need}")
+            return tuple(ids)
+    return ()
 
 
 def _transformers() -> Any:
@@ -292,8 +330,8 @@ def _hugging_face_tokenizer(
 
     def save(folder: Path, max_length: int | None) -> None:
         _save(tokenizer, folder, max_length)
-        if (generation := path / "generation_config.json").is_file():
-            shutil.copyfile(generation, folder / generation.name)
+        if (generation := path / GENERATION).is_file():
+            shutil.copyfile(generation, folder / GENERATION)
 
     return Tokenizer(
         max(tokenizer.get_vocab().values()) + 1,
@@ -305,6 +343,7 @@ def _hugging_face_tokenizer(
         prefix,
         suffix,
         token_ids,
+        () if text_length is not None else tuple(dict.fromkeys((*stop_ids(path), eot_id))),
         **_chats(tokenizer, template),
     )
 

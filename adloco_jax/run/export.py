@@ -38,7 +38,7 @@ def save(
     Of a model with an adapter, this is written by `hf.save_adapter`. Returns the dtype, by default
     the checkpoint's.
     """
-    network = build_network(settings)
+    network, tokenizer = build_network(settings), _for_answers(settings, tokenizer)
     if settings.adapter.rank:
         base = hf.base_name(settings.model.init_from)
         hf.save_adapter(params, folder, tokenizer, network=network, base=base)
@@ -54,7 +54,16 @@ def save_merged(
     network: Any = build_network(settings)
     _, base = split_adapter(loaded.params)
     params = merge_adapter(with_adapter(base, fetch(adapter)), network.adapter)
+    tokenizer = _for_answers(settings, tokenizer)
     return _save_whole(params, folder, settings, tokenizer, network.clone(adapter=None), **how)
+
+
+def _for_answers(settings: Settings, tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """Add to a tokenizer's ends that of the answers on which the model was trained."""
+    if tokenizer is None or not settings.data.is_chat:
+        return tokenizer
+    ends = dict.fromkeys((*tokenizer.ends, *tokenizer.turn_end))
+    return dataclasses.replace(tokenizer, ends=tuple(ends))
 
 
 def _save_whole(
