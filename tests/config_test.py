@@ -119,6 +119,15 @@ def assert_refused(key: str, values: list) -> None:
         assert line.startswith(f"{key} = ") and "must " in line
 
 
+def test_a_name_that_must_not_be_empty_says_what_it_names():
+    config = default_config()
+    config.data.tokenizer = ""
+    assert faults(config) == [
+        "data.tokenizer = '': must not be empty: bytes, a *.json, a *.model, a folder, a hub name."
+        " Unset: model.init_from's; bytes without."
+    ]
+
+
 def test_wrong_types_are_refused():
     for key in KNOBS:
         types = {typing.get_origin(plain_type(key)) or plain_type(key)}
@@ -308,6 +317,17 @@ def test_microllama_has_the_papers_numbers(monkeypatch):
     expected = dict(pair.split("=") for pair in numbers.split())
     assert {key: config[key] for key in expected} == {k: float(v) for k, v in expected.items()}
     assert config["outer.tx"] == "sgd"
+
+
+def test_adloco_is_microllama_with_another_model_text_rate_and_batches(monkeypatch):
+    small, paper = (flat(load(name, monkeypatch)) for name in ("adloco", "microllama"))
+    others = {key for key in KNOBS if small[key] != paper[key]}
+    assert {key for key in others if key.partition(".")[0] not in ("model", "data")} == {
+        *(f"batching.{key}" for key in ("max_batch_size", "buckets", "batch_cap")),
+        "inner.learning_rate",
+    }
+    assert (small["model.dtype"], small["model.init_from"]) == ("float32", "")
+    assert (small["data.source"], small["data.path"]) == ("stdlib", "")
 
 
 FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
