@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, FieldReference
 from pydantic import ValidationError
 
 from adloco_jax.errors import ConfigError
-from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Settings, default_of, shown
+from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Settings, default_of, meaning, shown
 
 # What a value needs, by the type of pydantic's error. Other errors have pydantic's own words.
 _NEEDS = {
@@ -26,7 +26,7 @@ _NEEDS = {
     "bool_type": "must be True or False",
     "string_type": "must be text",
     "tuple_type": "must be a tuple",
-    "string_too_short": "must not be empty",
+    "string_too_short": "must not be empty: {meaning}",
     "greater_than_equal": "must be at least {ge:.12g}",
     "less_than_equal": "must be at most {le:.12g}",
     "model_type": "must be a group of keys; see default_config()",
@@ -184,7 +184,8 @@ def worded(error: ValidationError) -> list[str]:
         if fault["type"] == "extra_forbidden":
             lines.append(unknown_key_fault(key))
         else:
-            need = _NEEDS.get(fault["type"], fault["msg"]).format(**fault.get("ctx", {}))
+            words = fault.get("ctx", {}) | {"meaning": meaning(key) if key in KNOBS else ""}
+            need = _NEEDS.get(fault["type"], fault["msg"]).format(**words)
             need = need.replace("Input should be", "must be")
             lines.append(f"{key} = {shown(fault['input'])}: {need}")
     return lines

@@ -503,7 +503,8 @@ class EngineSettings(SettingsGroup):
             need = "this engine has no learners; set the first to ray or bucket, or unset the rest"
             yield " ".join(["kind", *given]), need
         if self.kind == "bucket" and "://" not in self.address:
-            yield "kind address", "a bucket has an address, such as s3://BUCKET/RUN; set the second"
+            need = "a bucket has an address: s3://BUCKET/RUN, or of a folder file:///FOLDER; set it"
+            yield "kind address", need
         if self.quorum and self.max_learners and self.quorum > self.max_learners:
             yield "quorum max_learners", "there are not as many learners; lower the first"
 

@@ -170,6 +170,8 @@ def test_device_alone_lists_the_kinds_and_others_are_refused_with_them(capsys, m
     assert names == ["a100-40", "a100-80", "h100", "h200", "b200", *consumer, "v5e", "v5p", "v6e"]
     assert rates("rtx4090").operations == 165.2e12  # the x belongs to the name
     assert more_chips("rtx4060x7") == ["rtx4060x8"]
+    words = ["plan", "quickstart", "--device=t4", "--config.data.path=nowhere"]
+    assert main(words) == 2 and "--device t4" in capsys.readouterr().err
     for name in ("h100x9", "h100x0", "v5ex2", "v5p", "t4", "x8", "h100x"):
         with pytest.raises(ConfigError, match="no such kind and number of chips") as error:
             described(name)

@@ -195,6 +195,10 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
         with pytest.raises(ConfigError) as error:
             store.Store(url)
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
+    monkeypatch.chdir(tmp_path)
+    for url in (f"{tmp_path}/run", "run", "file://run"):
+        with pytest.raises(ConfigError, match=f"{url}: no bucket; .* file://{tmp_path}/run$"):
+            store.Store(url)
     with pytest.raises(ConfigError, match="is no folder here; make it"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
     store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json(About(about="another")))

@@ -142,5 +142,5 @@ def write_run(
                 "memory", round=last, host_peak_bytes=peak * 2**29, device_peak_bytes=device
             )
         if end:
-            ledger.write("end", reason="done", rounds=last, wall_s=75.0, tokens_total=0)
+            ledger.write("end", reason="finished", rounds=last, wall_s=75.0, tokens_total=0)
     return workdir

@@ -106,6 +106,9 @@ def test_a_finished_run_names_the_next_commands(tmp_path, capsys):
     first, run = write_run(tmp_path / "first"), write_run(tmp_path / "runs of mine")
     (run / "export").mkdir()
     (run / "export" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    write_run(tmp_path / "crashed", end=False)
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "ledger.jsonl").write_text("no JSON\n")
     report.conclude(run)
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
     both = f"adloco report {first} '{run}' --out '{tmp_path}/first-runs of mine'"
@@ -264,7 +267,7 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
     write_run(run)
     # the command ends because the run has ended
     assert cli.main(["report", str(run), "--watch"]) == 0
-    assert "6 rounds, done" in page.read_text() and refresh not in page.read_text()
+    assert "6 rounds, finished" in page.read_text() and refresh not in page.read_text()
     assert {file.name for file in page.parent.iterdir()} == FILES
 
 
@@ -276,7 +279,7 @@ def test_a_folder_of_runs_is_listed(tmp_path, capsys):
     os.utime(tmp_path / "first", (1, 1))
     assert cli.main(["report", str(tmp_path)]) == 0
     second, first, command = capsys.readouterr().out.splitlines()
-    assert second.startswith(f"{tmp_path / 'second'}: 6 rounds, done, held-out loss ")
+    assert second.startswith(f"{tmp_path / 'second'}: 6 rounds, finished, held-out loss ")
     assert first.startswith(f"{path}:")  # damaged
     assert command == f"a report on one: adloco report {tmp_path / 'second'}"
 

@@ -36,11 +36,12 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 def report(options: argparse.Namespace, command: str) -> None:
     """Write a report on runs, with `--watch` until they end; or list the runs of a folder."""
-    from adloco_jax.study.report import describe_run, watch, write
+    from adloco_jax.study.report import describe_run, newest_finished, watch, write
 
     (folder, *others) = options.run
     if not others and not is_run(folder) and (runs := runs_in(folder)):
-        print("\n".join([*map(describe_run, runs), f"a report on one: adloco report {runs[0]}"]))
+        one = newest_finished(folder) or runs[0]
+        print("\n".join([*map(describe_run, runs), f"a report on one: adloco report {one}"]))
         return
     if options.out is None and len(options.run) > 1:
         raise ConfigError(f"{len(options.run)} runs: give --out FOLDER for their report")

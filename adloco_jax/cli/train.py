@@ -232,6 +232,9 @@ def plan(options: argparse.Namespace, command: str) -> None:
         return
     if options.device is not None:
         with _without_native_messages():
+            from adloco_jax.run.plan import check_kind
+
+            check_kind(options.device)  # before faults of the config, which would hide it
             _plan_device(configure(options)[2], options.device, options.save)
         return
     *_, settings = configure(options)

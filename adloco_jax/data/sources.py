@@ -251,7 +251,8 @@ def table_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     if (read := _BY_ENDING.get(suffix)) is None:
         raise DataError(
             f"{file}: data.source=hf reads data sets of the hub, and files that end in"
-            f" {', '.join(_BY_ENDING)}; a glob leaves other files out"
+            f" {', '.join(_BY_ENDING)}; data.source=text reads plain text, and a glob leaves other"
+            " files out"
         )
     return read(file, data)
 

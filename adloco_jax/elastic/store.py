@@ -65,6 +65,10 @@ class Store:
         self.num_failing = 0  # requests that have failed several times, and not succeeded since
         folder = Path(url.removeprefix("file://"))
         if not url.startswith(("file:///", "s3://", "gs://", "az://")):
+            if url and "://" not in str(folder):
+                raise ConfigError(
+                    f"{url}: no bucket; if it is a folder, file://{folder.absolute()}"
+                )
             raise ConfigError(
                 f"{url}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
             )

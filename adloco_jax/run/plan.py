@@ -330,6 +330,14 @@ def kinds() -> list[str]:
     ]
 
 
+def check_kind(name: str) -> None:
+    """Raise ConfigError, with all kinds, unless a name such as `h100x8` describes devices."""
+    kind, count = _parts(name)
+    if kind not in _KINDS or count not in _KINDS[kind][2]:
+        known = "\n".join(f"  {line}" for line in kinds())
+        raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
+
+
 def more_chips(name: str) -> list[str]:
     """Return the names for more chips of the same kind: for `h100x6`, `["h100x7", "h100x8"]`."""
     kind, count = _parts(name)
@@ -370,11 +378,9 @@ def described(name: str) -> Machine:
     """
     from jax.experimental import topologies
 
+    check_kind(name)
     kind, count = _parts(name)
-    memory, _, chips, figures = _KINDS.get(kind, (0, None, {}, {}))
-    if count not in chips:
-        known = "\n".join(f"  {line}" for line in kinds())
-        raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
+    memory, _, chips, figures = _KINDS[kind]
     try:
         if figures:
             text = _GPU.format(**figures, memory=int(memory * TAKEN / _PLANNED))

@@ -1,5 +1,6 @@
 """The report on one or more runs: a self-contained web page, and the runs' totals as JSON."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError, counted
+from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import CHATS
 from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
@@ -131,12 +133,20 @@ def _next_commands(workdir: Path) -> list[str]:
         data = curves.read_run(workdir).start["config"]["data"]
         asks = "--chat" if data["text_column"] in CHATS else '--prompt "The"'
         found.append(f"adloco generate {run} {asks}")
-    others = {path.parent for path in workdir.parent.glob("*/ledger.jsonl")} - {workdir}
-    if others:
-        other = max(others, key=lambda path: (path / "ledger.jsonl").stat().st_mtime)
+    if (other := newest_finished(workdir.parent, but=workdir)) is not None:
         out = workdir.parent / f"{other.name}-{workdir.name}"
         found.append(f"adloco report {shlex.quote(str(other))} {run} --out {shlex.quote(str(out))}")
     return found
+
+
+def newest_finished(folder: str | os.PathLike[str], *, but: Path | None = None) -> Path | None:
+    """Return the finished run in a folder, other than `but`, whose ledger changed last; or None."""
+    ledgers = [path for path in Path(folder).glob("*/ledger.jsonl") if path.parent != but]
+    for path in sorted(ledgers, key=lambda path: path.stat().st_mtime, reverse=True):
+        with contextlib.suppress(DataError):
+            if finish(read(path)) is not None:
+                return path.parent
+    return None
 
 
 def describe_run(run: str | os.PathLike[str]) -> str:
