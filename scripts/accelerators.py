@@ -37,10 +37,13 @@ from adloco_jax.run.plan import described, device_plan  # noqa: E402
 from probes.hlo import collectives  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)
-TEXT = {"data.path": "texts", "data.tokenizer": "bytes"}  # never read
+TEXT: dict[str, Any] = {"data.path": "texts", "data.tokenizer": "bytes"}  # never read
+# As on the GPU page: with AdamW.
+ADAMW = TEXT | {"inner.tx": "adamw", "inner.learning_rate": 1e-3, "outer.average": 0.0}
+SIZES = {"growing_pool": {"size": "35M"}}  # arguments of get_config
 # The title of a row, the name of the config, changes of it, and the devices.
 CASES: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("recommended", "recommended", TEXT, ("h100x1", "h100x8")),
+    ("growing_pool", "growing_pool", ADAMW, ("h100x1", "h100x8")),
     ("microllama, 4 workers", "microllama", {"ensemble.num_workers": 4}, ("h100x1",)),
     ("microllama, 16 workers", "microllama", {}, ("h100x1",)),
 )
@@ -61,7 +64,9 @@ KEPT = {
 
 def configured(name: str, changes: dict[str, Any]) -> ConfigDict:
     """A shipped config with changes."""
-    config = load_config(ROOT / "configs" / f"{name}.py", "get_config", ConfigDict)
+    config = load_config(
+        ROOT / "configs" / f"{name}.py", "get_config", ConfigDict, **SIZES.get(name, {})
+    )
     config.update_from_flattened_dict(changes)
     return config
 
@@ -125,8 +130,8 @@ def above_kept(spec: Spec, key: ProgramKey, work: Work) -> list[str]:
 def short() -> list[str]:
     """Check the inner steps, with and without accumulation, and the statistics of a small model."""
     faults = []
-    changes = TEXT | {"model.num_layers": 2, "model.remat": False}
-    settings = validate(configured("recommended", changes))
+    changes = ADAMW | {"model.num_layers": 2, "model.remat": False}
+    settings = validate(configured("growing_pool", changes))
     for device in ("h100x1", "h100x2"):
         machine = described(device)
         for mode in (Mode(False, False), Mode(True, False)):

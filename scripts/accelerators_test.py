@@ -34,7 +34,7 @@ def test_products_of_float32_matrices_are_found():
 
 
 def test_what_is_wrong_with_a_program_is_named(monkeypatch):
-    config = accelerators.configured("recommended", accelerators.TEXT | {"model.num_layers": 1})
+    config = accelerators.configured("growing_pool", accelerators.ADAMW | {"model.num_layers": 1})
     config.model.width, config.model.vocab_size, config.model.mlp_width = 48, 257, 64
     config.data.sequence_length, config.inner.steps_per_round = 16, 2
     settings = validate(config)
@@ -88,15 +88,15 @@ def test_the_table_has_only_what_was_compiled(monkeypatch, tmp_path):
     total = len(list(accelerators.cases()))
     assert f"Not compiled yet: {total} of {total}." in page.read_text()
     monkeypatch.setattr(sys, "argv", words)
-    results.write_text(json.dumps({"config": "recommended", "device": "h100x1"} | record) + "\n")
+    results.write_text(json.dumps({"config": "growing_pool", "device": "h100x1"} | record) + "\n")
     assert accelerators.main() == 0
-    assert len(started) == total - 1 and ("recommended", "h100x1") not in started
+    assert len(started) == total - 1 and ("growing_pool", "h100x1") not in started
     text = page.read_text()
     expected = (
-        "| recommended | h100x1 | workers at once | 16 | cudnn | 4.20 | 5% | 1,073 | 14.3 | 61 |"
+        "| growing_pool | h100x1 | workers at once | 16 | cudnn | 4.20 | 5% | 1,073 | 14.3 | 61 |"
     )
     assert expected in text and "old" not in text and "Not compiled yet: 0 of" in text
-    assert "| recommended | h100x8 | does not compile: does not compile |" in text
+    assert "| growing_pool | h100x8 | does not compile: does not compile |" in text
 
 
 def test_the_cases_are_valid_and_the_page_counts_those_that_are_left():

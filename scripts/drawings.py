@@ -40,11 +40,11 @@ SHOWN = {
     "one worker": ("one worker", "c1"),
     "data parallel": ("data parallel", "c5"),
     "DiLoCo": ("DiLoCo, tuned", "c4"),
-    "ours": ("recommended", "c0"),
+    "ours": ("growing pool", "c0"),
 }
 # Of the runs over links: what the study calls each method.
 LINKED = {"one worker": "one worker", "data parallel": "data parallel"}
-LINKED |= {"DiLoCo": "DiLoCo", "recommended": "ours"}
+LINKED |= {"DiLoCo": "DiLoCo", "growing_pool": "ours"}
 
 
 def _linked() -> list[dict]:
@@ -124,7 +124,7 @@ def links(columns: int) -> str:
 def gpu(columns: int) -> str:
     """Held-out loss of the 35 M model on one GPU over tokens and over sequential steps."""
     arms = json.loads((STUDIES / "gpu" / "training.json").read_text("utf-8"))
-    colors = {"recommended": "c0", "DiLoCo": "c4", "data parallel": "c5"}
+    colors = {"growing_pool": "c0", "DiLoCo": "c4", "data parallel": "c5"}
     y = chart.axis("nats per token", [loss for name in colors for loss in arms[name]["loss"]])
     panels = []
     for name, label, unit in (
@@ -139,7 +139,8 @@ def gpu(columns: int) -> str:
         title = f"35 M parameters, over {label}"
         panels.append(chart.chart(x, y, curves, title=title, height=230))
     title = "Held-out loss on one GPU over tokens and over sequential steps"
-    return document(panels, title, columns, [*colors.items()])
+    labels = [(each.replace("_", " "), color) for each, color in colors.items()]
+    return document(panels, title, columns, labels)
 
 
 def barrier() -> str:

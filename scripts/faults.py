@@ -80,7 +80,7 @@ class Bench:
         **environment: str,
     ):
         """Starts or resumes the run in a folder; `limit` bounds the size of a file, in bytes."""
-        words = (f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}", *overrides)
+        words = (f"--config={ROOT}/probes/faults.py", f"--workdir={workdir}", *overrides)
         restrict = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
         return subprocess.Popen(
             [sys.executable, *program, *words],

@@ -149,7 +149,7 @@ class Size:
     repeats: int
     update: Shape  # of the update that is compared with a CPU's
     resumed: tuple[str, dict[str, Any]]  # the config of the run that is resumed, its changes
-    trained: dict[str, Any]  # changes of configs/recommended.py
+    trained: dict[str, Any]  # changes of configs/growing_pool.py
     num_tokens: int  # of an arm
 
 
@@ -182,8 +182,8 @@ _TOY: dict[str, Any] = {
 _TOY |= {"mlp_width": 32}
 FULL = Size(
     steps={
-        "recommended": Steps(
-            dataclasses.replace(SHAPES["recommended"], num_steps=16),
+        "growing_pool": Steps(
+            dataclasses.replace(SHAPES["growing_pool"], num_steps=16),
             batch=16,
             num_workers=8,
             changes={"inner.clip_norm": 1.0},
@@ -218,7 +218,7 @@ TINY = Size(
     },
     repeats=2,
     update=Shape(_TOY, 16, 2),
-    resumed=("faults", {"num_rounds": 4}),
+    resumed=("../probes/faults", {"num_rounds": 4}),
     trained={"model.width": 16, "model.num_heads": 2, "model.num_kv_heads": 1}
     | {"model.num_layers": 1, "model.mlp_width": 32, "model.vocab_size": 257}
     | {"data.sequence_length": 32, "inner.steps_per_round": 4, "inner.warmup_updates": 2},
@@ -322,11 +322,11 @@ def resume(config: str, changes: dict[str, Any], *, flags: str) -> str:
     return f"no: differs in {differ}" if differ else "yes, every bit"
 
 
-def train(config: str, workdir: Path, changes: dict[str, Any]) -> list[str]:
+def train(config: str, workdir: Path, changes: dict[str, Any], *more: str) -> list[str]:
     """The command that trains a shipped config with changes."""
     command = [sys.executable, "-m", "adloco_jax.main", f"--workdir={workdir}"]
     command += [f"--config={ROOT}/configs/{config}.py"]
-    return command + [f"--config.{key}={value}" for key, value in changes.items()]
+    return [*command, *more, *(f"--config.{key}={value}" for key, value in changes.items())]
 
 
 def speed(name: str) -> Callable[[Figures, Size, argparse.Namespace], None]:
@@ -396,23 +396,26 @@ def compiled(steps: Steps, variant: Variant) -> InnerSteps:
     )
 
 
-# Changes of configs/recommended.py. One worker that skips the outer optimizer is plain AdamW.
+# Changes of the config growing_pool with 35 M parameters, for which all arms have AdamW. One worker
+# that skips the outer optimizer is plain AdamW.
+_ADAMW: dict[str, Any] = {"inner.tx": "adamw", "inner.learning_rate": 1e-3, "outer.average": 0}
+_ADAMW |= {"inner.weight_decay": 0.1, "inner.max_steps_per_round": "none"}
 _CONSTANT: dict[str, Any] = {"batching.test": "constant", "ensemble.initial_workers": "none"}
 _ONE: dict[str, Any] = {"ensemble.num_workers": 1, "batching.buckets": "(128,)"}
 _ONE |= {f"batching.{name}": 128 for name in ("initial_batch_size", "max_batch_size", "batch_cap")}
 ARMS: dict[str, dict[str, Any]] = {
-    "recommended": {},
+    "growing_pool": {},
     "DiLoCo": _CONSTANT,
     "data parallel": _CONSTANT | _ONE,
 }
 
 
 def training(figures: Figures, size: Size, options: argparse.Namespace) -> None:
-    """Train configs/recommended.py, and with its settings DiLoCo and data parallelism."""
+    """Train growing_pool, and with its settings DiLoCo and data parallelism, all with AdamW."""
     end_s = time.monotonic() + options.limit
     common: dict[str, Any] = {"num_tokens": size.num_tokens, "inner.steps_per_round": 110}
     common |= {"data.source": "tokens", "data.path": options.rows}
-    common |= {"data.tokenizer": options.tokenizer, "eval.num_sequences": 256}
+    common |= {"data.tokenizer": options.tokenizer, "eval.num_sequences": 256} | _ADAMW
     common |= {"checkpoint.every_s": 1e6, "checkpoint.keep": 1} | size.trained
     figures.write(rows=json.loads((options.rows / "prepared.json").read_text("utf-8"))["shapes"])
     for number, (name, changes) in enumerate(ARMS.items()):
@@ -428,7 +431,7 @@ def training(figures: Figures, size: Size, options: argparse.Namespace) -> None:
         if limit_s < 2 * _SAVING_S:
             raise TimeoutError(f"{limit_s:.0f} s are not enough for {name}")
         workdir = options.work / name.replace(" ", "_")
-        command = train("recommended", workdir, common | changes)
+        command = train("growing_pool", workdir, common | changes, "--size=35M")
 
         def arm(command=command, workdir=workdir, limit_s=limit_s) -> dict:
             found = curve(command, workdir, limit_s)
@@ -440,7 +443,7 @@ def training(figures: Figures, size: Size, options: argparse.Namespace) -> None:
 
 
 # One H200 took 151 s (to 91 M tokens; the steps are compiled for 1, 2, 4 and 8 workers), 79 and 74.
-SHARES_S = {"recommended": 180, "DiLoCo": 82, "data parallel": 78}
+SHARES_S = {"growing_pool": 180, "DiLoCo": 82, "data parallel": 78}
 _SAVING_S = 20  # for the round under way, and for saving the state
 
 
@@ -492,7 +495,7 @@ Part = Callable[[Figures, Size, argparse.Namespace], None]
 # minute or more to compile, so they come after what is ours.
 PARTS: dict[str, tuple[Part, float]] = {
     "acceptance": (acceptance, 95),
-    "recommended": (speed("recommended"), 65),
+    "growing_pool": (speed("growing_pool"), 65),
     "microllama": (speed("microllama"), 100),
     "training": (training, sum(SHARES_S.values())),
     "torch": (torch, 95),
@@ -528,7 +531,7 @@ def _share(known: dict, figure: dict) -> float:
 
 LIBRARIES = ("adloco_jax", "compile", "eager")
 TITLES = {
-    "recommended": "recommended, eight workers of 16 x 512",
+    "growing_pool": "growing_pool, eight workers of 16 x 512",
     "microllama": "MicroLlama, 8 x 1,024",
 }
 
@@ -607,10 +610,10 @@ def spent(name: str, arm: dict, loss: float) -> str:
 
 
 def comparisons(known: dict) -> list[str]:
-    """What recommended and each other arm have spent until the higher of their last losses."""
+    """What growing_pool and each other arm have spent until the higher of their last losses."""
     arms, sentences = trained(known), []
-    for name in list(arms)[1:] if "recommended" in arms else ():
-        pair = {each: arms[each] for each in ("recommended", name)}
+    for name in list(arms)[1:] if "growing_pool" in arms else ():
+        pair = {each: arms[each] for each in ("growing_pool", name)}
         loss = max(arm["loss"][-1] for arm in pair.values())
         costs = "; ".join(spent(each, arm, loss) for each, arm in pair.items())
         sentences.append(f"To {loss:.3f}: {costs}.")
@@ -633,7 +636,7 @@ def front(found: Mapping[str, dict]) -> str:
     """The first sentences of the page."""
     speeds, beside = [], []
     device = next((known["device"] for known in found.values() if "device" in known), "one GPU")
-    for part, title in (("recommended", "`recommended`"), ("microllama", "MicroLlama")):
+    for part, title in (("growing_pool", "`growing_pool`"), ("microllama", "MicroLlama")):
         shipped, torch = found[part].get("shipped", {}), found["torch"].get(part, {})
         if "tokens_per_s" in shipped:
             share = _share(found[part], shipped)
@@ -761,7 +764,7 @@ def measure_all(options: argparse.Namespace) -> int:
 
 
 _LEAST_S = 10
-FIRST = ("acceptance", "recommended", "microllama", "training", "torch")
+FIRST = ("acceptance", "growing_pool", "microllama", "training", "torch")
 
 
 def main() -> int:

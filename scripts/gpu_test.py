@@ -31,11 +31,11 @@ TORCH = {
 ARM = {"tokens_total": [10, 20, 30], "updates_total": [1, 2, 3], "syncs_total": [0, 0, 1]}
 ARM |= {"loss": [4.0, 3.5, 3.25], "round_tokens": [10, 10, 10], "round_s": [9.0, 1.0, 1.0]}
 FOUND = {
-    "recommended": H100 | {"flops_per_token": 494.5e6, "shipped": SPEED, "one worker": SPEED},
-    "torch": {"recommended": TORCH, "microllama": {"error": "torch is not installed"}},
+    "growing_pool": H100 | {"flops_per_token": 494.5e6, "shipped": SPEED, "one worker": SPEED},
+    "torch": {"growing_pool": TORCH, "microllama": {"error": "torch is not installed"}},
     "acceptance": {"update": {"float32 loss": 1e-6}, "resume": "yes, every bit"},
     "training": {
-        "recommended": ARM,
+        "growing_pool": ARM,
         "DiLoCo": ARM | {"tokens_total": [12, 22], "loss": [4.5, 4.25]},
     },
 }
@@ -130,20 +130,20 @@ def test_the_page_gets_its_front_and_tables(tmp_path):
         gpu.Figures(out / f"{part}.json").write(**known)
     gpu.write_page(out, page)
     text = page.read_text("utf-8")
-    assert "`recommended` 1,000,000 tokens/s (0.50 of the peak)." in " ".join(text.split())
+    assert "`growing_pool` 1,000,000 tokens/s (0.50 of the peak)." in " ".join(text.split())
     assert "DiLoCo 4.250" in text and "Machine: a machine." in text
     found = " ".join(text.split())
-    assert "`recommended` 2.00 and 4.0." in found
+    assert "`growing_pool` 2.00 and 4.0." in found
     # at the first evaluation of each with the higher of both last losses
-    assert "To 4.250: recommended 0.0 M tokens, 1 updates, 0 synchronisations; DiLoCo 0.0" in found
+    assert "To 4.250: growing_pool 0.0 M tokens, 1 updates, 0 synchronisations; DiLoCo 0.0" in found
     rows = rows_of(text.partition("<!-- end of the table -->")[0])
     beside = [f"{rate} (1 to 3)" for rate in ("2,000,000", "1,000,000", "500,000")]
-    assert rows[gpu.TITLES["recommended"]] == ["1,000,000", "0.500", *beside]
+    assert rows[gpu.TITLES["growing_pool"]] == ["1,000,000", "0.500", *beside]
     reason = "not measured: torch is not installed"
     assert rows[gpu.TITLES["microllama"]] == ["not measured", "", *[reason] * 3]
     assert rows["one worker"] == ["1.250 (1,000,000, 0.500)", "-"]
     # at the tokens that both have
-    assert rows["recommended"][:3] == ["3.500", "0.0 M", "2"] and rows["recommended"][-1] == "10"
+    assert rows["growing_pool"][:3] == ["3.500", "0.0 M", "2"] and rows["growing_pool"][-1] == "10"
     assert rows["DiLoCo"][0] == "4.250"
     assert "float32 loss 1.0e-06" in text and "deterministic operations: yes, every bit." in text
     assert "default operations: not measured." in text
@@ -204,13 +204,13 @@ def test_an_arm_that_was_cut_short_continues_and_a_finished_one_does_not(monkeyp
     with pytest.raises(TimeoutError, match="cut"):
         gpu.training(figures, gpu.TINY, options)
     # Each may use what is left but for the shares of those after it.
-    assert calls == [("recommended", 250), ("DiLoCo", 350), ("data_parallel", 450)]
+    assert calls == [("growing_pool", 250), ("DiLoCo", 350), ("data_parallel", 450)]
     assert [figures.known[name]["cut"] for name in gpu.ARMS] == [False, True, False]
     options.limit = 300
     gpu.training(figures, gpu.TINY, options)
     assert calls[3:] == [("DiLoCo", 300)]
     options.limit = 1
-    with pytest.raises(TimeoutError, match="not enough for recommended"):
+    with pytest.raises(TimeoutError, match="not enough for growing_pool"):
         gpu.training(gpu.Figures(tmp_path / "other.json"), gpu.TINY, options)
 
 
@@ -222,7 +222,7 @@ def test_pytorch_is_timed_beside_one_worker_of_each_model(monkeypatch, tmp_path)
     monkeypatch.setattr(gpu, "torch_lacks", lambda: lacks.pop(0))
     figures = gpu.Figures(tmp_path / "torch.json")
     gpu.torch(figures, gpu.FULL, argparse.Namespace())
-    assert figures.known["recommended"] == {"error": "torch is not installed"}
+    assert figures.known["growing_pool"] == {"error": "torch is not installed"}
     assert figures.known["microllama"]["compile"] == {"tokens_per_s": [1, 2, 3]}
     assert calls == [(gpu.FULL.steps["microllama"].shape, 8, 1, 5)]
 

@@ -7,7 +7,7 @@ Each site is a network namespace with one link to a hub, which has the bucket's 
 a link are limited to the same rate (`tc tbf`), and each site to the same share of a processor. The
 links have no delay. The driver runs at the first site.
 
-- recommended, DiLoCo: through the bucket, until the loss of docs/RESULTS.md is reached; once with a
+- growing_pool, DiLoCo: through the bucket, until the loss of docs/RESULTS.md is reached; once with a
   learner that is killed after a third of the run, and starts again
 - one worker: alone at one site
 - data parallel: 200 updates are timed (jax.distributed with gloo). Its number of updates to the
@@ -60,8 +60,8 @@ CREDENTIALS = {
     "AWS_ENDPOINT_URL": BUCKET,
     "AWS_ALLOW_HTTP": "true",
 }
-KILLED = "recommended, a learner killed"
-THROUGH_BUCKET = ("recommended", "DiLoCo", KILLED)
+KILLED = "growing_pool, a learner killed"
+THROUGH_BUCKET = ("growing_pool", "DiLoCo", KILLED)
 
 
 class Model(NamedTuple):
@@ -77,7 +77,7 @@ MODELS = {
         loss=1.6,
         record="small",
         trials={
-            "recommended": methods.OURS,
+            "growing_pool": methods.OURS,
             "DiLoCo": methods.DILOCO_MOMENTUM,
             "one worker": "one worker: rate 0.002, 13200 updates",
             "data parallel": "data parallel: rate 0.004, 2640 updates",
@@ -87,7 +87,7 @@ MODELS = {
         loss=1.32,
         record="half_muon",
         trials={
-            "recommended": "ours: Muon, 0.006",
+            "growing_pool": "ours: Muon, 0.006",
             "DiLoCo": "DiLoCo: Muon, 0.006",
             "one worker": "one worker: Muon, 0.004",
             "data parallel": "data parallel: Muon, 0.01",
@@ -115,7 +115,7 @@ def cases(rates: list[int], seeds: list[int], precisions: list[str]) -> Iterator
     pairs = [(rate, seeds[0]) for rate in rates] + [(rates[0], seed) for seed in seeds[1:]]
     for rate, seed in pairs:
         for precision in precisions:
-            for method in ("recommended", "DiLoCo"):
+            for method in ("growing_pool", "DiLoCo"):
                 yield Case(method, rate, seed, precision)
         if seed == seeds[0]:
             yield Case("data parallel", rate, seed)
@@ -126,7 +126,7 @@ def cases(rates: list[int], seeds: list[int], precisions: list[str]) -> Iterator
 
 def variant(model: str, method: str) -> str:
     """What the studies call a method: its name and setting."""
-    return MODELS[model].trials["recommended" if method == KILLED else method]
+    return MODELS[model].trials["growing_pool" if method == KILLED else method]
 
 
 def config_of(model: str, method: str, seed: int, **changes: Any) -> Any:
@@ -352,7 +352,7 @@ def trained(
     through_bucket = case.method != "one worker"
     if through_bucket:
         changes = {"engine.kind": "bucket", "engine.address": "s3://links/run"}
-        changes["engine.max_learners"] = NUM_SITES  # recommended begins with one worker
+        changes["engine.max_learners"] = NUM_SITES  # growing_pool begins with one worker
         changes["outer.precision"] = case.precision
     config.write_text(
         f"import sys\n\nsys.path.insert(0, {str(ROOT / 'scripts')!r})\nimport links\n\n\n"

@@ -50,7 +50,7 @@ def test_the_first_rate_and_seed_come_first_and_what_needs_no_link_runs_once():
     ]
     assert len({*map(str, found)}) == len(found) == 17
     assert {case.rate for case in found if case.method == "one worker"} == {None}
-    assert {"recommended-50mbit-1", "recommended-50mbit-1-int4"} < {*map(str, found)}
+    assert {"growing_pool-50mbit-1", "growing_pool-50mbit-1-int4"} < {*map(str, found)}
 
 
 def test_seconds_leave_out_compiling_and_those_of_data_parallel_are_its_updates(tmp_path):

@@ -60,7 +60,7 @@ SHAPES = {
         1024,
         16,
     ),
-    "recommended": Shape(
+    "growing_pool": Shape(
         {"vocab_size": 32000, "width": 384, "num_layers": 6, "num_heads": 3, "num_kv_heads": 3}
         | {"mlp_width": 1024, "dtype": "bfloat16"},
         512,

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adloco_jax import ROUND_LENGTHS
-from adloco_jax.configs.compare_quick import AVERAGE, batch
+from studies.compare_quick import AVERAGE, batch
 from adloco_jax.contrib.qsr import quadratic
 
 Changes = Mapping[str, Any]

@@ -53,11 +53,11 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from adloco_jax.cli.compare import execute
-from adloco_jax.configs import compare_quick, microllama
+from adloco_jax.configs import microllama
 from adloco_jax.study import results
 from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison
-from studies import methods, tables
+from studies import compare_quick, methods, tables
 from studies.methods import Changes
 
 TEXTS = {

@@ -32,7 +32,7 @@ def slurm_job(folder, srun, **settings):
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    script = SBATCH.read_text("utf-8").replace("configs/microllama.py", "faults")
+    script = SBATCH.read_text("utf-8").replace("configs/microllama.py", f"{ROOT}/probes/faults.py")
     log = folder / "scontrol.log"
     log.unlink(missing_ok=True)
     done = subprocess.run(

@@ -78,7 +78,7 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
 
 
 def test_the_comparison_that_ships_can_run(tmp_path):
-    path = find_config(f"{ROOT}/configs/compare_quick.py")
+    path = find_config(f"{ROOT}/studies/compare_quick.py")
     declared = load_config(path, "get_comparison", Comparison)
     assert len(runs_of(declared, tmp_path)) == len(declared.seeds) * len(declared.variants) > 10
 

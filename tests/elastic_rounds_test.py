@@ -623,7 +623,7 @@ def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ray", "folder", "s3"])
-@pytest.mark.parametrize("name", ["quickstart", "recommended_quick"])
+@pytest.mark.parametrize("name", ["quickstart", "growing_pool"])
 def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
     monkeypatch, tmp_path, name, way
 ):

@@ -340,7 +340,7 @@ def test_the_commands_of_the_guide_and_of_the_files_train_on_two_nodes(two_nodes
         command = command.replace("127.0.0.1", "127.0.0.2")
         environ = environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
     command = command.replace("adloco train", "python -m adloco_jax.main train")
-    command = re.sub(r"\bquickstart\b|configs/quickstart.py", "faults", command)
+    command = re.sub(r"\bquickstart\b|configs/quickstart.py", f"{ROOT}/probes/faults.py", command)
     command = command.replace("runs/elastic", "runs/ray").replace("6379", str(port))
     command = re.sub(r"(max_learners=|quorum=)[34]", r"\g<1>2", command)
     words = ["bash", "-c", f"{command.rstrip()} --config.num_rounds=2"]

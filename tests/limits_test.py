@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NOWHERE = "/dev/null/nowhere"  # nobody can write there, not even root
 COMMAND = [
-    *(sys.executable, "-m", "adloco_jax.main", f"--config={ROOT}/configs/faults.py"),
+    *(sys.executable, "-m", "adloco_jax.main", f"--config={ROOT}/probes/faults.py"),
     *("--workdir=run", "--config.num_rounds=1", "--config.ensemble.num_trainers=1"),
 ]
 

@@ -151,9 +151,9 @@ def test_only_the_first_process_prints(capsys, monkeypatch):
 
 @contextlib.contextmanager
 def started(workdir, *overrides, num_processes=1, num_devices=1, cache):
-    """Starts configs/faults.py on several processes with several devices; kills leftovers."""
+    """Starts probes/faults.py on several processes with several devices; kills leftovers."""
     command = [sys.executable, "-m", "adloco_jax.main"]
-    command += [f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}", *overrides]
+    command += [f"--config={ROOT}/probes/faults.py", f"--workdir={workdir}", *overrides]
     places = [[]]
     if num_processes > 1:
         with socket.socket() as probe:
@@ -255,7 +255,7 @@ main.command()
 def test_a_run_that_hangs_ends_itself_and_says_where(tmp_path):
     done = subprocess.run(
         [
-            *(sys.executable, "-c", STUCK, f"--config={ROOT}/configs/faults.py"),
+            *(sys.executable, "-c", STUCK, f"--config={ROOT}/probes/faults.py"),
             *(f"--workdir={tmp_path / 'run'}", "--config.checkpoint.watchdog_s=1"),
         ],
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},

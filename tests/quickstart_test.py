@@ -51,8 +51,8 @@ def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp
 
 
 @pytest.mark.slow
-def test_the_recommended_settings_show_a_growing_pool(tmp_path):
-    words = ["-m", "adloco_jax.main", "--config", "recommended_quick"]
+def test_growing_pool_adds_workers(tmp_path):
+    words = ["-m", "adloco_jax.main", "--config", "growing_pool"]
     _, events, losses = run(words, tmp_path, cwd=tmp_path)
     joined = [(e["workers_before"], e["workers_after"]) for e in events if e["event"] == "spawn"]
     assert joined == [(1, 2), (2, 4)]

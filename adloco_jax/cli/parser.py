@@ -123,7 +123,7 @@ class Parser(argparse.ArgumentParser):
             "RUN": [folder for folder in [*folders, *runs_in("runs")] if is_run(folder)][:1],
             "TEXT": named[:1],
             "FOLDER": ["prepared"],
-            "CONFIG": ["compare_quick" if self.prog.endswith("compare") else "quickstart"],
+            "CONFIG": ["studies/compare_quick.py" if self.prog.endswith("compare") else "quickstart"],
         }
         example = f"{self.prog} {self.example.split('[')[0]}".strip()
         for name, values in found.items():
@@ -182,7 +182,7 @@ processes, start each with this command and --distributed (under Slurm, Open MPI
 --coordinator, --num-processes and --process-id.
 
 --workdir DIR: the run's folder; by default a new one in runs/
---size PARAMETERS: of the config recommended: a model of about 10M, 35M or 100M parameters
+--size PARAMETERS: of diloco and growing_pool: a model of about 10M, 35M or 100M parameters
 --plan: print the plan of the run, as adloco plan does, and stop
 --memory: with plan: compile, and print each program's memory
 --device [KINDxN]: with plan: compile for devices that are not here; without a value: list them

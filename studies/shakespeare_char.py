@@ -1,6 +1,6 @@
 """nanoGPT's Shakespeare recipe for CPUs, on one worker: 2,000 updates of 12 x 64 characters.
 
-Command:   python -m adloco_jax.main --config configs/shakespeare_char.py
+Command:   python -m adloco_jax.main --config studies/shakespeare_char.py
              --config.data.path=FILE
              By default, FILE is text/tinyshakespeare.txt in the folder that the environment
              variable ADLOCO_DATA_DIR names, or in the current folder. The file has 1,115,394

@@ -1,6 +1,6 @@
 """The run with which scripts/faults.py tests crashes and damage: all mechanisms in a few seconds.
 
-Command:   python -m adloco_jax.main --config configs/faults.py
+Command:   python -m adloco_jax.main --config probes/faults.py
 Hardware:  two CPU cores
 Shows:     workers that join, growth, accumulation, a merge, evaluation after every second round,
            a checkpoint after every round

@@ -1,6 +1,6 @@
 """AdLoCo compared with DiLoCo at small size: five variants, three seeds, real text, no download.
 
-Command:   adloco compare compare_quick --processes 2
+Command:   adloco compare studies/compare_quick.py --processes 2
 Hardware:  two CPU cores, under 20 minutes
 Model:     a Llama of 75,600 parameters that reads bytes; four workers
 Text:      the standard library of the Python that runs the command
