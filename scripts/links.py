@@ -7,8 +7,8 @@ Each site is a network namespace with one link to a hub, which has the bucket's 
 a link are limited to the same rate (`tc tbf`), and each site to the same share of a processor. The
 links have no delay. The driver runs at the first site.
 
-- growing_pool, DiLoCo: through the bucket, until the loss of docs/RESULTS.md is reached; once with a
-  learner that is killed after a third of the run, and starts again
+- growing_pool, DiLoCo: through the bucket, until the loss of docs/RESULTS.md is reached; once with
+  a learner that is killed after a third of the run, and starts again
 - one worker: alone at one site
 - data parallel: 200 updates are timed (jax.distributed with gloo). Its number of updates to the
   loss comes from the run without links in studies/*.jsonl.

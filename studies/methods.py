@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from adloco_jax import ROUND_LENGTHS
-from studies.compare_quick import AVERAGE, batch
 from adloco_jax.contrib.qsr import quadratic
+from studies.compare_quick import AVERAGE, batch
 
 Changes = Mapping[str, Any]
 

@@ -123,7 +123,9 @@ class Parser(argparse.ArgumentParser):
             "RUN": [folder for folder in [*folders, *runs_in("runs")] if is_run(folder)][:1],
             "TEXT": named[:1],
             "FOLDER": ["prepared"],
-            "CONFIG": ["studies/compare_quick.py" if self.prog.endswith("compare") else "quickstart"],
+            "CONFIG": [
+                "studies/compare_quick.py" if self.prog.endswith("compare") else "quickstart"
+            ],
         }
         example = f"{self.prog} {self.example.split('[')[0]}".strip()
         for name, values in found.items():
