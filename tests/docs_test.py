@@ -64,9 +64,7 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
         assert (tmp_path / "prepared" / "stdlib" / "prepared.json").exists()
 
 
-def test_the_readme_is_short_and_files_that_the_pages_name_exist():
-    readme = PAGES[0].read_text(encoding="utf-8")
-    assert len(readme.splitlines()) <= 110 and len(readme.split()) <= 700
+def test_files_that_the_pages_name_exist():
     pattern = r"`((?:adloco_jax|configs|scripts|studies|docs|notebooks|tests)/[\w./]+\.\w+)`"
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert len(named) > 30
