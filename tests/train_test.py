@@ -99,6 +99,11 @@ def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
     parts = split_heldout(np.arange(20)[:, None], num_sequences=64, batch_size=4, num_trainers=2)
     assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
     assert sorted([*parts.guard_E, *parts.report_E]) == list(range(20))
+    one, two = (
+        split_heldout(np.arange(96)[:, None], num_sequences=64, batch_size=4, num_trainers=m)
+        for m in (1, 2)
+    )
+    assert (one.report_E == two.report_E).all()  # losses of one trainer and of two compare
     for count, trainers, need in ((0, 1, 1), (0, 3, 2), (1, 3, 2)):
         with pytest.raises(DataError, match=f"corpus.heldout_rows: have {count}, need {need}, "):
             split(count, num_trainers=trainers)

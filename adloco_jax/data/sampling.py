@@ -214,7 +214,9 @@ def split_heldout(
             f"corpus.heldout_rows: have {len(order)}, need {fewest}, {use}; hold out more, for"
             " instance by data.heldout_frac"
         )
-    num_guard = min(MAX_GUARD_ROWS, len(order) // 2) if num_trainers > 1 else 0
-    chosen = order[num_guard : num_guard + num_sequences]
-    guard, report = np.sort(order[:num_guard]), np.sort(chosen)
+    num_guard = min(MAX_GUARD_ROWS, len(order) // 2)
+    guard, report = order[:num_guard], order[num_guard:]
+    if num_trainers == 1:  # last, so that losses of one trainer and of several are of the same rows
+        guard, report = guard[:0], np.concatenate([report, guard])
+    guard, report = np.sort(guard), np.sort(report[:num_sequences])
     return HeldOut(rows_EL[guard], rows_EL[report], batch_size, guard, report)
