@@ -6,6 +6,7 @@ shape and type is checked; `models.weight_maps` has the names.
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -59,11 +60,17 @@ _AT_ONCE: Any = (
     else {}
 )
 _TRANSPOSED = ("kernel", "lora_a", "lora_b")
-# What an adapter_config.json must say, if it says something of it; None: nothing.
-_LORA: dict[str, str | None] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
-    ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern")
-    + ("alpha_pattern", "layers_to_transform", "exclude_modules", "target_parameters")
-)
+# Keys of an adapter_config.json that are read, or change no output of a trained adapter.
+_READ = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "revision"}
+_HARMLESS = {"auto_mapping", "inference_mode", "lora_dropout", "peft_version", "task_type"}
+_HARMLESS |= {"layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"}  # of others
+# Those of an initialisation, which `init_lora_weights` names.
+_HARMLESS |= {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}
+# What all other keys, also those that are not known, may say: these, or nothing. PEFT's other
+# initialisations change the base weights, also when an adapter is loaded.
+_PLAIN = {"peft_type": ["LORA"], "bias": ["none"]}
+_PLAIN |= {"init_lora_weights": [True, "gaussian", "eva", "orthogonal", "mica"]}
+_BASE = ("base_sha256", "base_dtype")  # metadata of an adapter's weights, for `fingerprint`
 
 
 class Loaded(NamedTuple):
@@ -162,6 +169,7 @@ def load(
     head: bool = True,
     merges: bool = False,
     dtype: str = "float32",
+    revision: str | None = None,
     key: str = "model.init_from",
 ) -> Loaded:
     """Read a model and its weights from a checkpoint in Hugging Face layout.
@@ -177,6 +185,7 @@ def load(
         classes). If False, the returned parameters may lack it; a head of another kind is not read.
       merges: Whether an adapter is added to the weights that it belongs to.
       dtype: Dtype of the parameters, "float32" or "bfloat16". An adapter's are float32.
+      revision: Branch, tag or commit of a repository on the hub. None: its main branch.
       key: The config's key, or the option, that messages mention.
 
     Returns:
@@ -187,10 +196,11 @@ def load(
       ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
       ResourceError: If the hub cannot be reached.
       DataError: If the architecture is another, or tensors are missing, unexpected, stored twice,
-        of a wrong shape, not of a float dtype or not finite. The message names all faults.
+        of a wrong shape, not of a float dtype or not finite, or an adapter's base has other weights
+        than recorded. The message names all faults.
     """
     one_of = ["*.safetensors", "pytorch_model*.bin"] if _has_torch() else ["*.safetensors"]
-    with _folder(str(path_or_name), one_of, key=key) as folder:
+    with _folder(str(path_or_name), one_of, key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
             return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
         network, stored, left_out, config = _checked(folder, needs_head=head)
@@ -219,14 +229,22 @@ def _values(
 def _load_adapter(folder: Path, merges: bool, **how: Any) -> Loaded:
     """Read an adapter in PEFT's layout, and the model for which it was made."""
     content = _adapter_config(folder)
-    loaded = load(content["base_model_name_or_path"], **how)
+    name, revision = content["base_model_name_or_path"], content.get("revision")
+    loaded = load(name, revision=revision, **how)
     network = _adapted(folder, loaded.network, content)
     wanted = {tensor: tensor.name for tensor in _low_rank(network)}
     stored = _open(folder / _ADAPTER_WEIGHTS)
     faults = [f"{folder}: {name}: unexpected" for name in stored.keys() - wanted.values()]
     if faults := faults + _unfit(folder, wanted, stored, network):
         raise DataError(_listed(faults))
-    low_rank, _ = _values(network, {tensor: stored[name] for tensor, name in wanted.items()})
+    with safetensors.safe_open(folder / _ADAPTER_WEIGHTS, framework="numpy") as file:
+        sha256, base_dtype = map((file.metadata() or {}).get, _BASE)
+    if sha256 is not None and base_dtype in ("float32", "bfloat16"):
+        base = loaded.params
+        if how["dtype"] not in ("float32", base_dtype):  # which has lost what was hashed
+            base = load(name, revision=revision, **how | {"dtype": base_dtype}).params
+        require_same_base(base, sha256, base_dtype, f"{folder}: {name}")
+    low_rank, _ = _values(network, {tensor: stored[wanted[tensor]] for tensor in wanted})
     params = with_adapter(loaded.params, low_rank)
     if merges:
         return loaded._replace(params=merge_adapter(params, network.adapter))
@@ -237,10 +255,13 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
     """Read `adapter_config.json`, of an adapter that is plain LoRA."""
     path = folder / _ADAPTER
     content = read_json(path, DataError, **_JSON)
-    needs = [(key, need or "none", (need, False, [], {}, "")) for key, need in _LORA.items()]
-    faults = [(key, need) for key, need, known in needs if content.get(key, known[0]) not in known]
+    faults = [
+        (key, " or ".join(map(str, _PLAIN.get(key, ["none"]))) + "; or merge_and_unload() in PEFT")
+        for key in sorted(content.keys() - _READ - _HARMLESS)
+        if content[key] not in [None, False, [], {}, "", *_PLAIN.get(key, ())]
+    ]
     base, rank, alpha = (content.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
-    if not isinstance(base, str) or not base or _is_adapter(base):
+    if not isinstance(base, str) or not base or _is_adapter(base, content.get("revision")):
         faults.append(("base_model_name_or_path", "a model, no adapter"))
     if type(rank) is not int or rank < 1:
         faults.append(("r", "a positive integer"))
@@ -252,9 +273,32 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _is_adapter(name: str) -> bool:
-    with _folder(name, ["config.json", _ADAPTER], key="base_model_name_or_path") as folder:
+def _is_adapter(name: str, revision: str | None) -> bool:
+    key = "base_model_name_or_path"
+    with _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
         return (folder / _ADAPTER).exists()
+
+
+def as_held(base: PyTree, dtype: str) -> PyTree:
+    """Cast frozen weights; unstack those of layers, which programs would copy to take one out."""
+    base = jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), base)
+    return base | {"layers": jax.tree.map(tuple, base["layers"])}
+
+
+def fingerprint(held: PyTree) -> str:
+    """Hash (SHA-256, hex) frozen weights, NumPy arrays from `as_held`."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(held):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        digest.update(leaf.tobytes("A"))  # as it lies in memory, without a transpose
+    return digest.hexdigest()
+
+
+def require_same_base(base: PyTree, sha256: str, dtype: str, where: str) -> None:
+    """Raise DataError unless the base weights of an adapter, held in `dtype`, have this hash."""
+    if fingerprint(as_held(base, dtype)) != sha256:
+        need = "other weights than those for which the adapter was made"
+        raise DataError(f"{where} has {need}; restore them")
 
 
 def _adapted(folder: Path, network: Any, content: Mapping[str, Any]) -> Any:
@@ -275,17 +319,18 @@ def _targets(network: nn.Module) -> list[str]:
     return sorted({tensor.name.split(".")[-3] for tensor in _low_rank(network)})
 
 
-def inspect(path_or_name: str | Path) -> Description:
+def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Description:
     """Describe the model of a checkpoint without reading its weights.
 
     Of an address or a repository on the hub only `config.json` is read. Checks and errors are those
     of `load(..., head=False)`, except for weights that are not finite.
     """
     name, key = str(path_or_name), "model.init_from"
-    with _folder(name, ["config.json", _ADAPTER], key=key) as folder:
+    with _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
             content = _adapter_config(folder)
-            found = inspect(content["base_model_name_or_path"])
+            base, revision = content["base_model_name_or_path"], content.get("revision")
+            found = inspect(base, revision=revision)
             return found._replace(network=_adapted(folder, found.network, content))
         if not is_address(name) and not is_on_hub(name, key=key):
             network, stored, _, config = _checked(folder, needs_head=False)
@@ -371,29 +416,41 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | None) 
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def base_name(name: str) -> str:
-    """Return the name by which adapters refer to a model; of an adapter, its base's."""
-    with (
-        contextlib.suppress(UserError),
-        _folder(name, ["config.json", _ADAPTER], key="model.init_from") as folder,
-    ):
+def base_of(name: str, revision: str | None = None) -> dict[str, str | None]:
+    """Return how an adapter's config names a model and its commit; of an adapter, its base's."""
+    how: Any = {"key": "model.init_from", "revision": revision}
+    with contextlib.suppress(UserError), _folder(name, ["config.json", _ADAPTER], **how) as folder:
         if (folder / _ADAPTER).exists():
-            return _adapter_config(folder)["base_model_name_or_path"]
-    return str(Path(name).resolve()) if Path(name).exists() else name
+            content = _adapter_config(folder)
+            return base_of(content["base_model_name_or_path"], content.get("revision"))
+        if is_on_hub(name, key="model.init_from"):
+            revision = folder.name  # of the hub's cache, snapshots/<commit>
+        elif not is_address(name):
+            name = str(folder.resolve())
+    return {"base_model_name_or_path": name, "revision": revision}
 
 
 def save_adapter(
-    params: PyTree, folder: str | Path, tokenizer: Tokenizer | None, *, network: Any, base: str
+    params: PyTree,
+    folder: str | Path,
+    tokenizer: Tokenizer | None,
+    *,
+    network: Any,
+    base: Mapping[str, str | None],
+    sha256: str = "",
+    base_dtype: str = "float32",
 ) -> None:
-    """Write a model's adapter in PEFT's layout, in float32; `base` names the model it belongs to.
+    """Write a model's adapter in PEFT's layout, in float32.
 
-    An existing `folder` is replaced when everything is written.
+    An existing `folder` is replaced when everything is written. `base` is the result of `base_of`
+    for the model to which the adapter belongs. `sha256` is the `fingerprint` of its weights, held
+    in `base_dtype`, which `load` then compares; empty: not known.
     """
     arrays = _arrays(jax.tree.map(np.asarray, params), _low_rank(network))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        **base,
         "r": network.adapter.rank,
         "lora_alpha": network.adapter.alpha,
         "target_modules": _targets(network),
@@ -403,7 +460,8 @@ def save_adapter(
         "inference_mode": True,
     }
     with replaced_folder(Path(folder)) as partial:
-        save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        recorded = dict(zip(_BASE, (sha256, base_dtype), strict=True)) if sha256 else {}
+        save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata={"format": "pt"} | recorded)
         (partial / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial, network.max_length)
@@ -433,11 +491,13 @@ def _weight_maps() -> list[WeightMap]:
 
 
 @contextlib.contextmanager
-def _folder(name: str, one_of: Sequence[str], *, key: str) -> Iterator[Path]:
+def _folder(
+    name: str, one_of: Sequence[str], *, key: str, revision: str | None = None
+) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
     files, hint = ("config.json", "*.index.json", _ADAPTER), "" if _has_torch() else _TORCH
     files += (GENERATION,)
-    with fetched(name, files, one_of=one_of, key=key, hint=hint) as folder:
+    with fetched(name, files, one_of=one_of, key=key, hint=hint, revision=revision) as folder:
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")
         yield folder

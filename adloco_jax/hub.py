@@ -45,17 +45,24 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
 
 
 def download(
-    name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, hint: str = ""
+    name: str,
+    wanted: Sequence[str],
+    *,
+    one_of: Sequence[str],
+    where: str,
+    hint: str = "",
+    revision: str | None = None,
 ) -> Path:
     """Download files of a model's repository to the hub's cache; return their folder.
 
     Files that match `wanted` are downloaded, and those of the first pattern of `one_of` that any
     file matches. Every file is compared with the hub's hash. Messages mention `where`, the config's
-    key and value, and `hint` if nothing matches.
+    key and value, and `hint` if nothing matches. `revision` is a branch, tag or commit; None: main.
 
     Raises:
       Unreachable: If the hub does not answer.
-      ConfigError: If there is no such repository, no access to it, or no file for `one_of` in it.
+      ConfigError: If there is no such repository or revision, no access to it, or no file for
+        `one_of` in it.
       DataError: If a hash differs.
     """
     import huggingface_hub
@@ -65,7 +72,7 @@ def download(
 
     def get(pattern: str, *, offline: bool = False) -> Path:
         options: Any = {"allow_patterns": [*wanted, pattern], "local_files_only": offline}
-        return Path(huggingface_hub.snapshot_download(name, **options))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, **options))
 
     def cached() -> Path | None:
         for pattern in one_of:
@@ -76,7 +83,8 @@ def download(
 
     if (folder := cached()) is None:
         with faults(f"{where} (no path here)"):
-            info = huggingface_hub.HfApi().model_info(name, timeout=FIRST_ANSWER_S)
+            api = huggingface_hub.HfApi()
+            info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
             best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
             if best is None:

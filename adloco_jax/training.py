@@ -285,7 +285,8 @@ def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
     exported = fetch(result.params)
     if processes.is_first():
         tokenizer = getattr(run.corpus, "tokenizer", None)
-        write_consensus(exported, run.workdir / "export", run.settings, tokenizer)
+        how = {"base_sha256": run.model.base.fingerprint}
+        write_consensus(exported, run.workdir / "export", run.settings, tokenizer, **how)
         report.conclude(run.workdir)
     processes.barrier("the export and the report are written")
     return result

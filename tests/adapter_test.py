@@ -260,7 +260,9 @@ def test_an_export_is_read_merged_continued_and_writes(trained, weights, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"use_rslora": True}, "use_rslora: have True, need none"),
+        ({"use_rslora": True}, "use_rslora: have True, need none; or merge_and_unload"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: have pissa, need True or gaussian or"),
+        ({"key_of_a_later_peft": 0.5}, "key_of_a_later_peft: have 0.5, need none"),
         ({"r": 0}, "r: have 0, need a positive integer"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path: have None, need a model, no"),
         ({"base_model_name_or_path": "ADAPTER"}, "have .*adapter, need a model, no adapter"),
@@ -275,6 +277,59 @@ def test_an_adapter_of_another_kind_is_refused(trained, tmp_path, changes, fault
     path.write_text(text.replace("ADAPTER", str(folder)))
     with pytest.raises(DataError, match=fault):
         hf.load(folder)
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
+def test_other_base_weights_of_equal_shape_are_refused_wherever_an_adapter_meets_them(
+    trained, weights, tmp_path, capsys, base_dtype
+):
+    run = shutil.copytree(trained.workdir, tmp_path / "r")
+    config = adapted(weights)
+    config.model.base_dtype = base_dtype
+    base, _ = frozen(validate(config), hf.load(weights).params, here())
+    if base_dtype == "bfloat16":  # as if the run had held it so
+        record = json.loads((run / "config.json").read_text())
+        record["config"]["model"]["base_dtype"] = base_dtype
+        record["base_fingerprint"] = base.fingerprint
+        (run / "config.json").write_text(json.dumps(record))
+        assert cli.main(["export", str(run), f"--out={run / 'again'}"]) == 0
+        shutil.rmtree(run / "export")
+        (run / "again").rename(run / "export")
+    assert hf.load(run / "export", dtype="bfloat16").stored_as == ("float32",)
+    assert cli.main(["export", str(run), "--merge", f"--out={tmp_path / 'whole'}"]) == 0
+    made(weights, seed=6)
+    capsys.readouterr()
+    asked = ["generate", str(run), "--prompt=a", "--tokens=3"]
+    for words in (["export", str(run), "--merge", f"--out={tmp_path / 'other'}"], asked):
+        assert cli.main(words) == 3
+        line = capsys.readouterr().err
+        assert f"{weights} has other weights than those for which the adapter" in line
+        assert line.count("\n") == 1
+    assert not (tmp_path / "other").exists()
+    for changes in ({"rank": 0}, {}):
+        with pytest.raises(DataError, match="has other weights than those for which the adapter"):
+            pretrained_params(validate(adapted(run / "export", adapter=changes)))
+    made(weights, seed=5)
+    assert cli.main(asked) == 0
+
+
+def test_an_adapter_names_the_commit_of_its_base_and_is_read_with_it(tmp_path, monkeypatch):
+    root = tmp_path / "hub" / "models--somebody--llama"
+    for digit in "01":
+        made(root / "snapshots" / (40 * digit), seed=int(digit))
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(40 * "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert hf.base_of("somebody/llama")["revision"] == 40 * "1"
+    network = Llama(**SIZES | {"vocab_size": 257}, max_length=32, adapter=Adapter(2, 3.0))
+    adapter, _ = split_adapter(network.init(jax.random.key(1), ROWS[:, :-1])["params"])
+    base = hf.base_of("somebody/llama", 40 * "0")
+    hf.save_adapter(adapter, tmp_path / "adapter", None, network=network, base=base)
+    assert hf.base_of(str(tmp_path / "adapter")) == base
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("somebody/llama", 40 * "0")
+    _, found = split_adapter(hf.load(tmp_path / "adapter").params)
+    assert_equal(found, hf.load(root / "snapshots" / (40 * "0")).params)
 
 
 def test_learners_of_ray_are_sent_the_adapter_alone(trained, weights, monkeypatch, tmp_path):

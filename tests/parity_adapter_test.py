@@ -1,11 +1,16 @@
 """Adapters that PEFT wrote and reads: the same logits in PyTorch and here."""
 
+import dataclasses
+import json
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from adloco_jax import hf
+from adloco_jax.errors import DataError
 from adloco_jax.models import Llama
 from adloco_jax.models.layers import Adapter
 from adloco_jax.models.llama import LayerKind
@@ -47,7 +52,8 @@ def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, plain, layers
     params = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), shapes["params"])
     adapter, base = split_adapter(params)
     hf.save(base, tmp_path / "base", network=plain)
-    hf.save_adapter(adapter, tmp_path / "ours", None, network=network, base=str(tmp_path / "base"))
+    how: Any = {"network": network, "base": hf.base_of(str(tmp_path / "base"))}
+    hf.save_adapter(adapter, tmp_path / "ours", None, **how)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.PeftModel.from_pretrained(model, str(tmp_path / "ours"))
     wanted = logits(network, params)
@@ -56,6 +62,71 @@ def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, plain, layers
     found = hf.load(tmp_path / "theirs")
     assert found.network == network
     np.testing.assert_array_equal(logits(found.network, found.params), wanted)
+
+
+HARMLESS = {
+    "init_lora_weights": [False, "gaussian", "eva", "orthogonal", "mica"],
+    "lora_dropout": [0.5],
+    "inference_mode": [False],
+    "task_type": ["SEQ_2_SEQ_LM"],
+    "auto_mapping": [{"base_model_class": "LlamaForCausalLM"}],
+    "peft_version": ["0.1"],
+    "revision": ["main"],
+    "megatron_core": ["x"],
+    "qalora_group_size": [8],
+    "loftq_config": [{"loftq_bits": 4}],
+    "eva_config": [{"rho": 3.0}],
+    "corda_config": [{"corda_method": "kpm"}],
+    "lora_ga_config": [{"stable_gamma": 8}],
+}
+HARMFUL = {
+    "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "new"],
+    "bias": ["all"],
+}
+READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_key_of_pefts_config_gives_pefts_logits_or_is_refused_by_name(tmp_path):
+    network = PLAIN.clone(adapter=Adapter(4, 5.0, "attention"))
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), shapes["params"])
+    adapter, base = split_adapter(params)
+    hf.save(base, tmp_path / "base", network=PLAIN)
+    how: Any = {"network": network, "base": hf.base_of(str(tmp_path / "base"))}
+    hf.save_adapter(adapter, tmp_path / "adapter", None, **how)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    written = json.loads(path.read_text())
+
+    def read(key, value):
+        config = {"peft_version": peft.__version__} | written | {key: value}
+        path.write_text(json.dumps(config))
+        found = hf.load(tmp_path / "adapter")
+        return logits(found.network, found.params)
+
+    def of_peft():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        return of_torch(peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter")))
+
+    wanted = np.asarray(logits(network, params))
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    for key in (known - READ - HARMLESS.keys() - {"runtime_config", "layers_pattern"}) | {"new"}:
+        HARMFUL.setdefault(key, [{"x": 1}])
+    for key, values in HARMLESS.items():
+        for value in values:
+            np.testing.assert_array_equal(read(key, value), wanted)
+            near = {"rtol": 1e-5, "atol": 1e-5 * np.abs(wanted).max()}
+            np.testing.assert_allclose(of_peft(), wanted, **near)
+    for key, values in HARMFUL.items():
+        for value in values:
+            with pytest.raises(DataError, match=f"adapter_config.json: {key}: have "):
+                read(key, value)
+    path.write_text(json.dumps(peft.LoraConfig(**written).to_dict(), default=list))
+    np.testing.assert_array_equal(read("init_lora_weights", True), wanted)
+    read("init_lora_weights", True)
+    path.write_text(json.dumps(written | {"init_lora_weights": "pissa"}))
+    assert np.abs(of_peft() - wanted).max() > 1e-3  # which is why it is refused
 
 
 def test_an_adapter_begins_as_in_peft(tmp_path):

@@ -97,7 +97,8 @@ def export(options: argparse.Namespace, command: str) -> None:
     if trained is not None:
         given = trained.params, out, trained.settings, trained.tokenizer
         merges = options.merge and trained.settings.adapter.rank
-        dtype = (save_merged if merges else save)(*given, **how)
+        write = save_merged if merges else save
+        dtype = write(*given, base_sha256=trained.base_sha256, **how)
         try:
             card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
         except DataError as error:  # a damaged ledger, which the model does not need

@@ -316,6 +316,7 @@ def fetched(
     key: str,
     hint: str = "",
     endings: Sequence[str] = (),
+    revision: str | None = None,
 ) -> Iterator[Path]:
     """Yield a path, or the copy in the user's cache of a remote folder or a repository on the hub.
 
@@ -328,6 +329,7 @@ def fetched(
       key: The config's key, for messages.
       hint: What the message advises if no file matches a pattern of `one_of`.
       endings: As in `is_on_hub`.
+      revision: As in `hub.download`.
 
     Raises:
       ConfigError: If no file matches a pattern of `one_of`.
@@ -340,7 +342,8 @@ def fetched(
     elif not is_on_hub(name, key=key, endings=endings):
         yield _local_path(name, key=key)
     else:
-        yield hub.download(name, wanted, one_of=one_of, where=f"{key}={name}", hint=hint)
+        where = f"{key}={name}"
+        yield hub.download(name, wanted, one_of=one_of, where=where, hint=hint, revision=revision)
 
 
 def _copied(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 import math
 import re
@@ -83,7 +82,8 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     if settings.adapter.rank:
         whole_fn = init_fn
         shapes = split_adapter(jax.eval_shape(whole_fn, jax.random.key(0)))[1]
-        base_shapes = jax.eval_shape(functools.partial(_as_held, settings), shapes)
+        hold = functools.partial(hf.as_held, dtype=settings.model.base_dtype)
+        base_shapes = jax.eval_shape(hold, shapes)
 
         def init_fn(key):
             return split_adapter(whole_fn(key))[0]
@@ -247,13 +247,11 @@ def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
 def frozen(settings: Settings, params: PyTree, machine: Machine) -> tuple[Base, PyTree | None]:
     """Divide weights into those that stay frozen and an adapter, if they have one already."""
     adapter, base = split_adapter(params)
-    base, digest = _as_held(settings, base), hashlib.sha256()
-    for path, leaf in jax.tree.leaves_with_path(base):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
-        digest.update(leaf.tobytes("A"))  # as it lies in memory, without a transpose
+    base = hf.as_held(base, settings.model.base_dtype)
+    sha256 = hf.fingerprint(base)
     if machine.platform == "cpu":  # where host and device then share the arrays
         base = jax.tree.map(jnp.asarray, base)
-    return Base(base, digest.hexdigest()), adapter or None
+    return Base(base, sha256), adapter or None
 
 
 def read_base(settings: Settings, machine: Machine) -> Base:
@@ -261,12 +259,6 @@ def read_base(settings: Settings, machine: Machine) -> Base:
     if not settings.adapter.rank:
         return Base()
     return frozen(settings, pretrained_params(settings)[0], machine)[0]
-
-
-def _as_held(settings: Settings, base: PyTree) -> PyTree:
-    """Cast frozen weights; unstack those of layers, which programs would copy to take one out."""
-    base = jax.tree.map(lambda leaf: leaf.astype(settings.model.base_dtype, copy=False), base)
-    return base | {"layers": jax.tree.map(tuple, base["layers"])}
 
 
 def require_same_network(settings: Settings, found: hf.Description | hf.Loaded) -> None:

@@ -25,34 +25,52 @@ from adloco_jax.files import replaced_folder
 from adloco_jax.models.layers import merge_adapter, param_shapes, with_adapter
 from adloco_jax.run import checkpoint
 from adloco_jax.run.assemble import assemble, build_network, class_count, spec_of, split_adapter
-from adloco_jax.run.folder import recorded_settings, refuse_fit
+from adloco_jax.run.folder import recorded, recorded_settings, refuse_fit
 from adloco_jax.run.restore import read_control
 from adloco_jax.settings import Settings
 
 
 def save(
-    params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None, **how: str
+    params: PyTree,
+    folder: Path,
+    settings: Settings,
+    tokenizer: Tokenizer | None,
+    *,
+    base_sha256: str,
+    **how: str,
 ) -> str:
     """Write the configured model by `hf.save`, with what its checkpoint's config.json said.
 
-    Of a model with an adapter, this is written by `hf.save_adapter`. Returns the dtype, by default
-    the checkpoint's.
+    Of a model with an adapter, this is written by `hf.save_adapter`, with the hash that its run
+    recorded. Returns the dtype, by default the checkpoint's.
     """
     network, tokenizer = build_network(settings), _for_answers(settings, tokenizer)
     if settings.adapter.rank:
-        base = hf.base_name(settings.model.init_from)
-        hf.save_adapter(params, folder, tokenizer, network=network, base=base)
+        recorded = {"sha256": base_sha256, "base_dtype": settings.model.base_dtype}
+        base = hf.base_of(settings.model.init_from)
+        hf.save_adapter(params, folder, tokenizer, network=network, base=base, **recorded)
         return "float32"
     return _save_whole(params, folder, settings, tokenizer, network, **how)
 
 
 def save_merged(
-    adapter: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None, **how: str
+    adapter: PyTree,
+    folder: Path,
+    settings: Settings,
+    tokenizer: Tokenizer | None,
+    *,
+    base_sha256: str,
+    **how: str,
 ) -> str:
-    """Write a model with its adapter merged; return the dtype, by default the checkpoint's."""
+    """Write a model with its adapter merged; return the dtype, by default the checkpoint's.
+
+    Raises DataError if the base weights have another hash than the run recorded.
+    """
     loaded = hf.load(settings.model.init_from)
     network: Any = build_network(settings)
     _, base = split_adapter(loaded.params)
+    where = f"model.init_from={settings.model.init_from}"
+    hf.require_same_base(base, base_sha256, settings.model.base_dtype, where)
     params = merge_adapter(with_adapter(base, fetch(adapter)), network.adapter)
     tokenizer = _for_answers(settings, tokenizer)
     return _save_whole(params, folder, settings, tokenizer, network.clone(adapter=None), **how)
@@ -82,7 +100,12 @@ def _save_whole(
 
 
 def write_consensus(
-    params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None
+    params: PyTree,
+    folder: Path,
+    settings: Settings,
+    tokenizer: Tokenizer | None,
+    *,
+    base_sha256: str = "",
 ) -> None:
     """Replace a folder by the consensus model; print path and layout.
 
@@ -92,7 +115,7 @@ def write_consensus(
     network = build_network(settings)
     is_whole = _shapes(params) == _shapes(param_shapes(network))
     if hf.weight_map(network) is not None and (is_whole or settings.adapter.rank):
-        dtype = save(params, folder, settings, tokenizer)
+        dtype = save(params, folder, settings, tokenizer, base_sha256=base_sha256)
         layout = (
             "an adapter, as PEFT reads it" if settings.adapter.rank else "in Hugging Face layout"
         )
@@ -114,7 +137,8 @@ def _shapes(params: PyTree) -> PyTree:
 class Trained(NamedTuple):
     """A model from a checkpoint after `round` rounds.
 
-    `source` is `trainer 3` (its id), `only`, `best` or `average` (`evaluate.consensus`).
+    `source` is `trainer 3` (its id), `only`, `best` or `average` (`evaluate.consensus`);
+    `base_sha256` the run's hash of the frozen weights, or empty.
     """
 
     settings: Settings
@@ -122,6 +146,7 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     round: int
     source: str
+    base_sha256: str
 
 
 def read_trained(
@@ -134,7 +159,9 @@ def read_trained(
     model or data are needed; CheckpointError, DataError.
     """
     workdir = Path(workdir)
-    settings = recorded_settings(workdir)
+    settings, before = recorded_settings(workdir), recorded(workdir)
+    assert before is not None, "its settings were read"
+    sha256 = before.base_fingerprint
     rounds = checkpoint.list_rounds(workdir / "checkpoints")
     if not rounds or (round is not None and round not in rounds):
         have = ", ".join(map(str, reversed(rounds))) or "none"
@@ -167,7 +194,7 @@ def read_trained(
         params = evaluate.trainer_params(ensemble, 0 if trainer is None else ids.index(trainer))
         source = "only" if trainer is None else f"trainer {trainer}"
         tokenizer = tokenizer_of(settings, class_count(settings), workdir)
-        return Trained(settings, params, tokenizer, control.round, source)
+        return Trained(settings, params, tokenizer, control.round, source, sha256)
     refuse_fit(workdir)
     run = assemble(settings, machine, workdir)
     assert isinstance(run.corpus, Corpus)
@@ -175,4 +202,4 @@ def read_trained(
     with contextlib.closing(Programs(run.spec)) as programs:
         programs.hold(run.model.base.params)
         params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
-    return Trained(settings, params, run.corpus.tokenizer, control.round, source)
+    return Trained(settings, params, run.corpus.tokenizer, control.round, source, sha256)
