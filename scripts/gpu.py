@@ -85,8 +85,10 @@ class Figures:
             found = call()
         except Exception as error:  # deliberately broad: the other figures are still wanted
             traceback.print_exc()
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            found = {"error": lines[0][:200].replace("|", "/")}
+            text = (str(error).strip().splitlines() or [""])[0]
+            if type(error) not in (RuntimeError, TimeoutError):  # which this script words
+                text = f"{type(error).__name__}: {text}"
+            found = {"error": text[:200].replace("|", "/")}
         print(f"{self._path.stem}, {name}: {time.monotonic() - start_s:.0f} s", flush=True)
         self.write(**{name: found})
 
@@ -516,13 +518,18 @@ def read_all(folder: Path) -> dict[str, dict]:
     return {part: Figures(folder / f"{part}.json").known for part in PARTS}
 
 
+_RAISED = re.compile(r"[\w.]*(Error|Exception)\b|[A-Z_]{5,}: ")  # no reason in words
+
+
 def _cell(figure: dict | None, form: str, **more: object) -> str:
     """Format a figure, or say why there is none."""
     if not figure:
         return "not measured"
-    return (
-        f"not measured: {figure['error']}" if "error" in figure else form.format(**figure, **more)
-    )
+    if "error" not in figure:
+        return form.format(**figure, **more)
+    if _RAISED.match(figure["error"]):
+        return "failed, with the error in `studies/gpu`"
+    return f"not measured: {figure['error']}"
 
 
 def _share(known: dict, figure: dict) -> float:

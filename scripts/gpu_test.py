@@ -33,7 +33,8 @@ ARM |= {"loss": [4.0, 3.5, 3.25], "round_tokens": [10, 10, 10], "round_s": [9.0,
 FOUND = {
     "growing_pool": H100 | {"flops_per_token": 494.5e6, "shipped": SPEED, "one worker": SPEED},
     "torch": {"growing_pool": TORCH, "microllama": {"error": "torch is not installed"}},
-    "acceptance": {"update": {"float32 loss": 1e-6}, "resume": "yes, every bit"},
+    "acceptance": {"update": {"float32 loss": 1e-6}, "resume": "yes, every bit"}
+    | {"resume, default operations": {"error": "IndexError: raw_hash_map<>::at"}},
     "training": {
         "growing_pool": ARM,
         "DiLoCo": ARM | {"tokens_total": [12, 22], "loss": [4.5, 4.25]},
@@ -97,7 +98,10 @@ def test_figures_are_written_as_they_come_and_not_measured_twice(tmp_path):
     figures = gpu.Figures(path)
     figures.measure("array", lambda: {"values": np.arange(2)})
     figures.measure("fault", lambda: 1 / 0)
-    expected = {"array": {"values": [0, 1]}, "fault": {"error": "division by zero"}}
+    expected = {
+        "array": {"values": [0, 1]},
+        "fault": {"error": "ZeroDivisionError: division by zero"},
+    }
     assert json.loads(path.read_text()) == expected
     again = gpu.Figures(path)
     again.measure("array", pytest.fail)
@@ -146,7 +150,7 @@ def test_the_page_gets_its_front_and_tables(tmp_path):
     assert rows["growing_pool"][:3] == ["3.500", "0.0 M", "2"] and rows["growing_pool"][-1] == "10"
     assert rows["DiLoCo"][0] == "4.250"
     assert "float32 loss 1.0e-06" in text and "deterministic operations: yes, every bit." in text
-    assert "default operations: not measured." in text
+    assert "default operations: failed, with the error in `studies/gpu`." in text
     gpu.write_page(tmp_path / "empty", page)
     assert "Training: not measured." in page.read_text("utf-8")
 
