@@ -256,6 +256,66 @@ def half_muon() -> dict[str, Changes]:
     }
 
 
+# -- The front: rounds of several lengths, with the outer step that is best with Muon --------
+
+STRONG = {
+    **{"outer.tx": "nesterov", "outer.learning_rate": 1.0, "outer.momentum": 0.6},
+    **{"inner.tx": "muon", **rate(6e-3), **HALF, "inner.state": "mean", "outer.skip_single": True},
+}
+ENOUGH = {55: 1760, 110: 1760, 165: 1980, 220: 2200, 440: 3080}  # updates, by the round's length
+
+
+def shared(length: int, *rest: Changes) -> dict[str, Any]:
+    """Return the settings of DiLoCo with rounds of `length` updates."""
+    return _together(steps(length), budget("small", ENOUGH[length]), STRONG, *rest)
+
+
+def by_hand(join: int, length: int, *rest: Changes) -> dict[str, Any]:
+    """Return the settings of DiLoCo after `join` updates of one worker."""
+    tokens = (join + WORKERS * (ENOUGH[length] + 110 - join)) * BATCH * LENGTH["small"]
+    share = join * BATCH * LENGTH["small"] / tokens
+    return _together(trunk(share, length), {"num_tokens": tokens}, STRONG, *rest)
+
+
+def by_test(eta: float, first: int, longest: int, *rest: Changes) -> dict[str, Any]:
+    """Return the settings of a pool that grows by the norm test, with DiLoCo's outer step."""
+    tokens = budget("small", ENOUGH[longest] - 220)
+    return _together(growing(eta, first, longest), tokens, STRONG, *rest)
+
+
+def front_trials() -> dict[str, Changes]:
+    """Return the trials for the front, fifteen of each method, declared before they ran.
+
+    Each runs on seed 0. The best of a method and length, and those within 3 % of its steps, run on
+    seeds 6 and 7 as well; the median decides.
+    """
+    average, momentum, outer = "outer.average", "outer.momentum", "outer.learning_rate"
+    found = {f"DiLoCo, {length}: as declared": shared(length) for length in ENOUGH}
+    found |= {
+        f"pool by hand, {length}: joins at {join}": by_hand(join, length)
+        for length, join in ((110, 220), (220, 220), (110, 110), (110, 330), (110, 440), (220, 440))
+    }
+    found |= {
+        f"pool by test, {longest}: eta {eta}": by_test(eta, 110, longest)
+        for longest, eta in ((110, 1.6), (220, 1.6), (110, 0.8), (220, 0.8), (110, 2.3), (220, 2.3))
+    }
+    return found | {
+        "DiLoCo, 110: keep": shared(110, {"inner.state": "keep"}),
+        "DiLoCo, 220: rate 0.01": shared(220, rate(1e-2)),
+        "DiLoCo, 440: rate 0.01": shared(440, rate(1e-2)),
+        "pool by hand, 165: joins at 330": by_hand(330, 165),
+        "pool by hand, 440: joins at 440": by_hand(440, 440),
+        "pool by hand, 55: joins at 220": by_hand(220, 55),
+        "DiLoCo, 110: outer rate 1.2": shared(110, {outer: 1.2}),
+        "DiLoCo, 110: momentum 0.8": shared(110, {momentum: 0.8}),
+        "DiLoCo, 55: average 0.7": shared(55, {average: 0.7}),
+        "DiLoCo, 220: average 0.3": shared(220, {average: 0.3}),
+        "DiLoCo, 440: average 0": shared(440, {average: 0.0}),
+        "DiLoCo, 110: rate 0.01": shared(110, rate(1e-2)),
+        "DiLoCo, 110: momentum 0.5": shared(110, {momentum: 0.5}),
+    }
+
+
 def settings(size: str) -> dict[str, Changes]:
     """Return all settings that rows have at a size."""
     return adamw(size) | (muon() if size == "small" else half_muon())

@@ -171,6 +171,9 @@ def tracks() -> dict[str, Comparison]:
         "small": compared("small", "stdlib", of_small | methods.parts(), seeds=FRESH, to=small_to),
         "prose": compared("small", "prose", of_prose, seeds=FRESH, to=prose_to),
         "half": compared("half", "stdlib", of_half, seeds=FRESH[:3], to=half_to),
+        "front_tuning": compared(
+            "small", "stdlib", methods.front_trials(), seeds=(0, 6, 7), to=(1.65, 1.6)
+        ),
         "microllama": of_microllama(),
     }
 
