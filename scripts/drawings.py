@@ -94,7 +94,7 @@ def front(columns: int) -> str:
         curves = []
         for method, (_, color) in SHOWN.items():
             reached = [cost for cost in costs[method].values() if cost is not None]
-            updates, syncs, _ = (
+            updates, syncs, *_ = (
                 (min(column), statistics.median_low(column), max(column))
                 for column in zip(*reached, strict=True)
             )

@@ -7,25 +7,37 @@ Variants have names of the form "method: setting". For each method, `choose` pri
 the one whose median seed reaches a loss with the fewest sequential steps. Among trials within 5 %
 of it, the one with the fewest synchronisations wins, then the one with the fewest tokens. `claims`
 prints what each method spends until it reaches the loss, over seeds. It also prints this cost
-divided by the cost of DiLoCo, and by the cost of the trunk, for the same seed. A method named "data
-parallel" runs as one worker with the batch of all workers, so each of its updates counts as one
-communication (studies/methods.py).
+divided by the cost of DiLoCo, and by the cost of the trunk, for the same seed. `front` prints the
+costs of methods with rounds of several lengths, and compares them at equal cost.
+
+Costs are interpolated between the two evaluations around the loss (`compare.to_reach`). A method
+named "data parallel" runs as one worker with the batch of all workers, so each of its updates
+counts as one synchronisation of four workers (studies/methods.py).
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from adloco_jax.errors import UserError
 from adloco_jax.study import results
+from adloco_jax.study.compare import front, to_reach
 from adloco_jax.study.summary import markdown_table
 
 CHOICE = ("method", "setting", "updates", "synchronisations", "tokens", "trials that did")
-SPENT = ("method", "sequential steps", "synchronisations", "tokens", "seeds that did")
+SPENT = ("method", "sequential steps", "synchronisations", "tokens", "MB", "seeds that did", "p")
+FRONT = (
+    *SPENT,
+    *("steps at equal synchronisations", "synchronisations at equal steps"),
+    *("steps at equal bytes", "bytes at equal steps"),
+)
 RATIOS = ("method", "seed", "sequential steps", "synchronisations", "tokens")
 TIE = 1.05
 
@@ -33,9 +45,10 @@ TIE = 1.05
 class Cost(NamedTuple):
     """The cost of a run when it first reached a loss."""
 
-    updates: int
-    communications: int
-    tokens: int
+    updates: float
+    communications: float
+    tokens: float
+    bytes: float
 
 
 def cost(line: dict, target: float) -> Cost | None:
@@ -45,11 +58,14 @@ def cost(line: dict, target: float) -> Cost | None:
       line: The run's line of the results file.
       target: The loss, in nats per token.
     """
-    syncs = "updates" if line["variant"].startswith("data parallel:") else "syncs"
-    for point in line["curve"]:
-        if point["loss"] <= target:
-            return Cost(*(int(point[name]) for name in ("updates", syncs, "tokens")))
-    return None
+    point = to_reach(line["curve"], target)
+    if point is None:
+        return None
+    syncs, moved = point["syncs"], point["bytes"]
+    if line["variant"].startswith("data parallel"):
+        syncs = point["updates"]
+        moved = syncs * 2 * (4 - 1) * 4 * line["start"]["num_params"]  # float32, four workers
+    return Cost(point["updates"], syncs, point["tokens"], moved)
 
 
 def middle(costs: Sequence[Cost | None]) -> Cost | None:
@@ -78,7 +94,8 @@ def chosen(lines: Iterable[dict], target: float) -> list[tuple[str, ...]]:
         fewest = min(spent.updates for spent in reached.values())
         near = {s: spent for s, spent in reached.items() if spent.updates <= TIE * fewest}
         setting = min(near, key=lambda s: (near[s][1:], near[s].updates))
-        rows.append((method, setting, *(f"{number:,}" for number in near[setting]), share))
+        updates, syncs, tokens, _ = near[setting]
+        rows.append((method, setting, f"{updates:,.0f}", f"{syncs:,.1f}", f"{tokens:,.0f}", share))
     return rows
 
 
@@ -90,17 +107,83 @@ def by_method(lines: Iterable[dict], target: float) -> dict[str, dict[int, Cost 
     return found
 
 
-def spent(costs: dict[str, dict[int, Cost | None]]) -> list[tuple[str, ...]]:
-    """Return a row for each method: median (range) of its costs over the seeds that reached it."""
-    rows = []
+def spent(
+    costs: Mapping[str, dict[int, Cost | None]], baseline: str = "DiLoCo"
+) -> list[tuple[str, ...]]:
+    """Return a row for each method: median (range) of its costs over the seeds that reached it.
+
+    `p` is that of the difference in steps to the baseline (`permutation_p`), or to the baseline's
+    row with rounds of the same length, such as "DiLoCo, 110" for "pool, 110".
+    """
+    rows, names = [], ("updates", "communications", "tokens", "bytes")
     for method, seeds in costs.items():
-        reached = [found for found in seeds.values() if found is not None]
-        cells = [
-            f"{statistics.median_low(column):,} ({min(column):,} to {max(column):,})"
-            for column in zip(*reached, strict=True)
-        ]
-        rows.append((method, *(cells or "---"), f"{len(reached)} of {len(seeds)}"))
+        _, separator, length = method.partition(", ")
+        reached, others = (_reached(costs.get(name, {})) for name in (method, baseline))
+        if separator and length.isdigit():
+            others = _reached(costs.get(f"{baseline}, {length}", {}))
+        cells = []
+        for name in names if reached else ():
+            column = [getattr(found, name) / (1e6 if name == "bytes" else 1) for found in reached]
+            shown = "{:,.1f}" if name in ("communications", "bytes") else "{:,.0f}"
+            values = statistics.median_low(column), min(column), max(column)
+            cells.append("{} ({} to {})".format(*map(shown.format, values)))
+        share = f"{len(reached)} of {len(seeds)}"
+        steps = [[found.updates for found in each] for each in (reached, others)]
+        p = f"{permutation_p(*steps):.3f}" if all(steps) and steps[0] != steps[1] else "-"
+        rows.append((method, *(cells or "----"), share, p))
     return rows
+
+
+def permutation_p(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the exact p-value of a difference of two means, two-sided, by permuting the values.
+
+    With n seeds each it is at least 2 / C(2n, n): 0.1 for three, 0.008 for five.
+    """
+    pooled, total = [*ours, *theirs], sum(ours) + sum(theirs)
+
+    def difference(some: Sequence[float]) -> float:
+        return abs(sum(some) / len(ours) - (total - sum(some)) / len(theirs))
+
+    found = [difference(some) for some in itertools.combinations(pooled, len(ours))]
+    return sum(value >= difference(ours) - 1e-9 for value in found) / len(found)
+
+
+def fronts(
+    costs: Mapping[str, dict[int, Cost | None]], baseline: str = "DiLoCo"
+) -> list[tuple[str, ...]]:
+    """Return `spent`'s rows with ratios to the baseline's front, at equal cost.
+
+    The front has the medians of the baseline's rows, one for each length of rounds, without those
+    that another beats in both costs. Between its points steps are linear in the logarithm of the
+    other cost; beyond its ends there is no ratio.
+    """
+    medians = {method: middle([*seeds.values()]) for method, seeds in costs.items()}
+    rows = []
+    for row in spent(costs, baseline):
+        at, cells = medians[row[0]], ["-"] * 4
+        for index, name in enumerate(("communications", "bytes")):
+            points = [
+                (getattr(found, name), found.updates)
+                for method, found in medians.items()
+                if found is not None and method.partition(", ")[0] == baseline
+            ]
+            edge = [(np.log(x), y) for x, y in front(points)]
+            if at is None or not edge or not getattr(at, name):
+                continue
+            x, y = (np.array(values) for values in zip(*edge, strict=True))
+            own = np.log(getattr(at, name))
+            steps = np.interp(own, x, y, left=np.nan, right=np.nan)
+            other = np.interp(at.updates, y[::-1], x[::-1], left=np.nan, right=np.nan)
+            found = at.updates / steps, np.exp(own - other)
+            cells[2 * index : 2 * index + 2] = [
+                "-" if np.isnan(value) else f"{value:.2f}" for value in found
+            ]
+        rows.append((*row, *cells))
+    return rows
+
+
+def _reached(seeds: Mapping[int, Cost | None]) -> list[Cost]:
+    return [found for found in seeds.values() if found is not None]
 
 
 def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tuple[str, ...]]:
@@ -114,7 +197,7 @@ def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tupl
             other = costs[baseline].get(seed)
             cells = ["-"] * 3
             if found is not None and other is not None:
-                pairs = zip(found, other, strict=True)
+                pairs = zip(found[:3], other[:3], strict=True)
                 cells = [f"{ours / base:.2f}" if base else "-" for ours, base in pairs]
             rows.append((method, str(seed), *cells))
     return rows
@@ -128,7 +211,7 @@ def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> No
 def main() -> int:
     """Print the tables of each target loss; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=("choose", "claims"))
+    parser.add_argument("table", choices=("choose", "claims", "front"))
     parser.add_argument("results", type=Path, help="of adloco compare --results")
     parser.add_argument("--target", type=float, nargs="+", required=True, help="nats per token")
     parser.add_argument("--over", nargs="*", default=("DiLoCo", "trunk"), help="whose ratios")
@@ -143,6 +226,9 @@ def main() -> int:
             show(f"to {target:g} nats/token, {len(lines)} trials", CHOICE, chosen(lines, target))
             continue
         costs = by_method(lines, target)
+        if options.table == "front":
+            show(f"to {target:g} nats/token, {len(lines)} runs", FRONT, fronts(costs))
+            continue
         show(f"to {target:g} nats/token, {len(lines)} runs", SPENT, spent(costs))
         for baseline in (name for name in options.over if name in costs):
             show(f"over {baseline}'s, to {target:g} nats/token", RATIOS, ratios(costs, baseline))

@@ -210,11 +210,13 @@ def main() -> None:
     )
     lines = list(results.read(record).values())
     is_tuning = len({name.partition(": ")[0] for name in track.variants}) < len(track.variants)
+    where = Path(track.base.data.path or track.base.data.source).name
+    size = f"{lines[0]['start']['num_params']:,} parameters" if lines else "no run yet"
     for target in track.target_losses:
         head, rows = tables.SPENT, tables.spent(tables.by_method(lines, target))
         if is_tuning:
             head, rows = tables.CHOICE, tables.chosen(lines, target)
-        tables.show(f"to {target:g} nats/token", head, rows)
+        tables.show(f"{where}, {size}: to {target:g} nats/token", head, rows)
 
 
 if __name__ == "__main__":

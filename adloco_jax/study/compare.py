@@ -130,6 +130,20 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
     return points
 
 
+def to_reach(points: Sequence[dict], loss: float) -> dict[str, float] | None:
+    """Return the point at which a curve first reaches a loss; None if it never does.
+
+    Its costs lie between those of the evaluations before and after, linearly in the loss. So they
+    are no whole rounds. A curve that begins below the loss has its first point.
+    """
+    after = next((i for i, point in enumerate(points) if point["loss"] <= loss), None)
+    if not after:
+        return None if after is None else points[0]
+    high, low = points[after - 1], points[after]
+    share = (high["loss"] - loss) / (high["loss"] - low["loss"])
+    return {name: high[name] + share * (low[name] - high[name]) for name in low}
+
+
 def tabulate(
     comparison: Comparison, folder: str | Path, *, results_file: Path | None = None
 ) -> dict:
@@ -137,7 +151,7 @@ def tabulate(
 
     The budget of a measure (`MEASURES`) is the smallest final cost above zero of any run. The loss
     "at equal" cost is the lowest within the budget, interpolated between evaluations for tokens,
-    updates and time. The cost "to reach" a loss is that of the first evaluation with it.
+    updates and time. The cost "to reach" a loss is that of `to_reach`.
 
     Args:
       comparison: The comparison.
@@ -291,8 +305,7 @@ def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None
 
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
     never = dict.fromkeys(MEASURES)
-    first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
-    return _over_seeds(first)
+    return _over_seeds([to_reach(seeds[s], losses[s]) or never for s in seeds])
 
 
 def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> dict[str, dict]:
