@@ -78,7 +78,7 @@ PROSE = (
     *(methods.OURS, methods.DILOCO, methods.TRUNK, methods.QSR, methods.RAMP, methods.ADLOCO),
     *("one worker: rate 0.002, 6600 updates", "data parallel: rate 0.004, 2640 updates"),
 )
-FRESH, FRESHER = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35)
+FRESH, FRESHER, NEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), (41, 42, 43, 44, 45)
 
 
 def get_base(size: str, text: str = "stdlib") -> ConfigDict:
@@ -171,6 +171,8 @@ def tracks() -> dict[str, Comparison]:
         "small": compared("small", "stdlib", of_small | methods.parts(), seeds=FRESH, to=small_to),
         "prose": compared("small", "prose", of_prose, seeds=FRESH, to=prose_to),
         "half": compared("half", "stdlib", of_half, seeds=FRESH[:3], to=half_to),
+        "front": compared("small", "stdlib", methods.front(), seeds=NEXT, to=(1.65, 1.6)),
+        "front_prose": compared("small", "prose", methods.front(), seeds=NEXT[:3], to=(1.8, 1.76)),
         "front_tuning": compared(
             "small", "stdlib", methods.front_trials(), seeds=(0, 6, 7), to=(1.65, 1.6)
         ),

@@ -84,7 +84,7 @@ def test_the_comparison_that_ships_can_run(tmp_path):
 
 
 # The last runs of these are missing.
-UNFINISHED = ("microllama", "front_tuning")
+UNFINISHED = ("microllama", "front", "front_prose", "front_tuning")
 
 
 @pytest.mark.parametrize("name", track.tracks())
