@@ -4,8 +4,8 @@ python scripts/drawings.py
 
 `seconds` is the picture of the README: time to the same loss, by the rate of the links. `method`
 shows the algorithm over time, and `architecture` the parts of the library. `front` shows the study
-of docs/RESULTS.md: synchronisations against sequential steps at equal loss. `barrier` shows the
-cost of merging, `links` training over slow links, and `gpu` training on a GPU. Pictures of several
+of docs/RESULTS.md: sequential steps against synchronisations and bytes. `barrier` shows the cost of
+merging, `links` training over slow links, and `gpu` training on a GPU. Pictures of several
 panels are drawn twice: side by side, and for narrow screens below one another. Letters have at
 least 11 pixels on a phone.
 """
@@ -22,29 +22,25 @@ from adloco_jax.study.chart import Curve, text
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from studies import track  # noqa: E402
 from studies.tables import by_method  # noqa: E402
 
 OUT = ROOT / "docs" / "images"
 STUDIES = ROOT / "studies"
 WIDTH, FONT = 540, 17  # pixels; a phone shows two thirds of them
 WIDE = 1100  # pixels of panels side by side; a page shows two thirds of them
-# Panels of the study: what is trained on what, its runs, and the loss to reach.
-PANELS = (
-    ("0.08 M parameters, code", "muon", 1.6),
-    ("0.08 M parameters, prose", "muon_prose", 1.76),
-    ("0.08 M parameters, Debian", "debian", 1.68),
-    ("0.61 M parameters, code", "half_muon", 1.32),
-)
+FRONT_TARGET = 1.6  # nats per byte, of the library's text at 0.08 M parameters
 # What the picture calls each method, and its colour.
 SHOWN = {
     "one worker": ("one worker", "c1"),
     "data parallel": ("data parallel", "c5"),
-    "DiLoCo": ("DiLoCo, tuned", "c4"),
-    "ours": ("growing pool", "c0"),
+    "DiLoCo": ("DiLoCo", "c4"),
+    "pool by hand": ("growing pool, join by hand", "c2"),
+    "pool by test": ("growing pool, join by the test", "c0"),
 }
-# Of the runs over links: what the study calls each method.
-LINKED = {"one worker": "one worker", "data parallel": "data parallel"}
-LINKED |= {"DiLoCo": "DiLoCo", "growing_pool": "ours"}
+# The methods over links.
+LINKED = {name: SHOWN[name] for name in ("one worker", "data parallel", "DiLoCo")}
+LINKED["growing_pool"] = ("growing pool", "c0")
 
 
 def _linked() -> list[dict]:
@@ -69,7 +65,7 @@ def seconds() -> str:
         for run in runs:
             if (run["seed"], run["rate"]) != (runs[0]["seed"], rate) or run["method"] not in LINKED:
                 continue
-            label, color = SHOWN[LINKED[run["method"]]]
+            label, color = LINKED[run["method"]]
             label = label.replace("one worker", "one machine alone")
             time, end = run["seconds"], min(run["seconds"], limit) / limit * 235
             bar = f'<rect x="{left}" y="{y + 8:g}" width="{end:.1f}" height="19" rx="3"'
@@ -84,24 +80,35 @@ def seconds() -> str:
 
 
 def front(columns: int) -> str:
-    """Synchronisations (logarithmic) against sequential steps to a loss, a panel per study."""
+    """Sequential steps against synchronisations and bytes to a loss, a line for each method."""
+    lines = [*results.read(STUDIES / "front.jsonl").values(), *track.ends("front")]
+    costs = by_method(lines, FRONT_TARGET)
+    y = chart.axis("sequential steps", [0, 3_600], max_ticks=4)
     panels = []
-    x = chart.axis("sequential steps", [0, 5_700], max_ticks=4)
-    y = chart.axis("synchronisations", [0.9, 2_000], base=10)
-    y = y._replace(low=0.2, ticks=[0, *y.ticks])
-    for title, name, target in PANELS:
-        costs = by_method(results.read(STUDIES / f"{name}.jsonl").values(), target)
+    for name, label, low in (("communications", "synchronisations", 4), ("bytes", "MB", 6)):
+        unit = 1e6 if name == "bytes" else 1
+        points: dict[str, list[list[list[float]]]] = {method: [] for method in SHOWN}
+        for method, seeds in costs.items():
+            reached = [cost for cost in seeds.values() if cost is not None]
+            if reached and (group := method.partition(", ")[0]) in points:
+                pairs = [(getattr(cost, name) / unit, cost.updates) for cost in reached]
+                spread = [
+                    [min(v), statistics.median_low(v), max(v)] for v in zip(*pairs, strict=True)
+                ]
+                points[group].append(spread)
+        x = chart.axis(label, [low, 2_500], base=10)
+        x = x._replace(low=low / 4, ticks=[0, *x.ticks])
         curves = []
-        for method, (_, color) in SHOWN.items():
-            reached = [cost for cost in costs[method].values() if cost is not None]
-            updates, syncs, *_ = (
-                (min(column), statistics.median_low(column), max(column))
-                for column in zip(*reached, strict=True)
-            )
-            curves += chart.points([updates], [syncs], color)
-        panels.append(chart.chart(x, y, curves, title=f"{title}, to {target:g}", height=190))
+        for method, found in points.items():
+            if not found:
+                continue
+            color = SHOWN[method][1]
+            across, up = zip(*sorted(found), strict=True)
+            curves.append(Curve([v[1] for v in across], [v[1] for v in up], color))
+            curves += chart.points(across, up, color)
+        panels.append(chart.chart(x, y, curves, title=f"steps against {label}", height=300))
     key = [(label, f"{color} mark") for label, color in SHOWN.values()]
-    return document(panels, "Synchronisations against sequential steps", columns, key)
+    return document(panels, "Sequential steps to the same loss against communication", columns, key)
 
 
 def links(columns: int) -> str:
@@ -115,9 +122,9 @@ def links(columns: int) -> str:
         curves = []
         for run in (run for run in shown if run["rate"] in (rate, None)):
             points = ([point[name] for point in run["curve"]] for name in ("seconds", "loss"))
-            curves.append(Curve(*points, SHOWN[LINKED[run["method"]]][1]))
+            curves.append(Curve(*points, LINKED[run["method"]][1]))
         panels.append(chart.chart(x, y, curves, title=f"links of {rate} Mbit/s", height=190))
-    key = [SHOWN[method] for method in LINKED.values()]
+    key = [*LINKED.values()]
     return document(panels, "Held-out loss over seconds, by the rate of the links", columns, key)
 
 

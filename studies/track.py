@@ -28,6 +28,9 @@ Texts: Python's standard library; prose, 9.8 MB of C4 and film reviews as JSON l
 PROSE (adloco prepare PROSE --out runs/prose --sequence-length 64); debian, 64 MB that two packages
 of Debian have (studies/texts.py).
 
+- front, front_prose: rounds of several lengths, joins by the test and by hand, with the outer step
+  that is best with Muon; front_tuning has its trials. They print ratios at equal cost, and rows of
+  muon and muon_prose as the front's ends. Not all of their runs are made yet.
 - muon, muon_prose: Muon and an average of rounds, at 0.08 M parameters.
 - half_muon: the same at 0.61 M parameters; half_muon_tuning has its trials, of the rate alone.
 - debian: the same settings, not tuned again, on a third text; debian_tuning gives the target, 1.68.
@@ -78,6 +81,15 @@ PROSE = (
     *(methods.OURS, methods.DILOCO, methods.TRUNK, methods.QSR, methods.RAMP, methods.ADLOCO),
     *("one worker: rate 0.002, 6600 updates", "data parallel: rate 0.004, 2640 updates"),
 )
+# A front's ends, and its methods as they were tuned before, are rows of older records.
+ENDS = {"front": "muon.jsonl", "front_prose": "muon_prose.jsonl"}
+EARLIER = {
+    "one worker: Muon": "one worker: Muon",
+    "data parallel: Muon": "data parallel: Muon",
+    "DiLoCo: Muon": "earlier DiLoCo, 110: outer 0.8, 0.6",
+    "ours: eta 1.6, Muon": "earlier pool by test, 220: eta 1.6",
+    "ours, fewer tokens: eta 2.3, Muon": "earlier pool by test (2.3), 220: eta 2.3",
+}
 FRESH, FRESHER, NEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), (41, 42, 43, 44, 45)
 
 
@@ -180,6 +192,12 @@ def tracks() -> dict[str, Comparison]:
     }
 
 
+def ends(front: str) -> list[dict]:
+    """Return the lines of older records that a front's track prints, too."""
+    lines = results.read(Path(__file__).with_name(ENDS[front])).values()
+    return [{**line, "variant": EARLIER[line["variant"]]} for line in lines]
+
+
 def main() -> None:
     """Make the missing runs of a track; print what each method spent."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -211,12 +229,17 @@ def main() -> None:
         results_file=record,
     )
     lines = list(results.read(record).values())
+    is_front = given.name in ENDS
+    if is_front:
+        lines += ends(given.name)
     is_tuning = len({name.partition(": ")[0] for name in track.variants}) < len(track.variants)
     where = Path(track.base.data.path or track.base.data.source).name
     size = f"{lines[0]['start']['num_params']:,} parameters" if lines else "no run yet"
     for target in track.target_losses:
         head, rows = tables.SPENT, tables.spent(tables.by_method(lines, target))
-        if is_tuning:
+        if is_front:
+            head, rows = tables.FRONT, tables.fronts(tables.by_method(lines, target))
+        elif is_tuning:
             head, rows = tables.CHOICE, tables.chosen(lines, target)
         tables.show(f"{where}, {size}: to {target:g} nats/token", head, rows)
 
