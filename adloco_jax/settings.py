@@ -294,9 +294,8 @@ class InnerSettings(SettingsGroup):
     """Decay of the second moment (Kingma & Ba 2015)."""
     clip_norm: Positive | None = None
     """Limit of the gradient norm of an update. Unset: no clipping."""
-    state: Literal["keep", "reset", "mean"] = "keep"
-    """What a new round does with the moments of the workers' optimizer; AdLoCo's code: reset. mean:
-    first moments (momentum) are averaged over a trainer's workers, and sent as parameters are."""
+    state: Literal["keep", "reset"] = "keep"
+    """What a new round does with the moments of the workers' optimizer; AdLoCo's code: reset."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about rounds, rate and optimizer."""
@@ -597,9 +596,6 @@ class Settings(SettingsGroup):
         if outer.own_params and (by_round or self.engine.kind != "local"):
             keys = "outer.fragments outer.delay_updates outer.tx outer.skip_single engine.kind"
             yield keys, "the last three need whole rounds; set one fragment and no delay"
-        if inner.state == "mean" and (outer.own_params or self.engine.kind != "local"):
-            keys = "inner.state outer.fragments outer.delay_updates engine.kind"
-            yield keys, "mean needs whole rounds in this process; set the first to keep"
         if inner.steps_per_round % outer.fragments:
             yield "outer.fragments inner.steps_per_round", "must divide the second; change one"
         if outer.delay_updates * outer.fragments >= inner.steps_per_round:

@@ -182,8 +182,6 @@ CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
     "fragments in learners": dict(engine__kind="ray", outer__delay_updates=1),
-    "moments of learners": dict(engine__kind="ray", inner__state="mean"),
-    "moments of fragments": dict(outer__fragments=2, inner__state="mean"),
     "no bucket": dict(engine__kind="bucket", engine__address="bucket/run"),
     "quorum": dict(engine__kind="ray", engine__quorum=3, engine__max_learners=2),
     "an address of no engine": dict(engine__address="s3://bucket/run"),

@@ -17,7 +17,6 @@ from ensembles import (
     TXS,
     batch_of,
     ensemble_of,
-    filled,
     loss_fn,
     params_of,
 )
@@ -195,48 +194,6 @@ def test_weights_and_finite_workers_make_a_trainers_mean(sizes, drift_R, weights
     )
     actual_M = (after.params_M["b"] - ensemble.params_M["b"])[:, 0]
     np.testing.assert_allclose(actual_M, moved_M, rtol=1e-6)
-
-
-NAN, INF = np.nan, np.inf
-
-
-@pytest.mark.parametrize(
-    ("sizes", "moment_R", "drift_R", "weights_R", "mean_R"),
-    [
-        ([2, 2], [1, 4, 5, 9], [0, 0, 0, 0], [1, 2, 300, 100], [3, 3, 6, 6]),
-        ([3], [1, 7, 3], [0, NAN, 0], None, [2, 2, 2]),  # its parameters are not finite
-        ([2, 3], [1, 1, 1, NAN, 3], [0, 0, 0, 0, 0], None, [1, 1, 2, 2, 2]),
-        ([2, 1], [1, 3, 0.1], [NAN, INF, 0], None, [1, 3, 0.1]),  # nobody, and a single worker
-        ([1, 1], [0.3, 0.7], [0, NAN], None, [0.3, 0.7]),
-    ],
-)
-@pytest.mark.parametrize("precision", ["float32", "int4"])
-def test_workers_start_from_the_mean_of_first_moments_and_their_own_other_state(
-    sizes, moment_R, drift_R, weights_R, mean_R, precision
-):
-    def like(values_R, leaf):
-        shape = (-1,) + (1,) * (leaf.ndim - 1)
-        return jnp.broadcast_to(jnp.asarray(values_R, leaf.dtype).reshape(shape), leaf.shape)
-
-    ensemble = filled(different_trainers(sizes, ADAMW, PLAIN))
-    workers = start_round(ensemble)
-    adam, *rest = workers.inner_state_R
-    adam = adam._replace(mu=jax.tree.map(functools.partial(like, moment_R), adam.mu))
-    drifted_R = jax.tree.map(lambda leaf: leaf + like(drift_R, leaf), workers.params_R)
-    workers = workers.replace(params_R=drifted_R, inner_state_R=(adam, *rest))
-    after, _ = outer_update(
-        ensemble,
-        workers,
-        outer_tx=PLAIN,
-        weights_R=weights_R,
-        precision=precision,
-        mean_state=True,
-    )
-    mu = jax.tree.map(functools.partial(like, mean_R), adam.mu)
-    assert_close(after.inner_state_R, (adam._replace(mu=mu), *rest), rtol=2e-6)
-    assert same(after.inner_state_R[0]._replace(mu=None), adam._replace(mu=None))
-    if max(sizes) == 1:
-        assert same(after.inner_state_R, workers.inner_state_R)
 
 
 # --- What is not finite

@@ -140,7 +140,7 @@ def test_the_engines_round_is_the_public_outer_step():
         np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)
 
 
-@pytest.mark.parametrize("state", ["keep", "reset", "mean"])
+@pytest.mark.parametrize("state", ["keep", "reset"])
 def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state, monkeypatch):
     """One trainer has a small micro-batch, one a larger one, and one accumulates three."""
     settings = settings_of(

@@ -334,12 +334,6 @@ def play_round(s, trainer, workers, batch, free):
             losses.append(loss_sum / accum)
         ends.append(params)
 
-    if s.inner.state == "mean":  # of the first moments alone
-        first_moment = sum(worker.inner_state[1] for worker in workers) / len(workers)
-        for worker in workers:
-            count, _, second_moment = worker.inner_state
-            worker.inner_state = count, first_moment.copy(), second_moment
-
     # Outer update: the only communication of the workers.
     pseudo_grad = trainer.params - sum(ends) / len(ends)
     if s.outer.skip_single and len(workers) == 1:

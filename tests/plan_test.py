@@ -67,22 +67,6 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     ]
 
 
-@pytest.mark.parametrize(
-    ("tx", "precision", "expected"),
-    [
-        ("adamw", "float32", (144, 288)),
-        ("sgd", "float32", (144, 144)),  # it has no moments
-        ("adamw", "int4", (22, 44)),
-    ],
-)
-def test_a_synchronisation_with_moments_sends_them_like_parameters(tx, precision, expected):
-    def sync_bytes(state):
-        inner = {"tx": tx, "weight_decay": 0.0, "state": state}
-        return spec_of(settings_of(inner=inner, outer={"precision": precision})).sync_bytes
-
-    assert (sync_bytes("keep"), sync_bytes("mean")) == expected
-
-
 def largest(settings, spec):
     return choose(settings, spec, lambda *_: spec.loss_fn).max_batch_size
 

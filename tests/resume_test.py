@@ -54,12 +54,9 @@ def test_a_run_stopped_after_every_round_ends_as_the_uninterrupted_one(tmp_path,
     assert [e["round"] for e in events(tmp_path / "r", "start")] == list(range(7))
 
 
-def test_an_average_of_rounds_and_of_moments_is_reported_and_resumed_bit_for_bit(
-    tmp_path, monkeypatch, one_device
-):
+def test_a_running_average_is_reported_and_resumed_bit_for_bit(tmp_path, monkeypatch, one_device):
     monkeypatch.setattr(jax, "devices", lambda: one_device[:2])
-    shared = {"outer": {"average": 0.3}, "inner": {"state": "mean"}}
-    settings, seen = settings_of(**GROWING | shared), []
+    settings, seen = settings_of(**GROWING | {"outer": {"average": 0.3}}), []
 
     def on_round(state, _):
         ensemble = state.ensemble

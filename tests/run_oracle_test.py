@@ -47,11 +47,11 @@ CASES = {
         merge={"every_rounds": 2},
     ),
     # While the noise asks for more workers, workers join; then rounds and batches grow. A trainer's
-    # momentum begins with its second worker, and workers share their first moments.
+    # momentum begins with its second worker.
     "growing pool": settings_of(
         num_rounds=7,
         outer={"skip_single": True},
-        inner={"max_steps_per_round": 6, "state": "mean"},
+        inner={"max_steps_per_round": 6},
         batching={"eta": 0.3, "initial_batch_size": 1, "buckets": (1, 2, 4), "batch_cap": 4},
         merge={"every_rounds": 5},
         ensemble={"num_trainers": 2, "num_workers": 6, "initial_workers": 2},

@@ -41,30 +41,26 @@ def drifted(*sizes):
         draw(),
         num_trainers=num_trainers,
         num_workers=num_workers,
-        inner_tx=optax.sgd(0.1, momentum=0.9),
+        inner_tx=optax.sgd(0.1),
         outer_tx=NESTEROV,
         sizes=sizes,
     )
     ensemble = ensemble.replace(params_M=draw(num_trainers))
     workers = start_round(ensemble)
     drift_R = draw(num_workers, size=0.01)
-    moments_R = workers.inner_state_R[0]._replace(trace=draw(num_workers))
-    return ensemble, workers.replace(
-        params_R=jax.tree.map(jnp.add, workers.params_R, drift_R),
-        inner_state_R=(moments_R, *workers.inner_state_R[1:]),
-    )
+    return ensemble, workers.replace(params_R=jax.tree.map(jnp.add, workers.params_R, drift_R))
 
 
 @functools.cache
-def update_of(precision, **how):
-    return jax.jit(functools.partial(outer_update, outer_tx=NESTEROV, precision=precision, **how))
+def update_of(precision):
+    return jax.jit(functools.partial(outer_update, outer_tx=NESTEROV, precision=precision))
 
 
-def assert_close_but_for_ties(params, expected, largest=0.02):
+def assert_close_but_for_ties(params, expected):
     """Compares up to one code where rounding nearly ties: the last bit decides there."""
     for name, leaf in expected.items():
         off = np.abs(np.asarray(params[name]) - np.asarray(leaf))
-        assert np.mean(off > 1e-6) < 2e-3 and np.max(off) < largest, name
+        assert np.mean(off > 1e-6) < 2e-3 and np.max(off) < 0.02, name
 
 
 # --- What it computes
@@ -186,7 +182,6 @@ def sharded(precision, sizes, model_shards):
         outer_update,
         outer_tx=NESTEROV,
         precision=precision,
-        mean_state=True,
         reduce_scatter=at.reduce_scatter,
         all_gather=at.all_gather,
     )
@@ -199,14 +194,12 @@ def sharded(precision, sizes, model_shards):
 )
 def test_sharded_is_unsharded_and_all_copies_agree(precision, sizes, model_shards):
     ensemble, workers = drifted(*sizes)
-    expected, expected_norm_M = update_of(precision, mean_state=True)(ensemble, workers)
+    expected, expected_norm_M = update_of(precision)(ensemble, workers)
     compiled, states = sharded(precision, sizes, model_shards)
     after, norm_M = compiled(*reshard((ensemble, workers), states))
     assert_close(norm_M, expected_norm_M)
     assert_close(after.outer_state_M, expected.outer_state_M, atol=1e-8)
     assert_close_but_for_ties(after.params_M, expected.params_M)
-    moments_R, expected_R = (each.inner_state_R[0].trace for each in (after, expected))
-    assert_close_but_for_ties(moments_R, expected_R, largest=0.5)
     for leaf in after.params_M.values():
         copies = {}
         for shard in leaf.addressable_shards:

@@ -131,7 +131,6 @@ def outer_step(
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
     skip_single: bool = False,
-    mean_state: bool = False,
 ) -> tuple[Ensemble, RoundMetrics]:
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
@@ -171,8 +170,6 @@ def outer_step(
       precision: Format in which workers send differences and receive the outer update.
       skip_single: Whether a trainer with one worker takes the worker's parameters without
         `outer_tx`, whose state then does not change.
-      mean_state: Whether workers start the next round from the mean of their trainer's
-        `first_moments`, sent in `precision`.
 
     Returns:
       The ensemble after the round, and its metrics.
@@ -208,7 +205,6 @@ def outer_step(
         aggregate=aggregate,
         precision=precision,
         skip_single=skip_single,
-        mean_state=mean_state,
     )
     loss_SAR, skipped_SAR, *aux_SAR = jax.tree.map(
         lambda leaf: leaf.reshape(num_updates, num_accum_steps, *leaf.shape[1:]), measured_TR
@@ -275,7 +271,6 @@ def outer_update(
     precision: Precision = "float32",
     extra_M: Mapping[str, Float[Array, " M"] | Sequence[float]] | None = None,
     skip_single: bool = False,
-    mean_state: bool = False,
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
@@ -321,70 +316,7 @@ def outer_update(
         reduce_scatter=reduce_scatter,
         all_gather=all_gather,
     )
-    inner_state_R = workers.inner_state_R
-    if mean_state:
-        inner_state_R = mean_states(
-            inner_state_R,
-            ensemble.sizes,
-            weights_R=weights_R,
-            usable_R=difference.usable_R,
-            precision=precision,
-            reduce_scatter=reduce_scatter,
-            all_gather=all_gather,
-        )
-    return ensemble.replace(inner_state_R=inner_state_R), norm_M
-
-
-def first_moments(state: PyTree) -> PyTree:
-    """Replace all of an optimizer's state by None but its first moments, which are floats.
-
-    They are the fields `mu` (Adam, Muon) and `trace` (momentum) of optax's states.
-    """
-
-    def select(path, leaf):
-        is_first = any(getattr(part, "name", None) in ("mu", "trace") for part in path)
-        return leaf if is_first and jnp.issubdtype(leaf.dtype, jnp.floating) else None
-
-    return jax.tree.map_with_path(select, state)
-
-
-def mean_states(
-    inner_state_R: PyTree,
-    sizes: Sequence[int],
-    *,
-    weights_R: Float[Array, " R"] | Sequence[float] | None = None,
-    usable_R: Bool[Array, " R"],
-    precision: Precision = "float32",
-    reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
-    all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
-) -> PyTree:
-    """Give each worker the weighted mean of its trainer's `first_moments`; the rest is its own.
-
-    Second moments and counts gained nothing in docs/LOG.md, and int4 would round small second
-    moments to zero. A worker that is not usable, or whose moments are not finite, is masked out and
-    receives the mean of the others. Workers keep their moments if nobody's are usable.
-    `outer_update` describes the arguments.
-
-    Source: FedMuon (arXiv 2510.27403), which averages momenta.
-    """
-    old_R = first_moments(inner_state_R)
-    if not jax.tree.leaves(old_R):
-        return inner_state_R
-    weights_R = checked_factors("weights_R", weights_R, (sum(sizes),))
-    single_M = np.array(sizes) == 1
-    if single_M.all():
-        precision = "float32"
-    moments_R = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), old_R)
-    usable_R = reduce_scatter(usable_R & _are_finite(moments_R))
-    sent_R = _send(moments_R, np.repeat(single_M, sizes), precision, reduce_scatter)
-    mean_M, is_usable_M = by_trainers(
-        sent_R, sizes, weights_R=weights_R, usable_R=usable_R, aggregate=mean
-    )
-    if precision != "float32":
-        mean_M = _send(mean_M, single_M, precision, all_gather)
-    new_R, is_usable_R = to_workers((mean_M, is_usable_M), sizes)
-    new_R = where_leading(is_usable_R, with_dtypes(new_R, old_R), old_R)
-    return with_trainable(inner_state_R, new_R)
+    return ensemble.replace(inner_state_R=workers.inner_state_R), norm_M
 
 
 @on_any_mesh(lambda whole, _, average_M, *args: average_M)

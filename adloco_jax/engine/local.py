@@ -183,12 +183,8 @@ class LocalEngine:
             if self.spec.outer.own_params:
                 sub = sub.replace(params_R=workers.params_R)
             else:
-                if self.spec.mean_inner_state:
-                    sub = sub.replace(inner_state_R=inner_state_R)
                 sub, norm_M = self.programs.call(stack.key("outer"), sub, workers, extra_M)
                 stack_norms.append(norm_M)
-                if self.spec.mean_inner_state:
-                    inner_state_R = sub.inner_state_R
             ensemble = self._put(ensemble, at, sub.replace(inner_state_R=inner_state_R))
             measured += zip([group for group, _ in inputs], stack_measured, strict=True)
             norms.append((stack, stack_norms))

@@ -237,9 +237,7 @@ def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
-    ensemble = ensemble_spec(spec, key.layout)
-    if not spec.mean_inner_state:
-        ensemble = ensemble.replace(inner_state_R=None)
+    ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
     number_M = jax.ShapeDtypeStruct((len(key.sizes),), jnp.float32, sharding=at.replicated)
     extra_M = dict.fromkeys(spec.extras, number_M)
@@ -247,11 +245,10 @@ def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     def update(ensemble, workers, extra_M):
         return outer_update(
             ensemble,
-            workers.replace(inner_state_R=ensemble.inner_state_R),
+            workers,
             outer_tx=spec.outer_tx,
             aggregate=spec.aggregate,
             skip_single=spec.outer.skip_single,
-            mean_state=spec.mean_inner_state,
             extra_M=extra_M,
             **_collectives(spec, at),
         )

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from adloco_jax.contrib.streaming import take_fragment
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.gradstats import Estimator
-from adloco_jax.core.outer import Aggregator, first_moments, mean
+from adloco_jax.core.outer import Aggregator, mean
 from adloco_jax.core.types import LossFn, trainable
 from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import OuterSettings
@@ -143,7 +143,6 @@ class Spec:
     estimator: Estimator  # "vmap" or "taps", not "auto"
     inner_products: bool
     reset_inner_state: bool
-    mean_inner_state: bool = False  # see `core.outer.mean_states`
     model_shards: int = 1  # devices that share one worker's parameters
     aggregate: Aggregator = mean  # aggregates the differences of a trainer's workers
     extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
@@ -179,10 +178,7 @@ class Spec:
             part = take_fragment(stacked, 0, num_fragments=self.outer.fragments)
             return jax.tree.map(lambda leaf: leaf[0], part)
 
-        sent = jax.eval_shape(take, self.params)
-        if self.mean_inner_state:
-            sent = sent, first_moments(jax.eval_shape(self.inner_tx.init, trainable(self.params)))
-        return packed_bytes(sent, self.outer.precision)
+        return packed_bytes(jax.eval_shape(take, self.params), self.outer.precision)
 
     @property
     def state_bytes(self) -> StateBytes:

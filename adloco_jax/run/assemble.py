@@ -385,7 +385,6 @@ def program_spec(
         estimator=resolve_estimator("auto", loss_fn),
         inner_products=measures_inner_products(settings),
         reset_inner_state=settings.inner.state == "reset",
-        mean_inner_state=settings.inner.state == "mean",
         aggregate=aggregator(settings),
         eval_loss_fn=model.eval_loss_fn,
         key_seed=settings.seed if takes(loss_fn, "key") else None,

@@ -306,8 +306,6 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
     """Bytes of a device's memory in use while a program runs, with all trainers' arrays on it."""
     state = ensemble_spec(programs.spec, Layout(sizes))
     taken = dict.fromkeys(_TAKES[key.kind])
-    if key.kind == "outer" and programs.spec.mean_inner_state:
-        taken["inner_state_R"] = None
     try:
         needed = needed_bytes(programs[key])
     except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses a program too large
