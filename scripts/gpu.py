@@ -52,6 +52,7 @@ from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.files import replaced_file
 from adloco_jax.run.assemble import build_model, build_network, inner_transform
 from adloco_jax.run.ledger import read
+from adloco_jax.study.compare import to_reach
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -609,10 +610,13 @@ def training_table(known: dict) -> list[str]:
 
 
 def spent(name: str, arm: dict, loss: float) -> str:
-    """What an arm has spent at its first evaluation with at most this loss."""
-    at = next(at for at, found in enumerate(arm["loss"]) if found <= loss)
-    tokens, updates = arm["tokens_total"][at] / 1e6, arm["updates_total"][at]
-    cost = f"{tokens:.1f} M tokens, {updates:,} updates, {communications(name, arm)[at]:,}"
+    """What an arm has spent to reach a loss (`to_reach`)."""
+    counts = arm["loss"], arm["tokens_total"], arm["updates_total"], communications(name, arm)
+    names = ("loss", "tokens", "updates", "syncs")
+    points = [dict(zip(names, point, strict=True)) for point in zip(*counts, strict=True)]
+    at = to_reach(points, loss)
+    assert at is not None, "the loss is one that the arm has reached"
+    cost = f"{at['tokens'] / 1e6:.1f} M tokens, {at['updates']:,.0f} updates, {at['syncs']:,.0f}"
     return f"{name} {cost} synchronisations"
 
 

@@ -138,7 +138,7 @@ def test_the_page_gets_its_front_and_tables(tmp_path):
     assert "DiLoCo 4.250" in text and "Machine: a machine." in text
     found = " ".join(text.split())
     assert "`growing_pool` 2.00 and 4.0." in found
-    # at the first evaluation of each with the higher of both last losses
+    # to the higher of both last losses
     assert "To 4.250: growing_pool 0.0 M tokens, 1 updates, 0 synchronisations; DiLoCo 0.0" in found
     rows = rows_of(text.partition("<!-- end of the table -->")[0])
     beside = [f"{rate} (1 to 3)" for rate in ("2,000,000", "1,000,000", "500,000")]
