@@ -42,7 +42,8 @@ of Debian have (studies/texts.py).
   configs/microllama.py), for four GPUs of 80 GB; not run yet. The environment variables MICROLLAMA
   and C4 may name a local checkpoint and local files of text.
 
-Records that no track names are older and only printed. At commit 8250d13 `adloco compare
+Records that no track names are older and only printed. moments has the front's rows with momentum
+averaged over workers (inner.state=mean), from the commit that declares them. At commit 8250d13 `adloco compare
 studies/compare_*.py` repeats them: small_tuning, again, order_tuning, shakespeare and barrier, and
 its studies/track.py half_tuning, prose_tuning and order.
 """
