@@ -613,7 +613,7 @@ def spent(name: str, arm: dict, loss: float) -> str:
     """What an arm has spent to reach a loss (`to_reach`)."""
     counts = arm["loss"], arm["tokens_total"], arm["updates_total"], communications(name, arm)
     names = ("loss", "tokens", "updates", "syncs")
-    points = [dict(zip(names, point, strict=True)) for point in zip(*counts, strict=True)]
+    points = [dict(zip(names, point, strict=True)) for point in zip(*counts, strict=False)]
     at = to_reach(points, loss)
     assert at is not None, "the loss is one that the arm has reached"
     cost = f"{at['tokens'] / 1e6:.1f} M tokens, {at['updates']:,.0f} updates, {at['syncs']:,.0f}"
