@@ -111,6 +111,9 @@ def test_the_tracks_command_makes_what_is_named_and_prints_rows_or_the_choice(mo
     made, shown = rows_of("half_muon_tuning", "--record", record)
     assert made.variants == track.tracks()["half_muon_tuning"].variants and made.seeds == (0,)
     assert "| DiLoCo | average, 110 steps, decay |" in shown
+    _, shown = rows_of("front", "--seeds", "41")
+    assert "stdlib, 75,600 parameters: to 1.6" in shown and "| DiLoCo, 110 | 1," in shown
+    assert "| earlier DiLoCo, 110 |" in shown and "steps at equal synchronisations" in shown
     with pytest.raises(SystemExit):
         rows_of("muon", "--only", "Muon")
 
