@@ -53,11 +53,6 @@ def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
 _adapter = functools.cache(TypeAdapter)
 
 
-def requests_to_get(num_bytes: int) -> int:
-    """Return how many requests read an object of a bucket."""
-    return max(1, -(-num_bytes // PIECE_BYTES))
-
-
 def requests_to_put(num_bytes: int) -> int:
     """Return how many requests write an object: one, or a start, its pieces and an end."""
     pieces = -(-num_bytes // PIECE_BYTES)

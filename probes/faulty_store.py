@@ -23,7 +23,7 @@ ERRORS = {
 }
 # reset: the connection ends before the server has the request; lost: after it has done it; cut: in
 # the middle of the answer; wrong: a byte of the answer's body is another one; slow: a second.
-# Beside these, forged: the request's body is replaced.
+# Beside these, forged: the request's body is replaced; silent: the request is never answered.
 FAULTS = (*ERRORS, "reset", "lost", "cut", "wrong", "slow")
 SLOW_S = 1.0
 
@@ -58,7 +58,7 @@ def faulty(
 
     With the fault "forged" the server gets what `forge` makes of a request's path and body.
     """
-    upstream, numbers = urlsplit(url).netloc, itertools.count()
+    upstream, numbers, closing = urlsplit(url).netloc, itertools.count(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -70,6 +70,9 @@ def faulty(
                 code, name, text = ERRORS[fault]
                 xml = f"<Error><Code>{name}</Code><Message>{text}</Message></Error>".encode()
                 self.answer(code, {"Content-Type": "application/xml"}, xml, len(xml))
+                return
+            if fault == "silent":
+                closing.wait()
                 return
             if fault == "reset":
                 self.reset()
@@ -132,4 +135,5 @@ def faulty(
         try:
             yield "http://{}:{}".format(*server.server_address)
         finally:
+            closing.set()
             server.shutdown()

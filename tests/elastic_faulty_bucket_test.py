@@ -2,6 +2,7 @@
 
 import datetime
 import random
+import time
 
 import pytest
 from learners import InBucket
@@ -12,6 +13,9 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from adloco_jax.elastic import store  # noqa: E402
+from adloco_jax.errors import ResourceError  # noqa: E402
+from adloco_jax.files import Format  # noqa: E402
+from adloco_jax.run import processes  # noqa: E402
 from probes import faulty_store, runs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -63,3 +67,57 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
     if is_repaired:
         assert [e for e in events(tmp_path, "learner") if e["what"] != "joined"] == []
         assert all(line["workers_counted"] == line["workers"] for line in lines)
+
+
+@pytest.fixture
+def short_deadlines(monkeypatch):
+    monkeypatch.setattr(store, "_LEAST_S", 0.5)
+    monkeypatch.setattr(store, "_FIRST", {"answer": 0.0, "byte": 0.0})
+
+
+@pytest.mark.usefixtures("short_deadlines")
+def test_a_request_that_is_never_answered_is_asked_again(monkeypatch, server):
+    seen, start_s = set(), time.monotonic()
+
+    def fate(method, path, number):
+        is_new = (method, path) not in seen
+        seen.add((method, path))
+        return "silent" if is_new else ""
+
+    with faulty_store.faulty(server, fate) as url:
+        for name, value in faulty_store.environment(url).items():
+            monkeypatch.setenv(name, value)
+        there = store.Store("s3://bkt/silent")
+        there.put("a", b"1" * 100)
+        assert there.create("b", Format())
+        assert there.get("a") == b"1" * 100
+        assert there.board("b", Format) == Format()
+        there.delete("a")
+        assert there.names() == []  # one try: what is left costs space only
+        assert time.monotonic() - start_s < 10  # six times 0.5 s, and a pause
+
+
+@pytest.mark.usefixtures("short_deadlines")
+def test_after_a_signal_nobody_waits_for_a_server_that_is_silent(monkeypatch, server):
+    monkeypatch.setattr(processes, "is_asked_to_stop", lambda: True)
+    with faulty_store.faulty(server, lambda *_: "silent") as url:
+        for name, value in faulty_store.environment(url).items():
+            monkeypatch.setenv(name, value)
+        start_s, there = time.monotonic(), store.Store("s3://bkt/silent")
+        with pytest.raises(ResourceError, match=r"cannot read \(no answer in 0 s\)|no answer"):
+            there.get("a")
+        assert time.monotonic() - start_s < 3
+
+
+@pytest.mark.parametrize("where", ["s3", "file"])
+def test_an_empty_object_is_damaged(monkeypatch, tmp_path, server, where):
+    for name, value in faulty_store.environment(server).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(store, "_READ_PAUSES_S", ())
+    there = store.Store("s3://bkt/empty" if where == "s3" else f"file://{tmp_path}/bucket")
+    there.put("1", b"")
+    with pytest.raises(store.Refused, match="^1: 0 bytes"):
+        there.read("1", 2**30, Format, lambda _: {})
+    with pytest.raises(store.Refused, match="^1: 0 bytes"):
+        there.message("1", Format)
+    assert there.board("1", Format) is None

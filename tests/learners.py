@@ -126,8 +126,6 @@ class InBucket:
         self.learners, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
         monkeypatch.setattr(store, "aside", _inline)
-        begin = bucket.BucketTransport.act
-        monkeypatch.setattr(bucket.BucketTransport, "_begin", begin)
         monkeypatch.setattr(
             bucket, "connected", functools.partial(self.connected, bucket.connected)
         )
@@ -194,7 +192,10 @@ class InBucket:
         self.starts.append((*handle, self.now_s))
         for method in CALLS:
             setattr(made, method, self.fated(made, handle, method))
-        there = bucket_learner.BucketLearner(store.Store(self.url), made, self.given, self.log)
+        run_id = (self.log / "id").read_text("utf-8")
+        there = bucket_learner.BucketLearner(
+            store.Store(self.url), made, self.given, self.log, run_id
+        )
         there._read_driver = functools.partial(self.only, handle, there._read_driver)
         with contextlib.suppress(_Waits):
             while there.handle is None:
@@ -255,7 +256,7 @@ class _Dies(BaseException):
 def _inline(function, *arguments):
     """Call a function at once, in place of in a thread."""
     value = function(*arguments)
-    return types.SimpleNamespace(done=lambda: True, result=lambda: value)
+    return types.SimpleNamespace(done=lambda: True, result=lambda timeout=None: value)
 
 
 def _simulate(monkeypatch, clock, *modules):

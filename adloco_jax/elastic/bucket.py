@@ -1,9 +1,10 @@
 """The driver's side of a run whose learners share only a bucket with it (`bucket_learner`: theirs).
 
-A board is the one object that its owner overwrites; its count is a sign of life, timed by the
-reader's clock. All others are written once:
+A board is overwritten by its owner; its count is a sign of life, timed by the reader's clock.
+Parameters, orders and answers are written once:
 
-    run.json                                     settings, version and data of the run
+    run.json                                     settings, version and data of the run, and the
+                                                 number of its driver, who replaces it if it is gone
     driver/EPOCH.json                            board of the EPOCH-th driver of the run, from 1 on;
                                                  0 is written and deleted as a trial
     learners/EPOCH/NUMBER-LIFE.json              board of a learner
@@ -17,7 +18,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import queue
+import re
 import threading
 import time
 import uuid
@@ -41,6 +42,7 @@ from adloco_jax.elastic.formats import (
     Refused,
     RunDescription,
     array_bytes,
+    follows,
     said,
 )
 from adloco_jax.elastic.learner import Given, Reply, answer_form, state_form
@@ -53,7 +55,6 @@ from adloco_jax.settings import KNOBS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
-_LONGEST_PAUSE_S = 0.5  # between two looks of the driver at a learner's board
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,12 +102,14 @@ def connected(
     ConfigError if the bucket cannot be used, holds another run, or has a driver that is alive.
     """
     bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
-    _describe(bucket, given)
-    epoch = _next_epoch(bucket, heartbeat_s)
-    made = BucketTransport(bucket, epoch, given)
-    if not bucket.create(f"driver/{epoch}.json", made.board()):
-        raise ConfigError(f"{address}: another driver has begun to run there at the same time")
-    _delete_rounds(bucket, *range(1, epoch))  # what a driver that was killed has left
+    run = _description(bucket, given)
+    epoch = _next_epoch(bucket, run.driver, heartbeat_s)
+    described = store.to_json(run.model_copy(update={"adloco_jax": __version__, "driver": epoch}))
+    bucket.put("run.json", described)
+    # Read, so that it is equal to what is found later.
+    run = store.from_json(described, "run.json", RunDescription)
+    made = BucketTransport(bucket, run, given)
+    _delete_rounds(bucket, epoch - 1)  # what a driver that was killed has left
     print(f"to join, on up to {num_learners} machines: adloco join {address}", flush=True)
     try:
         with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
@@ -115,19 +118,16 @@ def connected(
         made.close(is_over=is_over())
 
 
-def _describe(bucket: Store, given: Given) -> None:
-    """Write `run.json`, unless it is there; check that it is this run's."""
+def _description(bucket: Store, given: Given) -> RunDescription:
+    """Return the run's `run.json`, which must be this run's, or a new one."""
     path = Path(given.log).parent / "id"
     if (run := _described(bucket, path)) is not None:
-        if run.adloco_jax != __version__:  # learners need the version of this driver
-            run = run.model_copy(update={"adloco_jax": __version__})
-            bucket.put("run.json", store.to_json(run))
-        return
-    run_id = uuid.uuid4().hex
+        return run
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(run_id, "utf-8")
-    described = RunDescription(
-        id=run_id,
+    if not path.exists():  # else learners of this run may be waiting
+        path.write_text(uuid.uuid4().hex, "utf-8")
+    return RunDescription(
+        id=path.read_text("utf-8"),
         adloco_jax=__version__,
         fingerprint=given.fingerprint,
         commit=given.commit,
@@ -135,17 +135,20 @@ def _describe(bucket: Store, given: Given) -> None:
         settings=given.settings.model_dump(),
         by_fit=given.by_fit,
     )
-    if not bucket.create("run.json", described):
-        _described(bucket, path)  # fails: another has been faster
 
 
 def _described(bucket: Store, path: Path) -> RunDescription | None:
     """Return `run.json`, if it is there; it must have the id of the run that a file names."""
-    with contextlib.suppress(Refused, OSError):
-        run = bucket.message("run.json", RunDescription)
-        if run is None or run.id == path.read_text("utf-8"):
+    fault = ""
+    try:
+        run = store.again(lambda: bucket.message("run.json", RunDescription))
+        if run is None or (path.exists() and run.id == path.read_text("utf-8")):
             return run
-    raise ConfigError(f"{bucket.url}: holds another run; name another, such as {bucket.url}-2")
+    except Refused as error:
+        fault = f" ({error})"
+    raise ConfigError(
+        f"{bucket.url}: holds another run{fault}; name another, such as {bucket.url}-2"
+    )
 
 
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
@@ -160,28 +163,50 @@ def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> No
         )
 
 
-def _next_epoch(bucket: Store, heartbeat_s: float) -> int:
-    """Return the number of the next driver, once the last one gives no sign of life."""
-    epoch, before = 0, None
-    while (data := bucket.get(f"driver/{epoch + 1}.json")) is not None:
-        epoch, before = epoch + 1, data
-    with contextlib.suppress(Refused):
-        if before is None or store.from_json(before, "", DriverBoard).has_ended:
+def _next_epoch(bucket: Store, last: int, heartbeat_s: float) -> int:
+    """Begin as the next driver, once the `last` one or a later gives no sign; return its number.
+
+    A store may show an older list or board for a while, so one that changes is looked at again.
+    """
+    start_s = changed_s = time.monotonic()
+    epoch, board = _newest(bucket, last)
+    if not board.has_ended:
+        print(
+            f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True
+        )
+    while time.monotonic() <= start_s + 2 * heartbeat_s:
+        begun = DriverBoard(count=0, adloco_jax=__version__)
+        is_free = board.has_ended or time.monotonic() - changed_s >= heartbeat_s
+        if is_free and bucket.create(f"driver/{epoch + 1}.json", begun):
             return epoch + 1
-    print(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True)
-    until_s = time.monotonic() + heartbeat_s
-    while time.monotonic() < until_s:
         time.sleep(min(1.0, heartbeat_s / SIGNS))
-        if bucket.get(f"driver/{epoch}.json") != before:
-            raise ConfigError(
-                f"{bucket.url}: another driver runs there; wait for it, or name another prefix"
-            )
-    return epoch + 1
+        before, (epoch, board) = (epoch, board), _newest(bucket, epoch)
+        if before != (epoch, board):
+            changed_s = time.monotonic()
+    raise ConfigError(
+        f"{bucket.url}: another driver runs there; wait for it, or name another prefix"
+    )
 
 
-def _delete_rounds(bucket: Store, *epochs: int) -> None:
-    parts = tuple(f"{part}/{e}/" for part in ("params", "orders", "answers") for e in epochs)
-    bucket.delete(*(name for name in bucket.names() if name.startswith(parts)))
+def _newest(bucket: Store, epoch: int) -> tuple[int, DriverBoard]:
+    """Return the number of the newest driver, from `epoch` on, and its board."""
+
+    def read(number: int) -> DriverBoard | None:
+        try:
+            return bucket.message(f"driver/{number}.json", DriverBoard)
+        except Refused:
+            return DriverBoard(count=0)  # the number is taken
+
+    board = read(epoch) or DriverBoard(count=0, has_ended=not epoch)
+    while (found := read(epoch + 1)) is not None:
+        epoch, board = epoch + 1, found
+    return epoch, board
+
+
+def _delete_rounds(bucket: Store, last: int) -> None:
+    """Delete what drivers up to the `last` one have left."""
+    named = [re.match(r"(?:params|orders|answers)/(\d+)/", name) for name in bucket.names()]
+    bucket.delete(*(found.string for found in named if found and int(found[1]) <= last))
 
 
 @dataclasses.dataclass
@@ -192,6 +217,7 @@ class _Exchange:
     num_asked: int = 0  # orders that have been submitted
     num_read: int = 0  # answers that have been read
     board: LearnerBoard | None = None  # the newest one; None: no machine has taken the number
+    writes: concurrent.futures.Future | None = None  # the newest order's; after earlier orders
     look: concurrent.futures.Future | None = None  # a request for the board that has not ended
     next_s: float = 0.0  # when to look at the board next, or when the look began
     pause_s: float = store.FIRST_PAUSE_S
@@ -202,43 +228,53 @@ class BucketTransport:
 
     is_far = True
 
-    def __init__(self, bucket: Store, epoch: int, given: Given):
-        self._store, self._epoch, self._spec = bucket, epoch, given.spec
+    def __init__(self, bucket: Store, run: RunDescription, given: Given):
+        self._store, self._run, self._epoch, self._spec = bucket, run, run.driver, given.spec
+        self._other: DriverBoard | None = None  # of a driver that `run.json` names
         self._exchanges: dict[int, _Exchange] = {}
         self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
-        self._num_params, self._count = itertools.count(), itertools.count()
+        self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
+        self._num_params, self._count = itertools.count(), itertools.count(1)
         self.unsent: dict[str, int] = {}  # bytes of parameters that are not yet in the bucket
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
+        self._sign_s = math.inf  # when the sign of life under way began
         self._returned_s = 0.0  # when a look at a learner's board last returned
-        self._writing = threading.Lock()
+        self._writing, self._is_closed = threading.Lock(), False
         self._fault: BaseException | None = None  # an error of a thread
-        # Objects are written one after another, so an order follows its parameters.
-        self._writes = queue.SimpleQueue[Callable[[], None] | None]()
-        self._writer = processes.start_thread(self._write, name="writes")
-
-    def board(self, *, is_over: bool = False, has_ended: bool = False) -> DriverBoard:
-        """Return the driver's board."""
-        return DriverBoard(
-            adloco_jax=__version__,
-            count=next(self._count),
-            learners=[
-                LearnerOrders(id=e.id, num_read=e.num_read, is_free=e.board is None)
-                for e in [*self._exchanges.values()]
-            ],
-            is_over=is_over,
-            has_ended=has_ended,
-        )
 
     def give_sign(self) -> None:
-        """Write the board, unless another driver has taken over."""
-        with contextlib.suppress(Refused):
-            if self._store.get(f"driver/{self._epoch + 1}.json") is None:
-                return self._write_board()
-        raise ResourceError(f"{self._store.url}: another driver has taken over")
+        """Write the board, and `run.json` if it is gone; raise an error if a driver took over."""
+        self._sign_s = time.monotonic()
+        found = self._store.board("run.json", RunDescription)
+        if not self._may_be_over(found) and found != self._run:
+            self._store.put("run.json", store.to_json(self._run))
+        self._write_board()
+        self._sign_s = math.inf
 
-    def _write_board(self, **ended: bool) -> None:
+    def _may_be_over(self, found: RunDescription | None) -> bool:
+        """Whether `run.json` names a later driver; raise an error if its board changes."""
+        before, self._other = self._other, None
+        if found is not None and found.id == self._run.id and found.driver > self._epoch:
+            self._other = self._store.board(f"driver/{found.driver}.json", DriverBoard)
+        if None not in (before, self._other) and before != self._other:
+            raise ResourceError(f"{self._store.url}: another driver has taken over")
+        return before is None and self._other is not None
+
+    def _write_board(self, *, is_over: bool = False, has_ended: bool = False) -> None:
         with self._writing:
-            self._store.put(f"driver/{self._epoch}.json", store.to_json(self.board(**ended)))
+            if self._is_closed and not has_ended:
+                return
+            board = DriverBoard(
+                adloco_jax=__version__,
+                count=next(self._count),
+                learners=[
+                    LearnerOrders(id=e.id, num_read=e.num_read, is_free=e.board is None)
+                    for e in [*self._exchanges.values()]
+                ],
+                is_over=is_over,
+                has_ended=has_ended,
+            )
+            self._store.put(f"driver/{self._epoch}.json", store.to_json(board))
 
     def put(self, params: PyTree, kind: Any) -> tuple[Params, int]:
         """Begin to write a trainer's parameters, or their update: a `kind` of object.
@@ -256,15 +292,22 @@ class BucketTransport:
             del self.unsent[name]
 
         self.unsent[name] = len(data)
-        self._begin(write)
+        self._writes = {n: w for n, w in self._writes.items() if n not in old}
+        self._writes[name] = self._begin(write)
         return Params(name=name, sha256=data[:64].decode()), len(data)
 
-    def _begin(self, write: Callable[[], None]) -> None:
-        self._writes.put(write)
+    def _begin(
+        self, write: Callable[[], None], *after: concurrent.futures.Future | None
+    ) -> concurrent.futures.Future:
+        """Call a function in a thread, after other calls have ended."""
 
-    def _write(self) -> None:
-        while (write := self._writes.get()) is not None:
-            self.act(write)
+        def act() -> None:
+            for each in filter(None, after):
+                each.result()
+            if not self._is_closed:
+                self.act(write)
+
+        return store.aside(act)
 
     def act(self, act: Callable[[], None]) -> None:
         """Call a function in a thread; the main thread raises its error."""
@@ -300,7 +343,9 @@ class BucketTransport:
             exchange.id = call.id
             self._write_board()
 
-        self._begin(write)
+        # One learner's order does not wait for another's, but for its parameters.
+        params = None if message.params is None else self._writes.get(message.params.name)
+        exchange.writes = self._begin(write, exchange.writes, params)
         return call, len(data)
 
     def poll(self, calls: Sequence[OrderCall], timeout_s: float) -> dict[OrderCall, Reply]:
@@ -319,14 +364,15 @@ class BucketTransport:
             if ended or time.monotonic() >= until_s:
                 return ended
             time.sleep(min(0.02, timeout_s))
-            while self._cannot_look() and not (self._fault or processes.is_asked_to_stop()):
+            while self._is_cut_off() and not (self._fault or processes.is_asked_to_stop()):
                 time.sleep(0.2)  # a driver that cannot see learners must not judge them
 
-    def _cannot_look(self) -> bool:
-        # The link does not work if no look has returned since one began that is late.
+    def _is_cut_off(self) -> bool:
+        # The link does not work if a sign takes long, or if no look has returned since one began
+        # that is late.
         late_s = time.monotonic() - self._late_s
         late = [e for e in self._exchanges.values() if self._returned_s < e.next_s < late_s]
-        return self._store.num_failing > 0 or any(e.look and not e.look.done() for e in late)
+        return self._sign_s < late_s or any(e.look and not e.look.done() for e in late)
 
     def _look(self, exchange: _Exchange) -> None:
         """Take the board of a learner if it has come, or request it if it is time."""
@@ -338,19 +384,20 @@ class BucketTransport:
         if not exchange.look.done():
             return
         board, exchange.look, self._returned_s = exchange.look.result(), None, time.monotonic()
-        exchange.pause_s = min(store.longer(exchange.pause_s), _LONGEST_PAUSE_S)
-        if board is not None and (exchange.board is None or board.count > exchange.board.count):
-            if exchange.board is None or board.num_answers != exchange.board.num_answers:
+        exchange.pause_s = store.longer(exchange.pause_s)
+        before = exchange.board
+        if board is not None and (before is None or follows(board.count, before.count)):
+            if before is None or board.num_answers != before.num_answers:
                 exchange.pause_s = store.FIRST_PAUSE_S
-            if exchange.board is None:
-                self._begin(self._write_board)
             exchange.board = board
+            if before is None:
+                self._begin(self._write_board)
         exchange.next_s = time.monotonic() + exchange.pause_s
 
     def _read_board(self, name: str) -> LearnerBoard | None:
         # As if there were no board, so no sign of life; or a signal has ended the patience.
-        with contextlib.suppress(Refused, ResourceError):
-            return self._store.message(name, LearnerBoard)
+        with contextlib.suppress(ResourceError):
+            return self._store.board(name, LearnerBoard)
         return None
 
     def _reply(self, call: OrderCall) -> Reply | None:
@@ -384,16 +431,16 @@ class BucketTransport:
         except (Refused, ResourceError) as error:
             return Reply(Refused(str(error)))
         finally:
-            self._store.delete(call.id.name("orders"), name)
+            self._begin(lambda: self._store.delete(call.id.name("orders"), name))
 
     def kill(self, handle: OrderId) -> None:
         """End the exchange with a learner, which leaves when it sees this."""
         exchange = self._exchanges.pop(handle.learner)
-        self._begin(self._write_board)
         left = [handle.board_name()]
         for order in range(exchange.num_read + 1, exchange.num_asked + 1):
             left += [handle.of(order).name(part) for part in ("orders", "answers")]
-        self._begin(lambda: self._store.delete(*left))
+        self._begin(self._write_board)
+        self._begin(lambda: self._store.delete(*left), exchange.writes)
 
     def close(self, *, is_over: bool) -> None:
         """Say on the board that the driver has ended, and delete its rounds.
@@ -405,13 +452,10 @@ class BucketTransport:
             self._write_board(is_over=is_over, has_ended=True)
             _delete_rounds(self._store, self._epoch)
 
-        while not self._writes.empty():
-            self._writes.get_nowait()
-        self._fault, until_s = None, math.inf
-        self._writes.put(end)
-        self._writes.put(None)
-        while self._writer.is_alive() and time.monotonic() < until_s:
-            self._writer.join(0.1)
+        self._is_closed, self._fault, until_s = True, None, math.inf
+        ending = store.aside(self.act, end)
+        while not ending.done() and time.monotonic() < until_s:
+            time.sleep(0.02)
             if processes.is_asked_to_stop():
                 until_s = min(until_s, time.monotonic() + store.LAST_S)
         if self._fault is not None and not processes.is_asked_to_stop():

@@ -27,6 +27,7 @@ from adloco_jax.elastic.formats import (
     OrderMessage,
     Refused,
     RunDescription,
+    follows,
 )
 from adloco_jax.elastic.learner import Given, Learner, inputs_form, sent_form, state_form
 from adloco_jax.elastic.store import Store
@@ -63,27 +64,38 @@ def join(
     """
     check_installed("obstore", "bucket", "adloco join")
     bucket = Store(url, patience_s=patience_s)
-    run = _read_run(bucket)
+    with processes.stop_requests("leaving"):
+        run = _read_run(bucket)
+    if run is None:
+        return
     given = _given(bucket, run, own, accepts_data, parts)
     with processes.stop_requests("leaving when the round under way has ended"):
-        BucketLearner(bucket, Learner(given), given, workdir).serve()
+        BucketLearner(bucket, Learner(given), given, workdir, run.id).serve()
 
 
-def _read_run(bucket: Store) -> RunDescription:
-    """Read the description of the run; wait for it if no driver has begun yet."""
-    start_s, data = time.monotonic(), bucket.get("run.json")
-    if data is None:
-        print(f"{bucket.url}: waiting for a driver", flush=True)
-    while data is None:
+def _read_run(bucket: Store) -> RunDescription | None:
+    """Read the description of the run, or wait for it; None after a signal."""
+    start_s, told = time.monotonic(), False
+    while not processes.is_asked_to_stop():
+        try:
+            run = store.again(lambda: bucket.message("run.json", RunDescription))
+            if run is not None:
+                return run
+        except Refused as error:
+            raise DataError(
+                f"{bucket.url}: {error}; name the prefix of a run, and use its version of"
+                " adloco_jax"
+            ) from error
+        except ResourceError:
+            if processes.is_asked_to_stop():
+                break
+            raise
+        if not told:
+            print(f"{bucket.url}: waiting for a driver", flush=True)
+        told = True
         _check_patience(bucket, start_s)
         time.sleep(store.LONGEST_PAUSE_S)
-        data = bucket.get("run.json")
-    try:
-        return store.from_json(data, "run.json", RunDescription)
-    except Refused as error:
-        raise DataError(
-            f"{bucket.url}: {error}; name the prefix of a run, and use its version of adloco_jax"
-        ) from error
+    return None
 
 
 def _check_patience(bucket: Store, since_s: float) -> None:
@@ -133,15 +145,18 @@ def _check_version(bucket: Store, version: str) -> None:
 class BucketLearner:
     """A learner that joins by itself. Only `serve` waits; `step` does what can be done now."""
 
-    def __init__(self, bucket: Store, learner: Learner, given: Given, workdir: Path | None):
-        self._store, self.learner, self._spec = bucket, learner, given.spec
+    def __init__(
+        self, bucket: Store, learner: Learner, given: Given, workdir: Path | None, run_id: str
+    ):
+        self._store, self.learner, self._spec, self._run_id = bucket, learner, given.spec, run_id
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
         self._num_workers = given.settings.ensemble.num_workers
         self._epoch = 0  # number of the driver; 0: none is known yet
         self.handle: OrderId | None = None  # None: not in the run
         self._num_answers = self._count = 0  # answers in this life; own signs of life
         self._driver = DriverBoard(count=0)  # the driver's newest board
-        self._changed_s = time.monotonic()  # when its count last changed
+        self._changed_s = time.monotonic()  # when it came
+        self._seen = 0  # the count of the last board that was looked at
         self._writing = threading.Lock()
         self._idle_s = time.monotonic()  # when the last answer was sent
         self._has_left = False
@@ -176,8 +191,8 @@ class BucketLearner:
         """Look at the driver's board, and do the next order: "over", "done" or "nothing"."""
         if not self._find_driver():
             return "nothing"
-        if self._driver.is_over:
-            return "over"
+        if self._driver.is_over:  # a driver that is alive would write two other boards
+            return "over" if self._silent_s() >= 2 * self._heartbeat_s / SIGNS else "nothing"
         if self.handle is None:
             return "done" if not self.learner.leaving and self._enlist() else "nothing"
         if (own := self._own_orders()) is None:
@@ -229,25 +244,37 @@ class BucketLearner:
 
     def _is_alive(self) -> bool:
         """Whether the driver has not ended, nor been silent until it counts as lost."""
-        is_silent = time.monotonic() - self._changed_s >= self._heartbeat_s
-        return not (is_silent or self._driver.has_ended)
+        return self._silent_s() < self._heartbeat_s and not self._driver.has_ended
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._changed_s
 
     def _find_driver(self) -> bool:
         """Read the board of the newest driver; return whether there is one that works."""
         if self._epoch and (board := self._read_driver(self._epoch)) is not None:
-            if board.count > self._driver.count:
+            # After a forged count the driver's own is small, but changes.
+            is_back = self._silent_s() >= self._heartbeat_s and board.count != self._seen
+            if is_back or follows(board.count, self._driver.count):
                 self._changed_s, self._driver = time.monotonic(), board
+            self._seen = board.count
         if self.handle is None or not self._is_alive():
-            while (board := self._read_driver(self._epoch + 1)) is not None:
-                self._resign()
-                self._epoch, self._driver = self._epoch + 1, board
-                self._changed_s = time.monotonic()
+            self._find_newest()
         if self._driver.has_ended and not self._driver.is_over:
             self._say("the driver has ended; waiting until it is started again")
             return False
         if self._epoch and not (self._is_alive() or self._driver.is_over):
             self._say("the driver gives no sign; waiting for it")
         return self._epoch > 0
+
+    def _find_newest(self) -> None:
+        """Go to the driver that `run.json` names, if it has a board."""
+        run = self._store.board("run.json", RunDescription)
+        if run is None or run.id != self._run_id or run.driver == self._epoch:
+            return
+        if (board := self._read_driver(run.driver)) is not None:
+            self._resign()
+            self._epoch, self._driver, self._seen = run.driver, board, board.count
+            self._changed_s = time.monotonic()
 
     def _resign(self) -> None:
         """Take part no more; delete what was written after the driver had lost this learner."""
@@ -257,11 +284,7 @@ class BucketLearner:
             self._store.delete(before.board_name(), before.of(self._num_answers).name("answers"))
 
     def _read_driver(self, epoch: int) -> DriverBoard | None:
-        try:
-            return self._store.message(f"driver/{epoch}.json", DriverBoard)
-        except Refused as error:
-            self._say(str(error))
-            return None
+        return self._store.board(f"driver/{epoch}.json", DriverBoard)
 
     def _enlist(self) -> bool:
         """Become a learner of the run, if it has room for one, and this version is the driver's."""

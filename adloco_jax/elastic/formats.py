@@ -15,6 +15,10 @@ from adloco_jax.core.outer import mean
 from adloco_jax.engine.spec import Spec, num_bytes
 from adloco_jax.files import Count, Format
 
+# By how much the count of a board may grow in the time after which its owner counts as lost. A
+# forged count is not believed, or only until then.
+_MAX_STEP = 1000
+
 StateKey: TypeAlias = Annotated[tuple[Count, Count, Count], Strict(False)]
 """Which inner state is meant: trainer id, stream, and position in it; a list in JSON."""
 
@@ -46,8 +50,13 @@ def check_form(tree: PyTree, form: PyTree, name: str) -> None:
             raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
 
 
+def follows(count: int, before: int) -> bool:
+    """Whether a board's count can come after another one, seen not long ago."""
+    return before < count <= before + _MAX_STEP
+
+
 class RunDescription(Format):
-    """`run.json`: what a machine needs to build the run's model and data."""
+    """`run.json`: what a machine needs to build the run's model and data, and the driver."""
 
     id: str
     adloco_jax: str  # version of the driver's package
@@ -56,6 +65,7 @@ class RunDescription(Format):
     settings: dict[str, Any]
     base: str = ""  # hash of the frozen weights; empty if there are none
     by_fit: bool = False  # whether learners have to be given model and rows, by `join`
+    driver: Annotated[Count, Field(lt=2**32)] = 0  # number of the newest driver; 0: none has begun
 
 
 class OrderId(Format):

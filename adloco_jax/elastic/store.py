@@ -11,9 +11,12 @@ import functools
 import hashlib
 import json
 import math
+import re
+import statistics
 import threading
 import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +28,16 @@ from safetensors.numpy import load, save
 
 from adloco_jax.elastic.formats import Refused, array_bytes, check_form
 from adloco_jax.errors import ConfigError, ResourceError, reason
-from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_get, requests_to_put
+from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_put
 from adloco_jax.run import processes
 from adloco_jax.run.terminal import say
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two looks at an object that has not changed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
+# Of these the deadline of a request is made: seconds at least, a factor of the usual time, and that
+# before any is measured: seconds to the answer, and for each byte.
+_LEAST_S, _FACTOR, _FIRST = 3.0, 4.0, {"answer": 0.5, "byte": 2.5e-6}
+_LARGE = 2**16  # bytes from which on a request measures the link
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
@@ -46,8 +53,9 @@ F = TypeVar("F", bound=Format)
 class Store:
     """A bucket, or the part of one whose names begin with a prefix; thread-safe.
 
-    A failed request is repeated, with growing pauses, until it succeeds; the first of its kind
-    (read, write) only for a short time.
+    A request that fails, or is not answered in a few times the usual time, is repeated, with
+    growing pauses, until it succeeds. The first of its kind (read, write) is given up soon if there
+    is no server, or no permission.
     """
 
     def __init__(self, url: str, *, patience_s: float = math.inf):
@@ -62,7 +70,7 @@ class Store:
         self.requests = self.bytes_up = self.bytes_down = 0
         self._counting = threading.Lock()
         self._folder: Path | None = None  # of file://
-        self.num_failing = 0  # requests that have failed several times, and not succeeded since
+        self._measured = defaultdict[tuple[str, str], deque[float]](lambda: deque(maxlen=16))
         folder = Path(url.removeprefix("file://"))
         if not url.startswith(("file:///", "s3://", "gs://", "az://")):
             if url and "://" not in str(folder):
@@ -82,8 +90,9 @@ class Store:
         else:
             backoff = {"init_backoff": _SECOND / 10, "max_backoff": 2 * _SECOND, "base": 2}
             retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * _SECOND}
-            # http is used only if the user's endpoint says so; the timeout is that of a piece.
-            client = {"allow_http": True, "connect_timeout": "10s", "timeout": "180s"}
+            # http is used only if the user's endpoint says so; `_answered` has shorter deadlines.
+            client = {"connect_timeout": "10s", "read_timeout": "180s", "timeout": "86400s"}
+            client |= {"allow_http": True}
             how = {"retry_config": retry, "client_options": client}
         try:
             self._store: Any = from_url(url, **how)
@@ -93,32 +102,37 @@ class Store:
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object; None if there is none, Refused if it has more than `limit` bytes."""
 
-        def read() -> bytearray | None:
-            ranged: Any = {"range": (0, PIECE_BYTES)} if limit > PIECE_BYTES else None
+        def read(failures: int) -> bytearray | None:
             try:
-                found = self._store.get(name, options=ranged)
+                begin = functools.partial(self._store.get, name)
+                found = self._answered("read", 0, failures, begin)
             except FileNotFoundError as error:
                 if any(word in str(error) for word in _NO_BUCKET):
                     raise  # not only the object is missing
                 return None
-            size = found.meta["size"]
-            if size > limit:
-                raise Refused(f"{name}: {size} bytes, expected at most {limit}")
-            data = bytearray(found.bytes())
+            size, data = found.meta["size"], bytearray()
+            if not 0 < size <= limit:
+                raise Refused(f"{name}: {size} bytes, expected 1 to {limit}")
+            pieces = iter(found.stream(min_chunk_size=PIECE_BYTES))
             while len(data) < size:
                 length = min(PIECE_BYTES, size - len(data))
-                data += self._store.get_range(name, start=len(data), length=length)
+                data += self._answered("piece", length, failures, functools.partial(next, pieces))
             return data
 
         data = self._patiently("read", name, read)
-        size = len(data or b"")
-        self._count(requests_to_get(size), down=size)
+        self._count(1, down=len(data or b""))
         return None if data is None else bytes(data)
 
     def message(self, name: str, kind: type[F]) -> F | None:
         """Read what `to_json` made; None if there is none, Refused if it is something else."""
         data = self.get(name)
         return None if data is None else from_json(data, name, kind)
+
+    def board(self, name: str, kind: type[F]) -> F | None:
+        """Read a board, as `message` does; one that is something else is ignored."""
+        with contextlib.suppress(Refused):
+            return self.message(name, kind)
+        return None
 
     def read(
         self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree], sha256: str = ""
@@ -141,16 +155,14 @@ class Store:
                 raise Refused(f"{name}: another object than the order names")
             return *unpack(data, name, kind, small_form), len(data)
 
-        for pause_s in _READ_PAUSES_S:
-            with contextlib.suppress(Refused):
-                return once()
-            time.sleep(pause_s)
-        return once()
+        return again(once)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
-        put = functools.partial(self._store.put, name, data, chunk_size=PIECE_BYTES)
-        self._patiently("write", name, put)
+        # More pieces at a time would each take longer than a client waits on a slow link.
+        how = {"chunk_size": PIECE_BYTES, "max_concurrency": 2}
+        put = functools.partial(self._store.put, name, data, **how)
+        self._patiently("write", name, lambda n: self._answered("write", len(data), n, put))
         self._count(requests_to_put(len(data)), up=len(data))
 
     def create(self, name: str, message: Format) -> bool:
@@ -159,9 +171,10 @@ class Store:
 
         data = to_json(message, uuid.uuid4().hex)  # nobody else would write the same
 
-        def write() -> bool:
+        def write(failures: int) -> bool:
+            put = functools.partial(self._store.put, name, data, mode="create")
             try:
-                self._store.put(name, data, mode="create")
+                self._answered("write", len(data), failures, put)
             except AlreadyExistsError:  # perhaps by this call, whose answer was lost
                 with contextlib.suppress(Refused):  # larger, so another's
                     return self.get(name, limit=len(data)) == data
@@ -173,34 +186,59 @@ class Store:
 
     def delete(self, *names: str) -> None:
         """Delete objects, if they are there and may be deleted."""
-        for name in names:
-            with contextlib.suppress(Exception):  # what is left costs space only
-                self._store.delete(name)
         self._count(len(names))
+        for name in names:  # what is left costs space only
+            try:
+                self._answered("write", 0, 0, functools.partial(self._store.delete, name))
+            except TimeoutError:
+                return
+            except Exception:  # noqa: S110  deliberately broad: missing, or not permitted
+                pass
 
     def names(self) -> list[str]:
         """List the names of all objects; the list is empty if listing is not permitted."""
         self._count(1)
         with contextlib.suppress(Exception):
-            return sorted(found["path"] for found in self._store.list().collect())
+            found = self._answered("read", 0, 0, lambda: self._store.list().collect())
+            return sorted(each["path"] for each in found)
         return []
 
-    def _count(self, requests: int = 0, *, up: int = 0, down: int = 0, failing: int = 0) -> None:
+    def _count(self, requests: int, *, up: int = 0, down: int = 0) -> None:
         with self._counting:
             self.requests += requests
             self.bytes_up += up
             self.bytes_down += down
-            self.num_failing += failing
 
-    def _patiently(self, kind: str, name: str, act: Callable[[], T]) -> T:
-        """Return what `act`, which reads or writes an object, returns; repeat it while it fails."""
+    def _answered(self, kind: str, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
+        """Return what `act` returns, a request for some bytes, or raise TimeoutError.
+
+        The deadline is four times the usual time, more after failures. A request that is never
+        answered ends in its own thread.
+        """
+        answer_s, byte_s = (
+            statistics.median(self._measured[kind, what] or [first])
+            for what, first in _FIRST.items()
+        )
+        limit_s = _LEAST_S + _FACTOR * (answer_s + num_bytes * byte_s)
+        limit_s *= 1 if processes.is_asked_to_stop() else min(2**failures, 4)
+        start_s, request = time.monotonic(), aside(act)
+        try:
+            result = request.result(limit_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer in {limit_s:.0f} s") from error
+        what, parts = ("byte", num_bytes) if num_bytes >= _LARGE else ("answer", 1)
+        self._measured[kind, what].append((time.monotonic() - start_s) / parts)
+        return result
+
+    def _patiently(self, kind: str, name: str, act: Callable[[int], T]) -> T:
+        """Return what `act` returns for a number of failures; repeat it while it fails."""
         if self._folder and (self._folder / name).resolve() != self._folder / name:
             error = Refused if kind == "read" else ConfigError
             raise error(f"{self.url}: {name}: not followed, as it is a link; remove it")
         pause_s, failures, start_s, told_s = 0.2, 0, time.monotonic(), 0.0
         while True:
             try:
-                result = act()
+                result = act(failures)
             except (Refused, ConfigError):
                 raise
             except Exception as error:  # deliberately broad: obstore's errors have no common kind
@@ -209,15 +247,13 @@ class Store:
                     raise ResourceError(f"{self.url}: cannot {kind} ({_cause(error)})") from error
                 if kind not in self._known:
                     self._give_up(kind, error, failures)
-                elif failures >= 3 and (not told_s or failed_s > told_s + TELL_S):
-                    self._count(failing=not told_s)
+                if failures >= 3 and (not told_s or failed_s > told_s + TELL_S):
                     told_s = failed_s
                     why = f"cannot {kind} ({_cause(error)})"
                     say(f"{self.url}: {why}; waiting for the bucket, {failed_s:.0f} s")
             else:
                 self._known.add(kind)
                 if told_s:
-                    self._count(failing=-1)
                     gone_s = time.monotonic() - start_s
                     say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
                 return result
@@ -242,8 +278,18 @@ class Store:
                 f"{self.url}: no permission to {kind} objects ({_cause(error)}); the list of what"
                 " the bucket must allow is in docs/guides/sites.md"
             ) from error
-        if failures >= _FIRST_TRIES:
+        # A server that answers thus asks for another try.
+        if failures >= _FIRST_TRIES and not re.search(r"status code: (429|5\d\d)", text):
             raise ResourceError(f"{self.url}: cannot {kind} objects ({_cause(error)})") from error
+
+
+def again(read: Callable[[], T]) -> T:
+    """Read an object again if it is refused, as it may be damaged on its way only."""
+    for pause_s in _READ_PAUSES_S:
+        with contextlib.suppress(Refused):
+            return read()
+        time.sleep(pause_s)
+    return read()
 
 
 def _cause(error: BaseException) -> str:
@@ -252,8 +298,8 @@ def _cause(error: BaseException) -> str:
 
 
 def longer(pause_s: float) -> float:
-    """Return the next pause between looks at an object that has not changed."""
-    return min(1.5 * pause_s, LONGEST_PAUSE_S)
+    """Return the next pause between looks at an object: 1/40 of the time since it changed."""
+    return min(1.025 * pause_s, LONGEST_PAUSE_S)
 
 
 def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":

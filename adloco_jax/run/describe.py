@@ -8,7 +8,7 @@ from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import Layout, Spec, num_bytes, num_values
 from adloco_jax.errors import counted
-from adloco_jax.files import requests_to_get, requests_to_put
+from adloco_jax.files import requests_to_put
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
@@ -138,7 +138,7 @@ def bucket_cost(spec: Spec) -> tuple[int, int, int]:
     """
     up = spec.sync_bytes
     down = spec.param_bytes if spec.outer.precision == "float32" else up
-    return down, up, 2 + requests_to_get(down) + requests_to_put(up)
+    return down, up, 3 + requests_to_put(up)
 
 
 # Bytes of a full Ethernet frame over those that TCP carries in it: 1,500 less 40 for the headers of
