@@ -40,7 +40,7 @@ AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
 # `model.init_from`, or else has the default of the field.
 SIZE = "size"
 # The values of `data.text_column` that name the columns of chats.
-CHATS = ("messages", "prompt+completion")
+CHATS = ("messages", "conversations", "prompt+completion")
 # A field that is no knob: it is recorded with the settings, and no config has it.
 RECORDED = "recorded"
 
@@ -179,8 +179,8 @@ class DataSettings(SettingsGroup):
     heldout_path: Annotated[str, "harmless"] = ""
     """File, folder or glob to evaluate on. Empty: a fraction of the documents."""
     text_column: Name = "text"
-    """Field or column that holds a row's text. messages, prompt+completion: chats in these columns,
-    as TRL reads them."""
+    """Field or column that holds a row's text. messages, conversations, prompt+completion: chats in
+    these columns, as TRL reads them."""
     label_column: Name = "label"
     """Field of a row's class, an integer from 0; bert only."""
     tokenizer: Name | None = None
@@ -198,8 +198,12 @@ class DataSettings(SettingsGroup):
     """Upper limit of the training rows; unset: all."""
     heldout_frac: Part = 0.05
     """Fraction of documents to hold out if no held-out text is configured."""
+    skip_bad: Annotated[Number, "harmless"] = 0
+    """Most rows to leave out because they are malformed, such as chats with an empty answer."""
     subset_frac: PartOrAll = 1.0
     """Fraction of the training rows that each trainer draws."""
+    # Not a knob: the date that a template of chats writes, of the first preparation.
+    date: Annotated[str, RECORDED] = ""
 
     @property
     def is_chat(self) -> bool:

@@ -1,5 +1,6 @@
 """Chats: ids as the template gives them, what counts, how they are packed, and their loss."""
 
+import dataclasses
 import io
 import json
 import random
@@ -20,7 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.config import validate
-from adloco_jax.data import load_corpus, rows
+from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
+from adloco_jax.data.chats import counted, read
 from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.prepared import DocumentRows, row_weights
 from adloco_jax.data.sampling import split_heldout
@@ -106,7 +108,7 @@ def expected(tokenizer, chats, first=0):
     for chat in chats:
         ids = fast.apply_chat_template(chat, return_dict=False)
         answers = [t["content"] for t in chat[first:] if t["role"] == "assistant"]
-        text = "".join(f"{answer}{IM[1]}\n" for answer in answers)
+        text = "".join(f"{answer}{IM[1]}" for answer in answers)
         found.append((ids, fast.encode(text, add_special_tokens=False)))
     return sorted(found)
 
@@ -192,7 +194,7 @@ def test_if_a_later_turn_changes_earlier_ones_only_the_last_answer_counts(tmp_pa
     for n in range(9):
         (ids,) = (text for text in found if f"<think>{n}</think>" in text)
         assert ids.count("one") == 1 and "Hm" not in ids
-        assert found[ids] == f"<think>{n}</think>two{IM[1]}\n"
+        assert found[ids] == f"<think>{n}</think>two{IM[1]}"
     assert "; of 9 chats only the last answer counts, because the template" in corpus.describe()
     assert len(found) == 18
     other = THINKING.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
@@ -397,3 +399,187 @@ def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(
         data = validate(config).data.model_copy(update=changes)
         with pytest.raises(ConfigError, match=message):
             load_data(validate(config).model_copy(update={"data": data}))
+
+
+# -- Chats as people have them ---------------------------------------------------------------
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city."}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+CALLED = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "Rain."}]
+CALLED.append(ANSWER)
+WRITTEN = (
+    "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>"
+)
+MARKED = f"{{% generation %}}{WRITTEN}{{% endgeneration %}}"
+# Writes tools and calls, as Qwen2.5's; or also marks what the model writes, as TRL's for training.
+TEMPLATES = {
+    name: "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    + answer
+    + "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    for name, answer in (("plain", WRITTEN), ("marked", MARKED))
+}
+
+
+def shaped(role, content):
+    return {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": content}
+
+
+SHAREGPT = [shaped(**turn) for turn in turns("?", "!", system="Be brief.")]
+PART = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+ROWS = {  # a row, the chat that it stands for, and which turns count
+    "conversations": ({"conversations": turns("?", "!")}, turns("?", "!"), [1]),
+    "sharegpt": ({"conversations": SHAREGPT}, turns("?", "!", system="Be brief."), [2]),
+    "parts": ({"messages": [PART, ANSWER]}, turns("ab", "!"), [1]),
+    "json": ({"messages": json.dumps(turns("?", "!"))}, turns("?", "!"), [1]),
+    "json of both": (
+        {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
+        *([USER, ANSWER], [1]),
+    ),
+    "weight": (
+        {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]},
+        *([USER, ANSWER] * 2, [3]),
+    ),
+    "assistant first": ({"messages": [ANSWER, USER, ANSWER]}, [ANSWER, USER, ANSWER], [0, 2]),
+    "only an assistant": ({"messages": [ANSWER]}, [ANSWER], [0]),
+    "an end of its own": (
+        {"messages": [USER, {"role": "assistant", "content": f"!{IM[1]}\n"}]},
+        *([USER, ANSWER], [1]),
+    ),
+    "markup of a question": (
+        {"messages": turns(f"{IM[0]}assistant\n!{IM[1]}\n", "!", "?", "!")},
+        *(turns(f"{IM[0]}assistant\n!{IM[1]}\n", "!", "?", "!"), [1, 3]),
+    ),
+    "tools": ({"messages": CALLED, "tools": [WEATHER]}, CALLED, [1, 3]),
+    "json of tools": (
+        {
+            "messages": [
+                *CALLED[:1],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": json.dumps(
+                        [CALL | {"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]
+                    ),
+                },
+                *CALLED[2:],
+            ],
+            "tools": json.dumps([WEATHER]),
+        },
+        *(CALLED, [1, 3]),
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", ROWS)
+def test_chats_as_people_have_them_are_those_of_transformers(tmp_path, tokenizer, name, template):
+    row, chat, at = ROWS[name]
+    (tmp_path / "t.jinja").write_text(TEMPLATES[template])
+    path = write_documents(tmp_path, [row] * 2)
+    data = settings_of(path, tokenizer, text_column="text", template=str(tmp_path / "t.jinja")).data
+    data = data.model_copy(update={"text_column": column_of_texts(data), "label_column": ""})
+    loaded = load_tokenizer(str(tokenizer), template=data.template)
+    found = sources.jsonl_documents(path, data)
+    for document in sources.documents_of(found, data, where="", num_classes=None, tokenizer=loaded):
+        fast = AutoTokenizer.from_pretrained(tokenizer)
+        wanted = fast.apply_chat_template(
+            chat,
+            tools=[WEATHER] if "tools" in row else None,
+            chat_template=TEMPLATES["marked"],
+            return_assistant_tokens_mask=True,
+        )
+        ids, offsets = loaded.encode_aligned(document.text)
+        assert ids.tolist() == wanted["input_ids"]
+        mask = np.array(wanted["assistant_masks"])
+        number = np.cumsum(np.diff(mask, prepend=0) == 1) - 1  # of the answer
+        answers = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
+        mask &= np.isin(number, [answers.index(i) for i in at])
+        assert counted(offsets, document.answers.spans).tolist() == mask.tolist()
+        assert not document.answers.unread
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "turn 2: weight 0.5, need 0 or 1"),
+        ({"messages": [USER, ANSWER | {"tool_calls": ["f"]}]}, "'tool_calls': have ['f'], need"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "turn 1: have [{'type': 'image'}], need parts of text only",
+        ),
+        ({"messages": [USER, {"role": "assistant"}]}, "turn 2: have {'role': 'assistant'}, need"),
+        ({"messages": [{"from": "bing", "value": "!"}]}, "role 'bing', need one of system, user"),
+        ({"messages": "[{"}, "'messages': have '[{', need a list of turns"),
+        ('{"messages": [', "not one JSON object per line"),
+    ],
+)
+def test_a_bad_row_is_named_or_passes_and_is_counted(tmp_path, tokenizer, row, message):
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(30)])
+    rest, line = path.read_text(), row if isinstance(row, str) else json.dumps(row)
+    path.write_text(f"{line}\n{rest}{line}\n")
+    with pytest.raises(DataError) as error:
+        load(path, tokenizer)
+    assert str(error.value).startswith(f"{path}:1: ") and message in str(error.value)
+    with pytest.raises(DataError) as error:
+        load(path, tokenizer, skip_bad=1)
+    assert str(error.value).startswith(f"{path}:32: ") and message in str(error.value)
+    assert str(error.value).endswith("; row 2 that is bad, and data.skip_bad=1")
+    corpus = load(path, tokenizer, skip_bad=2)
+    assert "; 2 bad rows left out" in corpus.describe() and len(chats_in(corpus)) == 30
+
+
+def test_what_says_not_to_learn_acts_and_what_nothing_reads_is_named(tmp_path, tokenizer):
+    good, bad = {"completion": "yes", "label": True}, {"completion": "BAD", "label": False}
+    for name, source in WRITERS.items():
+        rows_of = [{**row, "prompt": f"{n}. "} for n in range(90) for row in (good, bad)]
+        path = source(tmp_path, [{**row, "id": "a"} for row in rows_of])
+        given = {"text_column": "prompt+completion", "sequence_length": 60}
+        corpus = load(path, tokenizer, source=name, **given)
+        found = {corpus.tokenizer.decode(ids) for ids, _ in chats_in(corpus)}
+        assert found == {f"{n}. yes{IM[1]}" for n in range(90)}
+        assert "; 90 chats with a false label left out" in corpus.describe()
+        assert "\nnot read: id\n" in corpus.describe()
+        named = [USER | {"name": "me"}, *CALLED[1:2], ANSWER]
+        named[1] = named[1] | {"content": "Calls."}
+        chat = {"tools": [WEATHER], "n": 1}
+        path = source(
+            tmp_path, [chat | {"messages": turns(str(n), "!") + named} for n in range(99)]
+        )
+        corpus = load(path, tokenizer, source=name)
+        unread = "\nnot read: n, name of turns, tool_calls of turns, tools\n"
+        assert unread in corpus.describe()
+
+
+def test_a_text_that_ends_by_the_end_of_text_gets_no_second_one(tmp_path, tokenizer):
+    texts = [{"prompt": f"{n}? ", "completion": f"yes {n}{IM[1]}"} for n in range(60)]
+    for text in texts[::2]:
+        text["completion"] += "\n"
+    path = write_documents(tmp_path, texts)
+    corpus = load(path, tokenizer, text_column="prompt+completion", sequence_length=40)
+    found = {tuple(map(corpus.tokenizer.decode, chat)) for chat in chats_in(corpus)}
+    assert found == {(f"{n}? yes {n}{IM[1]}", f"yes {n}{IM[1]}") for n in range(60)}
+    corpus = load(path, tokenizer, text_column="completion", sequence_length=40)
+    packed = corpus.tokenizer.decode(np.asarray(corpus.rows).reshape(-1))
+    assert packed.startswith(f"yes 0{IM[1]}yes 1{IM[1]}") and 2 * IM[1] not in packed
+
+
+def test_long_chats_take_time_and_memory_in_proportion_to_their_turns(tmp_path, tokenizer):
+    rendered, data = [], settings_of(tmp_path, tokenizer).data
+    loaded = load_tokenizer(str(tokenizer))
+
+    def render(chat, prompts, tools=None):
+        text = loaded.render(chat, prompts, tools)
+        rendered.append(len(text))
+        return text
+
+    watched = dataclasses.replace(loaded, render=render)
+    sizes = []
+    for count in (40, 80):
+        rendered.clear()
+        chat = turns(*(f"{n:3}" for n in range(count)))
+        _, answers = read({"messages": chat}, "here", data, watched)
+        assert len(answers.spans) == count // 2 and not answers.only_last
+        sizes.append(sum(rendered))
+    assert sizes[1] < 2.1 * sizes[0]

@@ -1,68 +1,113 @@
-"""Chats: check their turns, render them by a template, and find the answers in the tokens."""
+"""Chats: check their turns, render them by a template, and find the answers in the text."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import os.path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from adloco_jax.data.tokenizers import Render, Tokenizer
 from adloco_jax.errors import ConfigError, DataError, reason
+from adloco_jax.settings import DataSettings
 
-Render: TypeAlias = Callable[[list[dict[str, Any]], bool], str]
-"""`render(turns, prompts)`: the text of the turns; if `prompts`, with the start of an answer."""
+Turn: TypeAlias = dict[str, Any]
+Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, and the one behind it
 
-ROLES = ("system", "user", "assistant")
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's
+_ASKED: Turn = {"role": "user", "content": "\ue000"}  # a question that no chat has
 
 
 class Answers(NamedTuple):
     """The parts of a chat's text that count.
 
     Attributes:
-      spans: For each part the text before it, and the text to its end.
+      spans: The parts, in order.
       num_bytes: Number of UTF-8 bytes of these parts, without what the template adds.
       only_last: Whether earlier answers do not count, because the template changes them later.
+      is_rejected: Whether nothing counts because the row's `label` is false, as KTO's.
+      unread: Names of columns, and of fields of turns, that neither this module nor the template
+        reads.
     """
 
-    spans: Sequence[tuple[str, str]] = ()
+    spans: Sequence[Span] = ()
     num_bytes: int = 0
     only_last: bool = False
+    is_rejected: bool = False
+    unread: frozenset[str] = frozenset()
 
 
 def read(
-    row: Mapping[str, Any], where: str, names: Sequence[str], render: Render | None, end: str
+    row: Mapping[str, Any], where: str, data: DataSettings, tokenizer: Tokenizer
 ) -> tuple[str, Answers]:
-    """Return the text of a chat, and its answers, from the columns `names` of a row.
+    """Return the text of a chat, and its answers, from the columns that `data` names.
 
-    They are `messages`, or `prompt` and `completion`, of which only the latter's answers count; if
-    both are text, `end` closes it.
+    They are one column of turns, or `prompt` and `completion`, of which only the latter's answers
+    count; if both are text, the end of text closes it. Turns of `weight` 0 do not count.
 
     Raises:
       DataError: If a turn is malformed or has an unknown role, an answer is empty, or the template
         refuses the chat.
       ConfigError: If there is no template.
     """
-    prompt, completion = row[names[0]], row[names[-1]]
-    if len(names) == 2 and isinstance(prompt, str) and isinstance(completion, str):
+    names, end = data.text_column.split("+"), tokenizer.decode([tokenizer.eot_id])
+    columns, label = [row[name] for name in names], _as_bool(row.get("label"))
+    if all(map(_is_chat, parsed := [*map(_parsed, columns)])):
+        columns = parsed
+    tools = row.get("tools") if tokenizer.reads("tools") else None
+    known = {*names, *["tools"] * bool(tools), *["label"] * (label is not None)}
+    unread = {name for name, value in row.items() if value is not None} - known
+    if len(names) == 2 and all(isinstance(column, str) for column in columns):
+        prompt, completion = columns
         _require_answer(completion, f"{where}: {names[1]!r}")
+        completion = without_end(completion, end)
         text = prompt + completion + end
-        return text, Answers([(prompt, text)], num_bytes(completion))
-    if render is None:
+        answers = Answers([(len(prompt), len(text))], num_bytes(completion))
+    elif tokenizer.render is None:
         need = "the tokenizer has no chat template; set data.template to a file with one"
         raise ConfigError(f"{where}: {need}")
-    parts = [_turns(row[name], f"{where}: {name!r}") for name in names]
-    turns, start = sum(parts, []), len(parts[0]) if len(parts) == 2 else 0
-    at = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= start]
-    try:
-        text = render(turns, False)
-        spans = [(render(turns[:i], True), render(turns[: i + 1], False)) for i in at]
-    except Exception as error:  # deliberately broad, because templates are programs
-        raise DataError(f"{where}: the chat template refuses it ({reason(error, 200)})") from error
-    same = [all(map(text.startswith, span)) for span in spans]
-    if only_last := not all(same):
-        if not same[-1] and turns[-1]["role"] == "assistant":
-            need = "starts an answer otherwise than it writes the last one; set data.template"
-            raise DataError(f"{where}: the chat template {need} to another file")
-        at, spans = (at[-1:], spans[-1:]) if same[-1] else ([], [])
-    return text, Answers(spans, sum(num_bytes(turns[i]["content"]) for i in at), only_last)
+    else:
+        parts = [
+            _turns(column, f"{where}: {name!r}", tokenizer)
+            for name, column in zip(names, columns, strict=True)
+        ]
+        turns, start = sum(parts, []), len(parts[0]) if len(parts) == 2 else 0
+        at = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= start]
+        at = [i for i in at if turns[i].get("weight", 1)]
+        turns = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
+        unread |= {f"{k} of turns" for turn in turns for k in turn if not tokenizer.reads(k)}
+        tools = _objects(_parsed(tools), f"{where}: 'tools'") if tools else None
+        end = tokenizer.decode(tokenizer.turn_end or [tokenizer.eot_id])
+        bare = [
+            turn | {"content": without_end(turn["content"], end)}
+            if turn["role"] == "assistant" and "content" in turn
+            else turn
+            for turn in turns
+        ]
+        try:
+            text, spans, only_last = _rendered(bare, at, tools, tokenizer)
+            if bare != turns and not all(text[a:b].endswith(end) for a, b in spans):
+                text, spans, only_last = _rendered(turns, at, tools, tokenizer)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        except Exception as error:  # deliberately broad, because templates are programs
+            why = f"the chat template refuses it ({reason(error, 200)})"
+            raise DataError(f"{where}: {why}") from error
+        of_spans = at[len(at) - len(spans) :]
+        size = sum(num_bytes(turns[i].get("content", "")) for i in of_spans)
+        answers = Answers(spans, size, only_last)
+    if data.loss == "all":
+        answers = Answers([(0, len(text))], num_bytes(text))
+    if label is False:
+        answers = Answers(is_rejected=True)
+    return text, answers._replace(unread=frozenset(unread))
+
+
+def without_end(text: str, end: str) -> str:
+    """Return a text without the end of text that stands at its end, as another will follow."""
+    stripped = text.rstrip()
+    return stripped.removesuffix(end) if end and stripped.endswith(end) else text
 
 
 def num_bytes(text: str) -> int:
@@ -70,41 +115,192 @@ def num_bytes(text: str) -> int:
     return len(text.encode(errors="replace"))
 
 
-def _turns(given: Any, where: str) -> list[dict[str, Any]]:
+# -- Rows and turns --------------------------------------------------------------------------
+
+
+def _parsed(value: Any) -> Any:
+    """Return the JSON list or object that a text holds; else the value."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _is_chat(value: Any) -> bool:
+    turns = value if isinstance(value, list) else [None]
+    return all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
+
+
+def _as_bool(label: Any) -> bool | None:
+    if isinstance(label, str):  # of a CSV table
+        return {"true": True, "false": False}.get(label.lower())
+    return label if isinstance(label, bool) else None
+
+
+def _objects(given: Any, where: str) -> list[dict[str, Any]]:
+    objects = [_parsed(each) for each in given] if isinstance(given, list) else [given]
+    if not all(isinstance(each, dict) for each in objects):
+        raise DataError(f"{where}: have {given!r:.60}, need a list of objects")
+    return objects
+
+
+def _turns(given: Any, where: str, tokenizer: Tokenizer) -> list[Turn]:
     if not isinstance(given, list) or not given:
         raise DataError(f"{where}: have {given!r:.40}, need a list of turns")
-    turns = []
-    for number, turn in enumerate(given, 1):
-        at = f"{where}, turn {number}"
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-            raise DataError(f"{at}: have {turn!r:.60}, need 'role' and 'content', both text")
-        if turn.get("role") not in ROLES:
-            raise DataError(f"{at}: role {turn.get('role')!r:.40}, need one of {', '.join(ROLES)}")
-        if turn["role"] == "assistant":
-            _require_answer(turn["content"], at)
-        # A table has all fields in every turn.
-        turns.append({key: value for key, value in turn.items() if value is not None})
-    return turns
+    return [_turn(turn, f"{where}, turn {n}", tokenizer) for n, turn in enumerate(given, 1)]
+
+
+def _turn(given: Any, at: str, tokenizer: Tokenizer) -> Turn:
+    if not isinstance(given, dict):
+        raise DataError(f"{at}: have {given!r:.60}, need an object with 'role' and 'content'")
+    turn = {key: value for key, value in given.items() if value is not None}
+    for other, key in (("from", "role"), ("value", "content")):  # ShareGPT's
+        if other in turn and key not in turn:
+            turn[key] = turn.pop(other)
+    role = turn.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise DataError(f"{at}: role {role!r:.40}, need one of {', '.join(_ROLES)}")
+    turn["role"] = _ROLES[role]
+    if "tool_calls" in turn:
+        turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}: 'tool_calls'")
+    calls = turn.get("tool_calls") if tokenizer.reads("tool_calls") else None
+    if isinstance(parts := turn.get("content"), list):
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        turn["content"] = "".join(text for text in texts if isinstance(text, str))
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{at}: have {parts!r:.60}, need parts of text only")
+    if not isinstance(turn.get("content", "" if calls else None), str):
+        raise DataError(f"{at}: have {given!r:.60}, need 'role' and 'content', both text")
+    weight = turn.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"{at}: weight {weight!r:.40}, need 0 or 1")
+    if turn["role"] == "assistant" and weight and not calls:
+        _require_answer(turn["content"], at)
+    return turn
+
+
+def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Return calls of tools with arguments as objects, which templates write as JSON."""
+    calls = []
+    for call in _objects(_parsed(given), where):
+        function = call.get("function")
+        target = function if isinstance(function, dict) else call
+        if isinstance(arguments := target.get("arguments"), str):
+            target = target | {"arguments": _parsed(arguments)}
+            if not isinstance(target["arguments"], dict):
+                raise DataError(f"{where}: arguments {arguments!r:.60}, need a JSON object")
+        calls.append(call | {"function": target} if isinstance(function, dict) else target)
+    return calls
 
 
 def _require_answer(text: str, where: str) -> None:
     if not text.strip():
-        raise DataError(f"{where}: an empty answer; leave such rows out")
+        raise DataError(f"{where}: an empty answer")
 
 
-def counted(ids: np.ndarray, spans: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Mark the tokens that count, bool like `ids`: those of spans (ids before it, ids to its end).
+# -- Answers ---------------------------------------------------------------------------------
 
-    Where two texts have a common beginning, so have their ids, but for a token across its end. The
-    first token never counts, because nothing predicts it.
+
+def _rendered(
+    turns: list[Turn], at: list[int], tools: list | None, tokenizer: Tokenizer
+) -> tuple[str, list[Span], bool]:
+    """Return a chat's text, and its parts that the turns at the indices `at` have written.
+
+    The template marks these parts. If not, a turn's part is what the template writes behind the
+    start of an answer if this turn is the last. If it writes earlier turns otherwise, only the last
+    answer is returned, and True.
     """
-    marks = np.zeros(len(ids), bool)
-    for span in spans:
-        marks[slice(*(_num_common(ids, part) for part in span))] = True
+    text = _renderer(tokenizer)(turns, False, tools)
+    if tokenizer.mark:
+        marks = tokenizer.mark(turns, tools)
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if len(marks) != len(answers) and at != answers:
+            raise DataError(
+                f"the chat template marks {len(marks)} parts of {len(answers)} turns of the"
+                " assistant, so it is not known which to leave out"
+            )
+        chosen = (
+            marks
+            if at == answers
+            else [mark for i, mark in zip(answers, marks, strict=True) if i in at]
+        )
+        return text, chosen, False
+    if not at:
+        return text, [], False
+    render, last, spans = _renderer(tokenizer), at[-1], [(0, 0)]
+    for known, written in _windows(turns, at[:-1] if last else at, tokenizer):
+        start, end = spans[-1]
+        found = text.find(known + written, start) + len(known)
+        if found < max(end, len(known)):
+            break
+        spans.append((found, found + len(written)))
+    is_whole = len(spans) == len(at) + (not last)
+    if last:
+        before = render(turns[:last], True, tools)
+        whole = text if last == len(turns) - 1 else render(turns[: last + 1], False, tools)
+        if not (text.startswith(before) and text.startswith(whole)):
+            if whole is text:
+                need = "starts an answer otherwise than it writes the last one; set data.template"
+                raise DataError(f"the chat template {need} to another file")
+            return text, [], True
+        written = _without_space(whole[len(before) :], tokenizer)
+        spans.append((len(before), len(before) + len(written)))
+    return text, spans[1:] if is_whole else spans[-1:] * bool(last), not is_whole
+
+
+def _windows(
+    turns: list[Turn], at: Sequence[int], tokenizer: Tokenizer
+) -> Iterator[tuple[str, str]]:
+    """Yield for each answer what the template writes before it, and for it as the last turn.
+
+    The template gets the last question, and the turns since then, but not those before the previous
+    answer. So the time for all answers is proportional to the number of turns. What it writes
+    before the content of the first of these turns is left out.
+    """
+    render, asked, previous, wanted = _renderer(tokenizer), -1, -1, {*at}
+    opening = render([_ASKED], True) if at else ""
+    for i, turn in enumerate(turns):
+        if i in wanted:
+            first = max(asked + 1, previous) if max(asked, previous) >= 0 else i
+            question = turns[asked] if asked >= 0 else _ASKED
+            try:
+                before = render([question, *turns[first:i]], True)
+                whole = render([question, *turns[first : i + 1]], False)
+                # The answer before this one is known, and there may be no question.
+                apart = opening if asked > previous else render([question], first < i)
+            except Exception:  # deliberately broad, because templates are programs
+                return
+            if not whole.startswith(before):
+                return
+            known = before[len(os.path.commonprefix([before, apart])) :]
+            yield known, _without_space(whole[len(before) :], tokenizer)
+        asked = i if turn["role"] == "user" else asked
+        previous = i if turn["role"] == "assistant" else previous
+
+
+def _renderer(tokenizer: Tokenizer) -> Render:
+    assert tokenizer.render
+    return tokenizer.render
+
+
+def _without_space(written: str, tokenizer: Tokenizer) -> str:
+    """Return an answer without the white space behind a token that ends it."""
+    text = written.rstrip()
+    return text if text.endswith(tokenizer.special) else written
+
+
+def counted(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Mark the tokens that count, bool [N]: those with a character in one of the spans.
+
+    `offsets_N2` has the first character of each token, and the one behind it. The first token never
+    counts, because nothing predicts it.
+    """
+    marks = np.zeros(len(offsets_N2), bool)
+    # A token without characters may have any offsets.
+    starts_N, ends_N = np.maximum.accumulate(offsets_N2, axis=0).T
+    for start, end in spans:
+        marks[np.searchsorted(ends_N, start, "right") : np.searchsorted(starts_N, end)] = True
     marks[:1] = False
     return marks
-
-
-def _num_common(first: np.ndarray, second: np.ndarray) -> int:
-    length = min(len(first), len(second))
-    return int(np.argmin(np.append(first[:length] == second[:length], False)))

@@ -106,9 +106,13 @@ class Corpus:
             cut += f"; {count:,} and {heldout_count:,} tokens{of_answers} count"
             if manifest.dropped:
                 cut += f"; {counted(manifest.dropped, 'chat')} without an answer left out"
+            if manifest.rejected:
+                cut += f"; {counted(manifest.rejected, 'chat')} with a false label left out"
             if manifest.only_last:
                 cut += f"; of {counted(manifest.only_last, 'chat')} only the last answer counts,"
                 cut += " because the template changes earlier ones"
+        if manifest.bad:
+            cut += f"; {counted(manifest.bad, 'bad row')} left out"
         copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
         around = {*self.tokenizer.prefix, *self.tokenizer.suffix} - {self.tokenizer.eot_id}
         unseen = ""
@@ -117,6 +121,8 @@ class Corpus:
                 f"; rows have no {self.tokenizer.decode(sorted(around))}, which transformers adds"
                 " to a text unless add_special_tokens=False"
             )
+        if manifest.unread:
+            unseen += f"\nnot read: {', '.join(manifest.unread)}"
         files = counted(sum(record.bytes is not None for record in manifest.files), "file")
         return (
             f"data: {files if files[0] != '0' else manifest.files[-1].name};"
@@ -347,7 +353,7 @@ def column_of_texts(data: DataSettings) -> str:
                 else:
                     found = source.documents(next(iter(files.values())), data)
                 row = next(iter(found), None)
-            columns = row.columns if isinstance(row, sources.Record) else ()
+            columns = getattr(row, "columns", ())
         except sources.MissingColumn as error:
             columns = error.columns
         except hub.Unreachable:
@@ -405,7 +411,7 @@ def make_job(
             commit = hub.commit_of(data.path, commit, where=revision)
     limit = num_heldout_rows if on_hub and data.heldout_split and num_classes is None else None
     keys = ("name", "split", "heldout_split", "text_column", "label_column")
-    keys += ("sequence_length", "num_sequences", "heldout_frac")
+    keys += ("sequence_length", "num_sequences", "heldout_frac", "skip_bad")
     request = {key: getattr(data, key) for key in keys} | {
         "format": prepared.FORMAT,
         "source": [data.source, source.version],

@@ -60,9 +60,9 @@ class RemoteFile:
         return PurePosixPath(self.address).name
 
     def open(self) -> io.BufferedReader:
-        """Open the file on its server, also one with gzip; what is read is transferred."""
+        """Open the file on its server; what is read is transferred."""
         system, path = _file_system(self.address, "address")
-        return io.BufferedReader(system.open(path, block_size=2**20, compression="infer"))
+        return io.BufferedReader(system.open(path, block_size=2**20))
 
 
 File = Path | RemoteFile

@@ -18,7 +18,7 @@ from adloco_jax.files import Count, Format, checked, read_json
 from adloco_jax.settings import DataSettings
 
 MANIFEST = "prepared.json"
-FORMAT = 4
+FORMAT = 5
 ARRAYS = ("train.npy", "heldout.npy", "train.starts.npy", "heldout.starts.npy")
 ARRAYS += ("train.answers.npy", "heldout.answers.npy")
 """Rows to train on and held-out rows; for packed rows `DocumentRows.starts`, and for chats
@@ -55,6 +55,9 @@ class Manifest(Format):
         row.
       dropped: Number of chats that are in no row because no token of them counts.
       only_last: Number of chats of whose answers only the last counts, see `chats.Answers`.
+      rejected: Number of chats that are in no row because their label is false.
+      bad: Number of rows of the text that `data.skip_bad` has let pass.
+      unread: Names of columns and fields of chats that nothing reads, see `chats.Answers`.
     """
 
     format: Count
@@ -72,6 +75,9 @@ class Manifest(Format):
     truncated: Count
     dropped: Count
     only_last: Count
+    rejected: Count
+    bad: Count
+    unread: list[str]
 
     @property
     def loss(self) -> str:

@@ -17,7 +17,7 @@ import shutil
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,7 +87,7 @@ class Job:
 
     def lengths(self, about: np.ndarray) -> np.ndarray:
         """Uncut length in tokens, with prefix and suffix, of the labelled texts in `about`."""
-        text = about["length"] - 1  # without the end-of-text token of packed text
+        text = np.maximum(about["length"] - 1, 0)  # without the end-of-text token of packed text
         return text + len(self.encoder.prefix) + len(self.encoder.suffix)
 
     @property
@@ -161,13 +161,14 @@ def _require_same(folder: Path, there: dict, wanted: dict) -> None:
 
 _DOCUMENT = np.dtype(
     [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
-    + [("counted", "<i8"), ("only_last", "?"), ("cut", "?")]
+    + [("counted", "<i8"), ("only_last", "?"), ("cut", "?"), ("rejected", "?"), ("bad", "?")]
 )
 """The description of a document. `length` is the number of tokens, with the end of text; of a chat
 the number that is saved, zero if none counts. `counted` is the number of tokens that count.
 `num_bytes` is the number of UTF-8 bytes that these stand for. `digest` is a hash of the token ids,
 without the end of text. `label` is the class. `side` is 1 if the document is from separate held-out
-text, else 0. `only_last` is that of `chats.Answers`. `cut` says whether a chat was longer."""
+text, else 0. `only_last` and `rejected` are those of `chats.Answers`. `cut` says whether a chat was
+longer, `bad` whether the document is a row without text, which `data.skip_bad` has let pass."""
 
 
 class _Kept:
@@ -177,6 +178,7 @@ class _Kept:
       part: Index of the file of text that is read next.
       documents: Number of documents of this file that are already saved.
       files: Records of the files that were read to their end.
+      unread: Names of columns and fields of chats, as in `chats.Answers`.
       num_tokens: Number of tokens of all saved documents.
     """
 
@@ -190,6 +192,7 @@ class _Kept:
         self._folder, self._about = partial, [np.empty(0, _DOCUMENT)]
         self._counts: list[int] = []
         self.files: list[dict] = []
+        self.unread: set[str] = set()
         self.part = self.documents = self.num_tokens = 0
         path = partial / "request.json"
         if path.exists():
@@ -212,6 +215,7 @@ class _Kept:
         answers: np.ndarray,
         about: np.ndarray,
         files: list[dict],
+        unread: Collection[str],
         **position: int,
     ) -> None:
         """Save another piece; `about` describes its documents (`_DOCUMENT`).
@@ -219,11 +223,11 @@ class _Kept:
         `answers` says which tokens of chats count; it is empty for other text. `files` are those
         now read to their end, and `position` the new `part` and `documents`.
         """
-        progress = np.array(json.dumps({"files": files} | position))
+        progress = np.array(json.dumps({"files": files, "unread": [*unread]} | position))
         arrays = {"tokens": tokens, "answers": answers, "about": about, "progress": progress}
         with replaced_file(self._path(len(self._counts))) as file:
             np.savez(file, **arrays)
-        self._note(about, files, **position)
+        self._note(about, files, unread, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, slice]]:
         """Yield tokens and answers of each saved piece, and the slice of `about` it describes."""
@@ -233,11 +237,19 @@ class _Kept:
                 yield content["tokens"], content["answers"], slice(first, first + count)
             first += count
 
-    def _note(self, about: np.ndarray, files: list[dict], part: int, documents: int) -> None:
+    def _note(
+        self,
+        about: np.ndarray,
+        files: list[dict],
+        unread: Collection[str],
+        part: int,
+        documents: int,
+    ) -> None:
         self._about.append(about)
         self._counts.append(len(about))
         self.num_tokens += int(about["length"].sum())
         self.files += files
+        self.unread |= {*unread}
         self.part, self.documents = part, documents
 
     def _path(self, number: int) -> Path:
@@ -283,12 +295,14 @@ def _tokenise_side(
     def keep(part: int, documents: int) -> None:
         if not kept.num_tokens:
             check_round_trip([document.text for document in pending], job.encoder)
-        kept.add(*_encode(pending, job, side), files, part=part, documents=documents)
+        unread = {name for document in pending for name in document.answers.unread}
+        kept.add(*_encode(pending, job, side), files, unread, part=part, documents=documents)
         bar.update(kept.num_tokens - bar.n)
         pending.clear()
         files.clear()
 
     first, number, num_chars = kept.part, kept.documents, 0
+    num_bad = int(kept.about["bad"].sum())
     enough = _is_enough(job, kept, side)
     for index, part in enumerate(parts[first:], first):
         bar.set_description(f"file {index + 1} of {len(parts)}", refresh=False)
@@ -296,6 +310,10 @@ def _tokenise_side(
             rest = itertools.islice(job.documents(part, path, job.where[side]), number, None)
             for document in () if enough else rest:
                 number += 1
+                num_bad += document.fault != ""
+                if document.fault and num_bad > job.data.skip_bad:
+                    why = f"row {num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
+                    raise DataError(f"{document.fault}; {why}")
                 pending.append(document)
                 num_chars += len(document.text)
                 if num_chars >= _CHUNK_CHARS:
@@ -367,18 +385,20 @@ def _encode(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokenise documents; return all tokens, which count (of chats), and a `_DOCUMENT` for each."""
     texts, encoder = [document.text for document in documents], job.encoder
-    ids = encoder.encode_batch(texts)
-    about = np.zeros(len(ids), _DOCUMENT)
+    about = np.zeros(len(texts), _DOCUMENT)
+    if job.data.is_chat:
+        ids, pieces, marks = _cut(documents, job, about)
+    else:
+        ids, marks = encoder.encode_batch(texts), []
+        pieces = [np.append(i, np.int32(encoder.eot_id)) for i in ids]
+        pieces = [p[:0] if d.fault else p for p, d in zip(pieces, documents, strict=True)]
+        about["counted"] = [len(piece) for piece in pieces]
+        about["num_bytes"] = [len(text.encode()) for text in texts]
     hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
     about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
     about["label"] = [document.label for document in documents]
+    about["bad"] = [document.fault != "" for document in documents]
     about["side"] = side
-    if job.data.is_chat:
-        pieces, marks = _cut(ids, documents, job, about)
-    else:
-        pieces, marks = [np.append(i, np.int32(encoder.eot_id)) for i in ids], []
-        about["counted"] = [len(piece) for piece in pieces]
-        about["num_bytes"] = [len(text.encode()) for text in texts]
     about["length"] = [len(piece) for piece in pieces]
     tokens = np.concatenate([np.empty(0, np.int32), *pieces])
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < encoder.vocab_size:
@@ -391,23 +411,25 @@ def _encode(
 
 
 def _cut(
-    ids: list[np.ndarray], documents: Sequence[Document], job: Job, about: np.ndarray
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Cut chats to the length of a row, to nothing if no token counts; mark those that count."""
-    answers = [document.answers for document in documents]
-    ids_of = dict(zip((document.text for document in documents), ids, strict=True))
-    parts = {text for each in answers for span in each.spans for text in span} - ids_of.keys()
-    ids_of |= zip(parts, job.encoder.encode_batch([*parts]), strict=True)
-    whole = [
-        chats.counted(chat, [(ids_of[before], ids_of[end]) for before, end in each.spans])
-        for chat, each in zip(ids, answers, strict=True)
-    ]
-    marks = [m[: job.row_length] if m[: job.row_length].any() else m[:0] for m in whole]
-    about["counted"] = [m.sum() for m in whole]
-    about["num_bytes"] = [each.num_bytes for each in answers]
-    about["only_last"] = [each.only_last for each in answers]
-    about["cut"] = [0 < len(m) < len(chat) for m, chat in zip(marks, ids, strict=True)]
-    return [chat[: len(m)] for chat, m in zip(ids, marks, strict=True)], marks
+    documents: Sequence[Document], job: Job, about: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Tokenise chats and cut them to the length of a row, to nothing if no token counts.
+
+    Returns their ids, these cut, and which of the latter count.
+    """
+    ids, pieces, marks = [], [], []
+    for document, of_chat in zip(documents, about, strict=True):
+        answers = document.answers
+        chat, offsets = job.encoder.encode_aligned(document.text)
+        counted = chats.counted(offsets, answers.spans)[: job.row_length]
+        length = len(counted) if counted.any() else 0
+        ids.append(chat)
+        pieces.append(chat[:length])
+        marks.append(counted[:length])
+        of_chat["counted"], of_chat["num_bytes"] = counted.sum(), answers.num_bytes
+        of_chat["only_last"], of_chat["rejected"] = answers.only_last, answers.is_rejected
+        of_chat["cut"] = 0 < length < len(chat)
+    return ids, pieces, marks
 
 
 def _file_record(name: str, path: Path | None, num_documents: int) -> dict:
@@ -456,8 +478,9 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     masks = _split(job, about)
-    dropped = int((about["length"] == 0).sum())
-    copies = len(about) - dropped - int(sum(mask.sum() for mask in masks))
+    is_empty, bad, rejected = about["length"] == 0, about["bad"].sum(), about["rejected"].sum()
+    copies = int((~is_empty).sum() - sum(mask.sum() for mask in masks))
+    dropped = int(is_empty.sum() - bad - rejected)
     write, names = _write_labelled, prepared.ARRAYS[:2]
     if is_packed:
         write, names = _write_packed, prepared.ARRAYS[:4]
@@ -466,7 +489,7 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     paths = [whole / name for name in names]
     with contextlib.ExitStack() as stack:
         shapes = write(job, kept, [stack.enter_context(open(p, "wb")) for p in paths], masks)
-    unread = f" and {dropped} chats without an answer" * (dropped > 0)
+    unread = f" and {dropped + rejected} chats without an answer" * bool(dropped + rejected)
     for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
         if have[0] < least:
             raise DataError(
@@ -497,6 +520,9 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
         truncated=int(cut.sum()),
         dropped=dropped,
         only_last=int(about["only_last"].sum()),
+        rejected=int(rejected),
+        bad=int(bad),
+        unread=sorted(kept.unread),
     )
     (whole / MANIFEST).write_text(json.dumps(manifest.model_dump(exclude_none=True)) + "\n")
     for path in (whole / MANIFEST, whole):

@@ -2,7 +2,7 @@
 
 A source yields the texts of one file, or a `Record` for each row of a table; `documents_of` takes
 the text, and a classifier's class or a chat's answers, from a record. Damaged files and missing
-columns raise DataError while reading, with the file or the line.
+columns raise DataError while reading, with the file; a source may yield the DataError of a row.
 """
 
 import codecs
@@ -20,7 +20,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from adloco_jax import hub
 from adloco_jax.data import chats
@@ -43,10 +43,17 @@ _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 class Record(NamedTuple):
-    """A row of a table: a value for each name of a column. `where` names the row in messages."""
+    """A row of a table: a value for each name of a column. `where` names the row in messages.
+
+    `unread` are names of columns of which the source has not read the values.
+    """
 
     where: str
     columns: Mapping[str, Any]
+    unread: Sequence[str] = ()
+
+
+Row: TypeAlias = str | Record | DataError
 
 
 class MissingColumn(DataError):
@@ -59,11 +66,15 @@ class MissingColumn(DataError):
 
 
 class Document(NamedTuple):
-    """A text, its class (0 if texts are not labelled), and the answers of a chat."""
+    """A text, its class (0 if texts are not labelled), and the answers of a chat.
+
+    A bad row that `data.skip_bad` lets pass has no text, and its error as `fault`.
+    """
 
     text: str
     label: int = 0
     answers: chats.Answers = chats.Answers()
+    fault: str = ""
 
 
 class Part(NamedTuple):
@@ -77,7 +88,7 @@ class Part(NamedTuple):
 
     name: str
     file: File | None
-    read: Callable[[Path | None], Iterable[str | Record]]
+    read: Callable[[Path | None], Iterable[Row]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +110,7 @@ class DataSource:
       is_folder: Whether `data.path` is a folder that `adloco prepare` made.
     """
 
-    documents: Callable[[Any, DataSettings], Iterable[str | Record]] | None = None
+    documents: Callable[[Any, DataSettings], Iterable[Row]] | None = None
     needs: Sequence[str] = ("path",)
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cuts_single_file: bool = False
@@ -109,7 +120,7 @@ class DataSource:
 
 
 def documents_of(
-    found: Iterable[str | Record],
+    found: Iterable[Row],
     data: DataSettings,
     *,
     where: str,
@@ -122,31 +133,43 @@ def documents_of(
     rendered by the template of `tokenizer`.
 
     Raises:
-      DataError: While reading, if a row's text is not a string, its class is out of range, it is
-        labelled but empty, or a chat is malformed.
+      DataError: While reading, without `data.skip_bad`, if a row's text is not a string, its class
+        is out of range, it is labelled but empty, or a chat is malformed.
       ConfigError: If chats need a template, and there is none.
     """
-    end = tokenizer.decode([tokenizer.eot_id])
-    number, answers = 0, chats.Answers()
+    number = 0
     try:
         for number, row in enumerate(found, 1):
-            is_record = isinstance(row, Record)
-            if not is_record:
+            is_text = not isinstance(row, Record | DataError)
+            if is_text:
                 row = Record(f"{where}: document {number}", {data.text_column: row})
-            if data.is_chat:
-                require_columns(row.columns, _used(data), row.where)
-                names = data.text_column.split("+")
-                text, answers = chats.read(row.columns, row.where, names, tokenizer.render, end)
-                if data.loss == "all":
-                    answers = chats.Answers([("", text)], chats.num_bytes(text))
-                row = Record(row.where, {data.text_column: text})
-            text = _text(row, data.text_column)
-            if num_classes is not None:
-                yield Document(text, _label(row, text, data, num_classes))
-            elif text or not is_record:
-                yield Document(text, answers=answers)
+            try:
+                document = _document(row, data, num_classes, tokenizer)
+            except DataError as error:
+                if not data.skip_bad:
+                    raise
+                document = Document("", fault=str(error))
+            if is_text or document.text or document.fault:
+                yield document
     except (OSError, ValueError) as error:
         raise DataError(f"{where}: after document {number}: {error}") from error
+
+
+def _document(
+    row: Record | DataError, data: DataSettings, num_classes: int | None, tokenizer: Tokenizer
+) -> Document:
+    if isinstance(row, DataError):
+        raise row
+    if data.is_chat:
+        require_columns(row.columns, _used(data), row.where)
+        text, answers = chats.read(row.columns, row.where, data, tokenizer)
+        answers = answers._replace(unread=answers.unread.union(row.unread))
+        row = Record(row.where, {data.text_column: text})
+        return Document(_text(row, data.text_column), answers=answers)
+    text = _text(row, data.text_column)
+    if num_classes is not None:
+        return Document(text, _label(row, text, data, num_classes))
+    return Document(chats.without_end(text, tokenizer.decode([tokenizer.eot_id])))
 
 
 def _text(row: Record, column: str) -> str:
@@ -228,7 +251,7 @@ def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
         yield text
 
 
-def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
+def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
     """Yield a record for each line of a `.json` or `.jsonl` file, perhaps `.gz`; skip blank lines.
 
     Lines are JSON objects of at most `MAX_LINE_BYTES`.
@@ -242,10 +265,10 @@ def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record]:
                 return
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
-                yield Record(where, _json_object(line, where, data))
+                yield _json_row(line, where)
 
 
-def table_documents(file: Path, data: DataSettings) -> Iterator[Record]:
+def table_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
     """Yield a record for each row of a table, with the reader for the ending of the file's name."""
     suffix = Path(file.name.removesuffix(".gz")).suffix
     if (read := _BY_ENDING.get(suffix)) is None:
@@ -257,7 +280,7 @@ def table_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     return read(file, data)
 
 
-def csv_documents(file: Path, data: DataSettings) -> Iterator[Record]:
+def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
     """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
     Cells are text, except that a whole number in the column of classes becomes an int.
@@ -274,7 +297,8 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record]:
             for row in rows:
                 where, last = f"{file}:{rows.line_num}", rows.line_num
                 if None in row:
-                    raise DataError(f"{where}: more cells than there are columns")
+                    yield DataError(f"{where}: more cells than there are columns")
+                    continue
                 if re.fullmatch(r"-?\d{1,18}", row.get(data.label_column) or ""):
                     row[data.label_column] = int(row[data.label_column])
                 yield Record(where, row)
@@ -289,23 +313,36 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
     with _arrow_faults(file), _opened(file) as content:
         rows = pyarrow.parquet.ParquetFile(content)
-        require_columns(rows.schema_arrow.names, _used(data), str(file))
-        yield from _arrow_records(rows.iter_batches(batch_size=1024, columns=[*_used(data)]), file)
+        columns, unread = _read_columns(rows.schema_arrow.names, data, str(file))
+        yield from _arrow_records(rows.iter_batches(1024, columns=columns), file, unread)
 
 
 def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each row of an Arrow file, as the library `datasets` saves them."""
+    """Yield a record for each row of an Arrow file or stream; `datasets` saves streams."""
     import pyarrow.ipc
 
-    with _arrow_faults(file), pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as rows:
-        require_columns(rows.schema.names, _used(data), str(file))
-        yield from _arrow_records((batch.select([*_used(data)]) for batch in rows), file)
+    with _arrow_faults(file), _opened(file) as content:
+        if content.peek(6)[:6] == b"ARROW1":
+            rows = pyarrow.ipc.open_file(content)
+            batches = map(rows.get_batch, range(rows.num_record_batches))
+        else:
+            rows = batches = pyarrow.ipc.open_stream(content)
+        columns, unread = _read_columns(rows.schema.names, data, str(file))
+        yield from _arrow_records((batch.select(columns) for batch in batches), file, unread)
 
 
-def _arrow_records(batches: Iterable[Any], file: Path) -> Iterator[Record]:
+def _arrow_records(batches: Iterable[Any], file: Path, unread: Sequence[str]) -> Iterator[Record]:
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, columns in enumerate(rows, 1):
-        yield Record(f"{file}: row {number}", columns)
+        columns = {name: _without_none(value) for name, value in columns.items()}
+        yield Record(f"{file}: row {number}", columns, unread)
+
+
+def _without_none(value: Any) -> Any:
+    """Leave out fields without a value; in a table all objects of a column have the same fields."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
@@ -333,6 +370,15 @@ def _used(data: DataSettings) -> dict[str, str]:
     texts = data.text_column.split("+") if data.is_chat else [data.text_column]
     names = dict.fromkeys(texts, "text_column") | {data.label_column: "label_column"}
     return {column: key for column, key in names.items() if column}
+
+
+def _read_columns(names: Sequence[str], data: DataSettings, where: str) -> tuple[list, list]:
+    """Return the columns of a table to read, and of chats the others."""
+    require_columns(names, used := _used(data), where)
+    if not data.is_chat:
+        return [*used], []
+    used |= dict.fromkeys(name for name in ("tools", "label") if name in names)
+    return [*used], [name for name in names if name not in used]
 
 
 def read_text(file: Path) -> str:
@@ -369,23 +415,23 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
     )
 
 
-def _opened(file: File) -> Any:
-    if isinstance(file, RemoteFile):
-        return file.open()
-    return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
+@contextlib.contextmanager
+def _opened(file: File) -> Iterator[Any]:
+    """Open a file, by gzip if it begins so: a server may compress or decompress it on the way."""
+    with file.open() if isinstance(file, RemoteFile) else open(file, "rb") as content:
+        yield gzip.open(content) if content.peek(2)[:2] == b"\x1f\x8b" else content
 
 
-def _json_object(line: bytes, where: str, data: DataSettings) -> dict:
+def _json_row(line: bytes, where: str) -> Record | DataError:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not one JSON object per line ({error})") from error
+        return DataError(f"{where}: not one JSON object per line ({error})")
     if not isinstance(record, dict):
-        raise DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
-    require_columns(record, _used(data), where)
-    return record
+        return DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
+    return Record(where, record)
 
 
 def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> list[Part]:
@@ -404,6 +450,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     limits.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
     hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
     where = f"{where}, data.name={data.name}, split {split}"
+    unread: list[str] = []
     with hub.faults(where):
         try:
             builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
@@ -411,14 +458,15 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
         except ValueError as error:  # no such configuration or split; those that exist are listed
             raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
         if dataset.features is not None:
-            require_columns(dataset.features, _used(data), where)
-            dataset = dataset.select_columns([*_used(data)])
+            columns, unread = _read_columns([*dataset.features], data, where)
+            dataset = dataset.select_columns(columns)
     count = dataset.num_shards
 
     def records(index: int, path: None) -> Iterator[Record]:
         with hub.faults(f"{where}, file {index}"):
             for number, row in enumerate(dataset.shard(num_shards=count, index=index), 1):
-                yield Record(f"{where}, file {index}: row {number}", row)
+                columns = {name: _without_none(value) for name, value in row.items()}
+                yield Record(f"{where}, file {index}: row {number}", columns, unread)
 
     stem = "/".join(part for part in (data.path, data.name, split) if part)
     return [
@@ -427,7 +475,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     ]
 
 
-_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record]]] = {
+_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record | DataError]]] = {
     **dict.fromkeys((".csv", ".tsv"), csv_documents),
     **dict.fromkeys((".json", ".jsonl"), jsonl_documents),
     **{".parquet": parquet_documents, ".arrow": arrow_documents},

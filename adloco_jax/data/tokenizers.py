@@ -6,16 +6,17 @@ A special token that stands in a text, such as `<|im_end|>`, becomes this token,
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from adloco_jax.data.chats import Render
 from adloco_jax.data.files import fetched
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.files import read_json
@@ -36,6 +37,16 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAMPLE = "The quick brown fox\njumps over 1,300 dogs;\tdef f(x): return x**2  # größer, 日本語 🙂"
 
 
+class Render(Protocol):
+    """Renders the turns of a chat, and tools that it may call, by a chat template."""
+
+    def __call__(
+        self, turns: list[dict[str, Any]], prompts: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """Return the text; if `prompts`, with the start of an answer."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
     """Converts text to token ids and back.
@@ -45,6 +56,8 @@ class Tokenizer:
       eot_id: The id of the end-of-text token, which closes a document.
       fingerprint: SHA-256 (hex) of the data that determine the ids.
       encode_batch: Converts texts to int32 arrays of ids, without prefix and suffix.
+      encode_aligned: Converts a text likewise; also returns, int [N, 2], the first character of
+        each token and the one behind it.
       decode: Converts ids to text, special tokens included; leaves unknown ids out.
       save: `save(folder, max_length)` writes the files from which `transformers` makes a tokenizer
         with the same ids, and the generation config if there is one. `max_length` is the model's
@@ -54,8 +67,11 @@ class Tokenizer:
       token_ids: Entries of config.json that name tokens, for an export.
       ends: Ids that end what the model writes: `eot_id` and those of the folder's generation
         config. Of a classifier none.
+      special: The texts that become tokens of their own wherever they stand.
       template: The chat template; empty if there is none.
       render: Renders turns by it; None if there is none.
+      mark: `mark(turns, tools)` returns the answers in the text, as first character and the one
+        behind, if the template marks them (`{% generation %}`); else None.
       turn_end: The added token by which it ends an answer, one id or none.
       name: The name in the config, for messages.
     """
@@ -64,16 +80,28 @@ class Tokenizer:
     eot_id: int
     fingerprint: str
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
+    encode_aligned: Callable[[str], tuple[np.ndarray, np.ndarray]]
     decode: Callable[[Iterable[int]], str]
     save: Callable[[Path, int | None], None]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     token_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ends: tuple[int, ...] = ()
+    special: tuple[str, ...] = ()
     template: str = ""
     render: Render | None = None
+    mark: Callable[[list, list | None], list[tuple[int, int]]] | None = None
     turn_end: tuple[int, ...] = ()
     name: str = ""
+
+    def reads(self, field: str) -> bool:
+        """Whether the chat template names a field of turns, or of what else it is given."""
+        return _names(self.template, field)
+
+
+@functools.cache
+def _names(template: str, field: str) -> bool:
+    return re.search(rf"\b{re.escape(field)}\b", template) is not None
 
 
 def load_tokenizer(
@@ -212,27 +240,51 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
         return [encode(text) for text in texts]
 
-    chats = _chats(fast(), template) if template else {}
-    stops = (256,) if text_length is None else ()
-    return Tokenizer(
-        257, 256, fingerprint, encode_batch, decode, save, ends, ends, ids, stops, **chats
-    )
+    backend = functools.cache(lambda: fast().backend_tokenizer)
+
+    def encode_aligned(text: str) -> tuple[np.ndarray, np.ndarray]:
+        return _aligned(backend(), text)
+
+    given: dict[str, Any] = dict(prefix=ends, suffix=ends, token_ids=ids, special=(name,))
+    given |= {"ends": (256,) if text_length is None else ()}
+    given |= _chats(fast(), template) if template else {}
+    return Tokenizer(257, 256, fingerprint, encode_batch, encode_aligned, decode, save, **given)
+
+
+def _aligned(backend: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
+    encoding = backend.encode(text, add_special_tokens=False)
+    offsets_N2 = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    return np.array(encoding.ids, np.int32), offsets_N2
 
 
 def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
     """Return what a tokenizer has for chats; `template` replaces its own."""
     if template:
         tokenizer.chat_template = template
-    with contextlib.suppress(ValueError):  # it has none
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:  # it has none
+        return {}
 
-        def render(turns: list[dict[str, Any]], prompts: bool) -> str:
-            return tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=prompts
-            )
+    def render(
+        turns: list[dict[str, Any]], prompts: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        how = {"tokenize": False, "add_generation_prompt": prompts}
+        return tokenizer.apply_chat_template(turns, tools=tools, **how)
 
-        turn_end = _turn_end(tokenizer, render)
-        return {"template": tokenizer.get_chat_template(), "render": render, "turn_end": turn_end}
-    return {}
+    def mark(turns: list, tools: list | None) -> list[tuple[int, int]]:
+        found = tokenizer.apply_chat_template(
+            turns,
+            tools=tools,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )
+        edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
+        offsets = found["offset_mapping"]
+        return [(offsets[a][0], offsets[b - 1][1]) for a, b in edges.reshape(-1, 2)]
+
+    given = {"template": template, "render": render, "turn_end": _turn_end(tokenizer, render)}
+    return given | ({"mark": mark} if re.search(r"\{%-?\s*generation\b", template) else {})
 
 
 def _turn_end(tokenizer: Any, render: Render) -> tuple[int, ...]:
@@ -328,6 +380,9 @@ def _hugging_face_tokenizer(
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def encode_aligned(text: str) -> tuple[np.ndarray, np.ndarray]:
+        return _aligned(backend, text)
+
     def save(folder: Path, max_length: int | None) -> None:
         _save(tokenizer, folder, max_length)
         if (generation := path / GENERATION).is_file():
@@ -338,12 +393,14 @@ def _hugging_face_tokenizer(
         eot_id,
         hashlib.sha256(f"{eot_id} {backend.to_str()}".encode()).hexdigest(),
         encode_batch,
+        encode_aligned,
         lambda ids: tokenizer.decode([int(i) for i in ids], clean_up_tokenization_spaces=False),
         save,
         prefix,
         suffix,
         token_ids,
         () if text_length is not None else tuple(dict.fromkeys((*stop_ids(path), eot_id))),
+        tuple(tokenizer.get_added_vocab()),
         **_chats(tokenizer, template),
     )
 
