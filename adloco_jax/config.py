@@ -5,6 +5,7 @@ declares, and changes some. `validate` turns it into `Settings`, which all other
 """
 
 import contextlib
+import datetime
 import difflib
 import importlib
 import json
@@ -146,10 +147,15 @@ def _of_checkpoint(
 
 
 def completed(settings: Settings, workdir: str | Path | None = None) -> Settings:
-    """Add the `config.json` of `model.init_from`, or what the run in `workdir` recorded of it.
+    """Add the `config.json` of `model.init_from`, and the date that templates of chats write.
 
-    Raises UserError if it cannot be read.
+    They are those that the run in `workdir` recorded, if there is one. Raises UserError if the
+    first cannot be read.
     """
+    if settings.data.is_chat:
+        date = _of_record(workdir, "data").get("date") or settings.data.date
+        date = {"date": date or datetime.date.today().isoformat()}
+        settings = settings.model_copy(update={"data": settings.data.model_copy(update=date)})
     model = settings.model
     if not model.init_from or tables()["ARCHITECTURES"][model.arch].weight_map is None:
         return settings
@@ -163,15 +169,19 @@ def completed(settings: Settings, workdir: str | Path | None = None) -> Settings
 
 
 def _recorded(settings: Settings, workdir: str | Path | None) -> dict[str, Any]:
-    """Return what a run recorded of the same `model.init_from`; empty if there is no such record.
+    """Return what a run recorded of the same `model.init_from`; empty if it recorded nothing."""
+    source, recorded = settings.model.init_from, _of_record(workdir, "model")
+    return recorded if source and recorded.get("init_from") == source else {}
+
+
+def _of_record(workdir: str | Path | None, group: str) -> dict[str, Any]:
+    """Return a group of the settings that a run recorded; empty if there is no such record.
 
     A record that is damaged is reported later.
     """
-    if workdir is not None and settings.model.init_from:
+    if workdir is not None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            recorded = json.loads(Path(workdir, "config.json").read_bytes())["config"]["model"]
-            if recorded["init_from"] == settings.model.init_from:
-                return recorded
+            return dict(json.loads(Path(workdir, "config.json").read_bytes())["config"][group])
     return {}
 
 

@@ -134,8 +134,10 @@ def answer_loss(network: Any, tokenizer: Any, chats: list[list[dict[str, str]]])
         prompt = tokenizer.apply_chat_template(
             turns[:-1], return_dict=False, add_generation_prompt=True
         )
+        end = len(row) - row[::-1].index(tokenizer.eos_token_id)  # the answer ends with its end
+        counted = [-100] * len(prompt) + row[len(prompt) : end] + [-100] * (len(row) - end)
         ids.append(torch.tensor(row))
-        labels.append(torch.tensor([-100] * len(prompt) + row[len(prompt) :]))
+        labels.append(torch.tensor(counted))
     pad = torch.nn.utils.rnn.pad_sequence  # at the end, where no token looks
     ids, labels = pad(ids, batch_first=True), pad(labels, batch_first=True, padding_value=-100)
     logits = network(input_ids=ids).logits[:, :-1].flatten(0, 1)

@@ -1,6 +1,7 @@
 """Chats: ids as the template gives them, what counts, how they are packed, and their loss."""
 
 import dataclasses
+import datetime
 import io
 import json
 import random
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from adloco_jax import hf
 from adloco_jax import main as cli
-from adloco_jax.config import validate
+from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
 from adloco_jax.data.chats import counted, read
 from adloco_jax.data.corpus import column_of_texts
@@ -30,6 +31,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import sequence_losses
 from adloco_jax.models.llama import generate
 from adloco_jax.run.assemble import build_model, load_data
+from adloco_jax.run.folder import write_config
 from adloco_jax.training import fit, train
 
 IM = ("<|im_start|>", "<|im_end|>")
@@ -540,6 +542,7 @@ def test_what_says_not_to_learn_acts_and_what_nothing_reads_is_named(tmp_path, t
         found = {corpus.tokenizer.decode(ids) for ids, _ in chats_in(corpus)}
         assert found == {f"{n}. yes{IM[1]}" for n in range(90)}
         assert "; 90 chats with a false label left out" in corpus.describe()
+        assert ", 18 held out" in corpus.describe()  # a fifth of those that count
         assert "\nnot read: id\n" in corpus.describe()
         named = [USER | {"name": "me"}, *CALLED[1:2], ANSWER]
         named[1] = named[1] | {"content": "Calls."}
@@ -550,6 +553,36 @@ def test_what_says_not_to_learn_acts_and_what_nothing_reads_is_named(tmp_path, t
         corpus = load(path, tokenizer, source=name)
         unread = "\nnot read: n, name of turns, tool_calls of turns, tools\n"
         assert unread in corpus.describe()
+
+
+def test_a_template_writes_the_date_of_the_first_preparation_also_later(
+    tmp_path, tokenizer, monkeypatch
+):
+    class Today(datetime.date):
+        day_number = 20_000
+
+        @classmethod
+        def today(cls):
+            return cls(1970, 1, 1) + datetime.timedelta(cls.day_number)
+
+    monkeypatch.setattr(datetime, "date", Today)
+    (tmp_path / "t.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(60)])
+    template = str(tmp_path / "t.jinja")
+    settings = settings_of(path, tokenizer, template=template)
+    first = completed(settings, tmp_path / "run")
+    made = load_corpus(first, note=print)
+    assert "04 Oct 2024" in made.describe()
+    write_config(tmp_path / "run", first)
+    words = ["prepare", str(path), "--out", str(tmp_path / "rows"), "--template", template]
+    words += ["--tokenizer", str(tokenizer), "--sequence-length", "400"]
+    assert cli.main(words) == 0
+    Today.day_number += 1
+    assert cli.main(words) == 0
+    again = load_corpus(completed(settings, tmp_path / "run"), note=print)
+    assert again.fingerprint == made.fingerprint
+    other = load_corpus(completed(settings, tmp_path / "other"), note=print)
+    assert other.fingerprint != made.fingerprint and "05 Oct 2024" in other.describe()
 
 
 def test_a_text_that_ends_by_the_end_of_text_gets_no_second_one(tmp_path, tokenizer):

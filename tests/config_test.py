@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key in KNOBS if plain_type(key) in (int, float)]
 # Repeated here, so that a test fails if a range in the schema loses its lower end.
 ZERO_IS_ALLOWED = """
-    adapter.rank
+    adapter.rank data.skip_bad
     checkpoint.every_s engine.grace_s eval.sample_tokens seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum
     outer.average outer.delay_updates outer.mixing batching.smoothing merge.max_barrier""".split()

@@ -1,6 +1,7 @@
 """Prepared rows: equal bytes after interruptions; who owns the folder; damage is found."""
 
 import dataclasses
+import gzip
 import json
 import os
 import random
@@ -188,6 +189,27 @@ def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, monkeypatch)
         piece.write_bytes(damaged)
         with pytest.raises(DataError, match=r"1\.npz: damaged \(.*; delete .*out\.partial"):
             prepare(source, tmp_path / "out")
+
+
+def test_a_line_mended_after_a_refusal_lets_the_same_call_begin_again(
+    tmp_path, source, monkeypatch
+):
+    monkeypatch.setattr(rows, "_CHUNK_CHARS", 300)  # pieces are saved before the refusal
+    prepare(source, tmp_path / "whole")
+    file = source / "part-3.json.gz"
+    good = file.read_bytes()
+    file.write_bytes(good + gzip.compress(b'{"text": \n'))
+    with pytest.raises(DataError, match="not one JSON object per line"):
+        prepare(source, tmp_path / "out")
+    assert (tmp_path / "out.partial" / "0.npz").exists()
+    with pytest.raises(ConfigError, match="another setting of sequence_length; it is never"):
+        prepare(source, tmp_path / "out", sequence_length=31)
+    file.write_bytes(good)
+    lines = []
+    prepare(source, tmp_path / "out", note=lines.append)
+    assert lines[0].endswith("the text has changed since this was begun; beginning again")
+    same = content(tmp_path / "out")
+    assert same.pop("prepared.json") and same.items() <= content(tmp_path / "whole").items()
 
 
 # -- Who owns a folder ------------------------------------------------------------------------
@@ -384,8 +406,8 @@ DAMAGE = {
     ),
     "other type": (other_type, "int16 of shape"),
     "huge": (forged((4611686018427387904,)), r"train\.npy: "),
-    "no rows": (write('{"format": 4, "shapes": []}'), "damaged, prepared"),
-    "format": (write('{"format": 1}'), "format 1, need 4; prepare the data again"),
+    "no rows": (write('{"format": 5, "shapes": []}'), "damaged, prepared"),
+    "format": (write('{"format": 1}'), "format 1, need 5; prepare the data again"),
     "no object": (write("[]"), "a JSON list"),
     "deep": (write("[" * 10**6), "no readable JSON"),
     "an id": (strange_id, "token id 257"),

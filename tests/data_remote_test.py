@@ -207,7 +207,15 @@ def test_a_fault_is_the_line_of_a_local_file_with_the_address(tmp_path, bucket, 
 
 
 class Web(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder; a path that contains the number of an error is refused with it."""
+    """Serves a folder; a path that contains the number of an error is refused with it.
+
+    Files whose name has "encoded" are sent with the header of a content that is compressed.
+    """
+
+    def end_headers(self):
+        if "encoded" in self.path:
+            self.send_header("Content-Encoding", "gzip")
+        super().end_headers()
 
     def send_head(self):
         if number := re.search("[45]\\d\\d", self.path):
@@ -234,6 +242,18 @@ def test_a_file_of_a_web_server(tmp_path, web):
     assert load(f"{web}/a.jsonl.gz").fingerprint == load(path).fingerprint
     with pytest.raises(DataError, match="no such file"):
         load(f"{web}/gone.jsonl")
+
+
+@pytest.mark.parametrize("name", ["encoded.jsonl", "encoded.jsonl.gz", "plain.jsonl.gz"])
+def test_a_file_that_a_server_sends_compressed(tmp_path, web, name):
+    path = write_documents(tmp_path, TEXTS, "a.jsonl")
+    content = gzip.compress(path.read_bytes())
+    (tmp_path / "web" / name).write_bytes(content if "encoded" in name else path.read_bytes())
+    assert load(f"{web}/{name}").fingerprint == load(path).fingerprint
+    write_documents(tmp_path, [CHATS] * 9, "chats.jsonl")
+    (tmp_path / "web" / name).write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
+    given = DataSettings().model_copy(update={"source": "jsonl", "path": f"{web}/{name}"})
+    assert column_of_texts(given) == "messages"
 
 
 def test_no_access_and_no_server_are_one_line(bucket, web, monkeypatch):

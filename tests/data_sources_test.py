@@ -205,6 +205,13 @@ def as_parquet(path, columns, text_type="string"):
     return path
 
 
+def as_arrow(path, columns):
+    table = pyarrow.table({name: list(values) for name, values in columns.items()})
+    with pyarrow.ipc.new_file(path, table.schema) as file:
+        file.write_table(table, max_chunksize=7)
+    return path
+
+
 def saved(path, columns):
     import datasets
 
@@ -219,6 +226,7 @@ TABLES = {
     "csv with a mark": ("hf", lambda at: as_csv(at / "a.csv.gz", COLUMNS, bom="\ufeff")),
     "tsv": ("hf", lambda at: as_csv(at / "a.tsv", COLUMNS, "\t")),
     "saved": ("hf", lambda at: saved(at / "saved", COLUMNS)),
+    "arrow file": ("hf", lambda at: as_arrow(at / "a.arrow", COLUMNS)),
     "parquet": ("parquet", lambda at: as_parquet(at / "a[1].parquet", COLUMNS)),
     "views": ("parquet", lambda at: as_parquet(at / "a.parquet", COLUMNS, "string_view")),
     "large": ("parquet", lambda at: as_parquet(at / "a.parquet", COLUMNS, "large_string")),

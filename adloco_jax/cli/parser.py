@@ -197,7 +197,7 @@ processes, start each with this command and --distributed (under Slurm, Open MPI
 --process-id N: index of this process
 --meeting-s N=300: seconds to wait for the other processes"""
 _OF_DATA = "heldout_path name split revision heldout_split text_column template loss"
-_OF_DATA += " tokenizer sequence_length"
+_OF_DATA += " tokenizer sequence_length skip_bad"
 
 
 def _of_data(name: str) -> str:

@@ -75,8 +75,9 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     settings = validate(config)
     encoder = load_tokenizer(data["tokenizer"], template=data["template"])
     limit = MAX_GUARD_ROWS + settings.eval.num_sequences
-    job = make_job(settings.data, encoder, num_heldout_rows=limit)
     output = Path(output).expanduser().absolute()
+    begun = {"date": rows.request_of(output).get("date", "")}  # as when it was begun
+    job = make_job(settings.data.model_copy(update=begun), encoder, num_heldout_rows=limit)
     if prepared.is_prepared(output):
         print(f"{output}: exists; comparing its settings with the options")
     manifest = rows.prepare(job, output)

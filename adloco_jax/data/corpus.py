@@ -5,6 +5,7 @@ Of a row's L+1 tokens, the first is only an input and the last only a target.
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -122,7 +123,7 @@ class Corpus:
                 " to a text unless add_special_tokens=False"
             )
         if manifest.unread:
-            unseen += f"\nnot read: {', '.join(manifest.unread)}"
+            copies += f"\nnot read: {', '.join(manifest.unread)}"
         files = counted(sum(record.bytes is not None for record in manifest.files), "file")
         return (
             f"data: {files if files[0] != '0' else manifest.files[-1].name};"
@@ -409,6 +410,9 @@ def make_job(
         commit, revision = data.revision, f"{where}, data.revision={data.revision}"
         if not hub.COMMIT.fullmatch(commit):
             commit = hub.commit_of(data.path, commit, where=revision)
+    is_dated = data.is_chat and tokenizer.reads("strftime_now")
+    date = (data.date or datetime.date.today().isoformat()) if is_dated else ""
+    data = data.model_copy(update={"date": date})
     limit = num_heldout_rows if on_hub and data.heldout_split and num_classes is None else None
     keys = ("name", "split", "heldout_split", "text_column", "label_column")
     keys += ("sequence_length", "num_sequences", "heldout_frac", "skip_bad")
@@ -422,6 +426,7 @@ def make_job(
         "num_classes": num_classes or 0,
         "loss": data.loss if data.is_chat else "",
         "template": hashlib.sha256(tokenizer.template.encode()).hexdigest() if data.is_chat else "",
+        "date": date,
         "num_heldout_rows": limit or 0,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
         "python": "" if files or on_hub else _python_identity(),

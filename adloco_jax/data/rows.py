@@ -42,6 +42,7 @@ NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of
 _CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 # How many documents, and how many characters of each, `check_round_trip` encodes and decodes.
 _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14
+_OF_FILES = ("files", "heldout_files")  # keys of `Job.request` that change with the text
 # The names of the files that a preparation writes to `<folder>.partial`.
 _OURS = re.compile(r"request\.json|whole|copy|\.lock|\d+\.npz|\..+\.partial")
 
@@ -128,6 +129,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if (manifest := _finished(folder, job.request)) is None:
+            _require_continued(partial, job.request, note)
             kept = _Kept(partial, job.request)
             _tokenise(job, kept, partial, note)
             manifest = _write_folder(job, kept, partial / "whole")
@@ -146,6 +148,26 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
     manifest = prepared.read_prepared(folder)
     _require_same(folder, manifest.request, request)
     return manifest
+
+
+def request_of(folder: Path) -> dict:
+    """Return the `Job.request` with which a folder was made or begun; empty if it was not."""
+    if prepared.is_prepared(folder):
+        return prepared.read_prepared(folder).request
+    path = folder.with_name(f"{folder.name}.partial") / "request.json"
+    return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def _require_continued(partial: Path, request: dict, note: Callable[[str], None]) -> None:
+    """Delete the pieces of an unfinished preparation if its text has changed since."""
+    path, pieces = partial / "request.json", [*partial.glob("*.npz")]
+    there = json.loads(path.read_bytes()) if path.exists() else request
+    if pieces:
+        _require_same(partial, there | {key: request[key] for key in _OF_FILES}, request)
+    if pieces and there != request:
+        note(f"{partial}: the text has changed since this was begun; beginning again")
+        for piece in pieces:
+            piece.unlink()
 
 
 def _require_same(folder: Path, there: dict, wanted: dict) -> None:
@@ -185,19 +207,14 @@ class _Kept:
     def __init__(self, partial: Path, request: dict):
         """Read the pieces that a killed preparation has saved in the folder `partial`, if any.
 
-        Raises:
-          ConfigError: If that preparation had another request (other settings or text).
-          DataError: If a piece is damaged.
+        Raises DataError if a piece is damaged.
         """
         self._folder, self._about = partial, [np.empty(0, _DOCUMENT)]
         self._counts: list[int] = []
         self.files: list[dict] = []
         self.unread: set[str] = set()
         self.part = self.documents = self.num_tokens = 0
-        path = partial / "request.json"
-        if path.exists():
-            _require_same(partial, json.loads(path.read_bytes()), request)
-        with replaced_file(path) as file:
+        with replaced_file(partial / "request.json") as file:
             file.write(json.dumps(request).encode())
         while (path := self._path(len(self._counts))).exists():
             with self._opened(path) as content:
@@ -373,7 +390,7 @@ def _is_enough(job: Job, kept: _Kept, side: int) -> bool:
     about = kept.about
     held = about["side"] == 1
     if not held.any():
-        held = is_heldout(0, len(about), job.data.heldout_frac)
+        held = _share(np.flatnonzero(about["length"]), len(about), job.data.heldout_frac)
         if about["length"][held].sum() < MIN_HELDOUT_ROWS * job.row_length:
             return False
     known = np.isin(about["digest"], about["digest"][held])
@@ -458,16 +475,22 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Copies of held-out documents, and chats without a token that counts, are in neither mask.
     """
     heldout, frac = about["side"] == 1, job.data.heldout_frac
+    has_tokens = about["length"] > 0
     if not heldout.any() and job.cuts:
         heldout = np.arange(len(about)) == 1
-    elif not heldout.any() and job.num_classes is None:
-        heldout = is_heldout(0, len(about), frac)
     elif not heldout.any():
         for label in np.unique(about["label"]):
-            index = np.flatnonzero(about["label"] == label)
-            heldout[index] = is_heldout(0, len(index), frac)
-    is_new, has_tokens = ~np.isin(about["digest"], about["digest"][heldout]), about["length"] > 0
+            of_label = np.flatnonzero((about["label"] == label) & has_tokens)
+            heldout |= _share(of_label, len(about), frac)
+    is_new = ~np.isin(about["digest"], about["digest"][heldout])
     return ~heldout & is_new & has_tokens, heldout & has_tokens
+
+
+def _share(index: np.ndarray, count: int, heldout_frac: float) -> np.ndarray:
+    """Mask, bool [count], the share of the documents at `index` to hold out."""
+    heldout = np.zeros(count, bool)
+    heldout[index] = is_heldout(0, len(index), heldout_frac)
+    return heldout
 
 
 # -- Rows ------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def documents_of(
         is out of range, it is labelled but empty, or a chat is malformed.
       ConfigError: If chats need a template, and there is none.
     """
-    number = 0
+    number, tokenizer = 0, tokenizer.on(data.date)
     try:
         for number, row in enumerate(found, 1):
             is_text = not isinstance(row, Record | DataError)

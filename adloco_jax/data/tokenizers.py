@@ -6,6 +6,7 @@ A special token that stands in a text, such as `<|im_end|>`, becomes this token,
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import hashlib
 import os
@@ -41,9 +42,16 @@ class Render(Protocol):
     """Renders the turns of a chat, and tools that it may call, by a chat template."""
 
     def __call__(
-        self, turns: list[dict[str, Any]], prompts: bool, tools: list[dict[str, Any]] | None = None
+        self,
+        turns: list[dict[str, Any]],
+        prompts: bool,
+        tools: list[dict[str, Any]] | None = None,
+        **more: Any,
     ) -> str:
-        """Return the text; if `prompts`, with the start of an answer."""
+        """Return the text; if `prompts`, with the start of an answer.
+
+        `more` are other names that the template may use.
+        """
         ...
 
 
@@ -90,9 +98,18 @@ class Tokenizer:
     special: tuple[str, ...] = ()
     template: str = ""
     render: Render | None = None
-    mark: Callable[[list, list | None], list[tuple[int, int]]] | None = None
+    mark: Callable[..., list[tuple[int, int]]] | None = None
     turn_end: tuple[int, ...] = ()
     name: str = ""
+
+    def on(self, date: str) -> "Tokenizer":
+        """Return the tokenizer whose template writes a date (YYYY-MM-DD); empty: today's."""
+        if self.render is None or not date:
+            return self
+        more: Any = {"strftime_now": datetime.date.fromisoformat(date).strftime}
+        mark = self.mark and functools.partial(self.mark, **more)
+        render = functools.partial(self.render, **more)
+        return dataclasses.replace(self, render=render, mark=mark)
 
     def reads(self, field: str) -> bool:
         """Whether the chat template names a field of turns, or of what else it is given."""
@@ -267,17 +284,21 @@ def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
         return {}
 
     def render(
-        turns: list[dict[str, Any]], prompts: bool, tools: list[dict[str, Any]] | None = None
+        turns: list[dict[str, Any]],
+        prompts: bool,
+        tools: list[dict[str, Any]] | None = None,
+        **more: Any,
     ) -> str:
         how = {"tokenize": False, "add_generation_prompt": prompts}
-        return tokenizer.apply_chat_template(turns, tools=tools, **how)
+        return tokenizer.apply_chat_template(turns, tools=tools, **how, **more)
 
-    def mark(turns: list, tools: list | None) -> list[tuple[int, int]]:
+    def mark(turns: list, tools: list | None, **more: Any) -> list[tuple[int, int]]:
         found = tokenizer.apply_chat_template(
             turns,
             tools=tools,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
+            **more,
         )
         edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
         offsets = found["offset_mapping"]
