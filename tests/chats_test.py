@@ -573,6 +573,7 @@ def test_a_template_writes_the_date_of_the_first_preparation_also_later(
     first = completed(settings, tmp_path / "run")
     made = load_corpus(first, note=print)
     assert "04 Oct 2024" in made.describe()
+    (tmp_path / "run").mkdir()
     write_config(tmp_path / "run", first)
     words = ["prepare", str(path), "--out", str(tmp_path / "rows"), "--template", template]
     words += ["--tokenizer", str(tokenizer), "--sequence-length", "400"]

@@ -46,11 +46,11 @@ class Render(Protocol):
         turns: list[dict[str, Any]],
         prompts: bool,
         tools: list[dict[str, Any]] | None = None,
-        **more: Any,
+        date: str = "",
     ) -> str:
         """Return the text; if `prompts`, with the start of an answer.
 
-        `more` are other names that the template may use.
+        `date` (YYYY-MM-DD) is what a template writes as today's; empty: today's.
         """
         ...
 
@@ -103,12 +103,11 @@ class Tokenizer:
     name: str = ""
 
     def on(self, date: str) -> "Tokenizer":
-        """Return the tokenizer whose template writes a date (YYYY-MM-DD); empty: today's."""
-        if self.render is None or not date:
+        """Return a tokenizer whose template writes a date; see `Render`."""
+        if self.render is None:
             return self
-        more: Any = {"strftime_now": datetime.date.fromisoformat(date).strftime}
-        mark = self.mark and functools.partial(self.mark, **more)
-        render = functools.partial(self.render, **more)
+        render, mark = functools.partial(self.render, date=date), self.mark
+        mark = mark and functools.partial(mark, date=date)
         return dataclasses.replace(self, render=render, mark=mark)
 
     def reads(self, field: str) -> bool:
@@ -119,6 +118,16 @@ class Tokenizer:
 @functools.cache
 def _names(template: str, field: str) -> bool:
     return re.search(rf"\b{re.escape(field)}\b", template) is not None
+
+
+@functools.cache
+def _on(template: str, date: str) -> str:
+    """Replace today's date in a template, which gets no function from a caller, by another."""
+    if not date:
+        return template
+    day = datetime.date.fromisoformat(date)
+    call = r"""strftime_now\(\s*(["'])(.*?)\1\s*\)"""
+    return re.sub(call, lambda found: repr(day.strftime(found[2])), template)
 
 
 def load_tokenizer(
@@ -287,18 +296,23 @@ def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
         turns: list[dict[str, Any]],
         prompts: bool,
         tools: list[dict[str, Any]] | None = None,
-        **more: Any,
+        date: str = "",
     ) -> str:
-        how = {"tokenize": False, "add_generation_prompt": prompts}
-        return tokenizer.apply_chat_template(turns, tools=tools, **how, **more)
+        return tokenizer.apply_chat_template(
+            turns,
+            tools=tools,
+            chat_template=_on(tokenizer.get_chat_template(tools=tools), date),
+            tokenize=False,
+            add_generation_prompt=prompts,
+        )
 
-    def mark(turns: list, tools: list | None, **more: Any) -> list[tuple[int, int]]:
+    def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
         found = tokenizer.apply_chat_template(
             turns,
             tools=tools,
+            chat_template=_on(tokenizer.get_chat_template(tools=tools), date),
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
-            **more,
         )
         edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
         offsets = found["offset_mapping"]
