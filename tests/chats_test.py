@@ -418,7 +418,7 @@ TEMPLATES = {
     name: "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     + answer
-    + "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    + "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     for name, answer in (("plain", WRITTEN), ("marked", MARKED))
 }
@@ -453,7 +453,10 @@ ROWS = {  # a row, the chat that it stands for, and which turns count
         {"messages": turns(f"{IM[0]}assistant\n!{IM[1]}\n", "!", "?", "!")},
         *(turns(f"{IM[0]}assistant\n!{IM[1]}\n", "!", "?", "!"), [1, 3]),
     ),
-    "tools": ({"messages": CALLED, "tools": [WEATHER]}, CALLED, [1, 3]),
+    "tools": (
+        {"messages": [*CALLED, USER, ANSWER], "tools": [WEATHER]},
+        *([*CALLED, USER, ANSWER], [1, 3, 5]),
+    ),
     "json of tools": (
         {
             "messages": [
@@ -537,12 +540,12 @@ def test_what_says_not_to_learn_acts_and_what_nothing_reads_is_named(tmp_path, t
     for name, source in WRITERS.items():
         rows_of = [{**row, "prompt": f"{n}. "} for n in range(90) for row in (good, bad)]
         path = source(tmp_path, [{**row, "id": "a"} for row in rows_of])
-        given = {"text_column": "prompt+completion", "sequence_length": 60}
+        given = {"text_column": "prompt+completion", "sequence_length": 60, "heldout_frac": 0.5}
         corpus = load(path, tokenizer, source=name, **given)
         found = {corpus.tokenizer.decode(ids) for ids, _ in chats_in(corpus)}
         assert found == {f"{n}. yes{IM[1]}" for n in range(90)}
         assert "; 90 chats with a false label left out" in corpus.describe()
-        assert ", 18 held out" in corpus.describe()  # a fifth of those that count
+        assert ", 45 held out" in corpus.describe()  # half of those that count
         assert "\nnot read: id\n" in corpus.describe()
         named = [USER | {"name": "me"}, *CALLED[1:2], ANSWER]
         named[1] = named[1] | {"content": "Calls."}

@@ -353,7 +353,7 @@ def column_of_texts(data: DataSettings) -> str:
                     found = part.read(None)
                 else:
                     found = source.documents(next(iter(files.values())), data)
-                row = next(iter(found), None)
+                row = next((row for row in found if not isinstance(row, DataError)), None)
             columns = getattr(row, "columns", ())
         except sources.MissingColumn as error:
             columns = error.columns
