@@ -134,7 +134,8 @@ def test_a_turn_of_a_chat_sees_the_turns_before_it_and_no_other_chat(chats):
     row = corpus.rows[np.array([1])]
     tokens, starts = row[:, :200], row[:, 201:401]
     parts = np.split(tokens[0], np.unique(starts)[1:])
-    texts = {IM[1] + chat(number) for number in range(60)}  # after the end of the chat before
+    # After the end of the chat before; its own end is that before the next one.
+    texts = {IM[1] + chat(number).removesuffix(IM[1]) for number in range(60)}
     assert len(parts) > 4 and texts.issuperset(map(corpus.tokenizer.decode, parts[1:-1]))
     network = MODELS["window"].clone(vocab_size=259, window=None, max_length=200)
     logits = jax.jit(functools.partial(network.apply, {"params": make_params(network)}))
