@@ -12,7 +12,7 @@
 # make accelerators  compiles configs for GPUs that the machine does not have; if it is stopped,
 #             the same command continues
 # make accelerators-short  checks the programs of a small model, compiled for GPUs
-# make conformance  compares results with published figures (docs/conformance.md)
+# make conformance  compares results with published figures (studies/conformance.md)
 # make docs   builds the site in docs/_build/html and executes the notebooks
 # make faults  kills and corrupts runs, fills disk and memory, and prints the outcomes (hours)
 # make mutants  makes realistic mistakes in the code, one at a time, and prints those that no

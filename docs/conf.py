@@ -60,6 +60,18 @@ def readable(app, what, name, obj, options, lines):
             verbatim = indent
 
 
+def evidence(app, config):
+    """Copies the pages of studies/, so that they are in the site."""
+    (app.srcdir / "_studies").mkdir(exist_ok=True)
+    for page in (app.srcdir.parent / "studies").glob("*.md"):
+        shutil.copy(page, app.srcdir / "_studies" / page.name)
+
+
+def in_the_site(app, name, source):
+    """Lets links between docs/ and studies/ lead to the copies."""
+    source[0] = source[0].replace("../docs/", "../").replace("../studies/", "_studies/")
+
+
 def pictures(app, exception):
     """Copies the pictures that a page names in HTML."""
     shutil.copytree(app.srcdir / "images", app.outdir / "images", dirs_exist_ok=True)
@@ -81,4 +93,6 @@ def setup(app):
     """Registers the functions above."""
     app.add_html_math_renderer("mathml", (inline_math, None), (displayed_math, None))
     app.connect("autodoc-process-docstring", readable, priority=100)  # before napoleon
+    app.connect("config-inited", evidence)
+    app.connect("source-read", in_the_site)
     app.connect("build-finished", pictures)

@@ -4,7 +4,7 @@
     python scripts/accelerators.py --short    the inner steps and statistics of a small model
 
 The script needs the extra `plan`. Nothing runs on a device: the table of compiled programs in
-docs/GPU.md comes from the compiler.
+studies/GPU.md comes from the compiler.
 """
 
 import argparse
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--minutes", type=float, default=60.0, help="to begin cases in")
     parser.add_argument("--results", type=Path, default=Path("runs/accelerators/results.jsonl"))
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "GPU.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "studies" / "GPU.md")
     options = parser.parse_args()
     if options.short:
         faults = short()

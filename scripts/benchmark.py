@@ -5,7 +5,7 @@
 
 Alternatives are timed alternately within one process, after compilation and a first call. The timer
 waits for each call. Figures are medians with quartiles; ratios are ratios of medians. The figures,
-with machine and date, are in docs/BENCHMARKS.md.
+with machine and date, are in studies/BENCHMARKS.md.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Measure training on one GPU, in at most 12 minutes, and write the tables of docs/GPU.md.
+"""Measure training on one GPU, in at most 12 minutes, and write the tables of studies/GPU.md.
 
     python scripts/gpu.py --out FOLDER [--rows ROWS --tokenizer FILE] [--minutes 12]
-    python scripts/gpu.py --out studies/gpu --tables    only write docs/GPU.md, from these records
+    python scripts/gpu.py --out studies/gpu --tables    only write studies/GPU.md from records
     python scripts/gpu.py --out FOLDER --tiny           the same on a CPU; figures mean nothing
 
 Each of PARTS runs in a process of its own, for its seconds and what earlier parts have left, and
@@ -788,7 +788,7 @@ def main() -> int:
     parser.add_argument("--weights", help="a checkpoint, for the part finetune")
     parser.add_argument("--minutes", type=float, default=12.0, help="for all parts together")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU")
-    parser.add_argument("--tables", type=Path, nargs="?", const=ROOT / "docs" / "GPU.md")
+    parser.add_argument("--tables", type=Path, nargs="?", const=ROOT / "studies" / "GPU.md")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -120,7 +120,7 @@ def test_figures_of_another_card_are_not_kept(monkeypatch, tmp_path):
 
 
 def test_the_page_is_that_of_the_records(tmp_path):
-    page, records = ROOT / "docs" / "GPU.md", ROOT / "studies" / "gpu"
+    page, records = ROOT / "studies" / "GPU.md", ROOT / "studies" / "gpu"
     (tmp_path / "GPU.md").write_text(page.read_text("utf-8"), encoding="utf-8")
     gpu.write_page(records, tmp_path / "GPU.md")
     written = (tmp_path / "GPU.md").read_text("utf-8")
@@ -129,7 +129,7 @@ def test_the_page_is_that_of_the_records(tmp_path):
 
 def test_the_page_gets_its_front_and_tables(tmp_path):
     page, out = tmp_path / "GPU.md", tmp_path / "out"
-    page.write_text((ROOT / "docs" / "GPU.md").read_text("utf-8"), encoding="utf-8")
+    page.write_text((ROOT / "studies" / "GPU.md").read_text("utf-8"), encoding="utf-8")
     for part, known in FOUND.items():
         gpu.Figures(out / f"{part}.json").write(**known)
     gpu.write_page(out, page)

@@ -2,7 +2,7 @@
 
     python scripts/text.py PACKAGES texts.jsonl.gz
 
-PACKAGES is a folder of unpacked packages; docs/GPU.md says which. A document is a page of the
+PACKAGES is a folder of unpacked packages; studies/GPU.md says which. A document is a page of the
 kernel's documentation, or 100 entries of a dictionary.
 """
 

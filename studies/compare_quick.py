@@ -4,7 +4,7 @@ Command:   adloco compare studies/compare_quick.py --processes 2
 Hardware:  two CPU cores, under 20 minutes
 Model:     a Llama of 75,600 parameters that reads bytes; four workers
 Text:      the standard library of the Python that runs the command
-Results:   docs/published.md
+Results:   studies/published.md
 """
 
 from ml_collections import ConfigDict
@@ -36,8 +36,8 @@ ADLOCO = {
     "num_tokens": 8_000_000,
 }
 
-# DiLoCo was tuned on seed 0 (docs/LOG.md) over batches of 4, 8 and 16 sequences, rounds of 100 to
-# 2,640 steps, learning rates 2e-3 and 4e-3, and Nesterov or averages. To reach a loss, rounds of
+# DiLoCo was tuned on seed 0 (studies/LOG.md) over batches of 4, 8 and 16 sequences, rounds of 100
+# to 2,640 steps, learning rates 2e-3 and 4e-3, and Nesterov or averages. To reach a loss, rounds of
 # 1,200 steps need fewer communications than rounds of 800 steps, and fewer tokens than rounds of
 # 1,600 steps.
 TUNED = {**AVERAGE, "inner.steps_per_round": 1200, "num_tokens": 6_100_000}

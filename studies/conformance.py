@@ -1,4 +1,4 @@
-"""The rows of docs/conformance.md: numbers of others, and the numbers of this code.
+"""The rows of studies/conformance.md: numbers of others, and the numbers of this code.
 
 `python -m studies.conformance` prints the table. `make conformance` installs drjax, which one row
 needs, and checks that the page has the computed rows.

@@ -1,4 +1,4 @@
-"""The rows of docs/conformance.md on clusters: tables, formulas, and measured times.
+"""The rows of studies/conformance.md on clusters: tables, formulas, and measured times.
 
 `python -m studies.conformance_clusters` prints the table of docs/guides/comparing.md, which states
 what the paper says and what we assume.

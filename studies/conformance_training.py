@@ -1,4 +1,4 @@
-"""The rows of docs/conformance.md on training results, from committed figures of runs."""
+"""The rows of studies/conformance.md on training results, from committed figures of runs."""
 
 import itertools
 import statistics

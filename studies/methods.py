@@ -5,8 +5,8 @@ rounds, batches and tokens each entry sets. What is not a setting, as a rule for
 function that the entry adds to a table of the package (`qsr`). The methods are:
 
 - one worker;
-- data parallel: one worker with the batch of all workers, which is the same (docs/conformance.md);
-  each update is counted as one synchronisation;
+- data parallel: one worker with the batch of all workers, the same (studies/conformance.md); each
+  update is counted as one synchronisation;
 - DiLoCo;
 - linear ramp: DiLoCo whose rounds grow linearly over the run;
 - QSR: DiLoCo whose rounds have (alpha / learning rate)^2 updates (the quadratic rule);
@@ -160,7 +160,7 @@ def averaged() -> dict[str, Changes]:
     Three lists, each declared before it ran, in the order of their worth: what had won with AdamW;
     other rates and averages, and what may give ours the steps of short rounds for the
     synchronisations of long ones; larger eta, after 3.2 had needed two thirds of the tokens of 1.6.
-    A run ends soon after a pilot's runs had reached 1.55 (docs/LOG.md).
+    A run ends soon after a pilot's runs had reached 1.55 (studies/LOG.md).
     """
 
     def ours(eta: float, longest: int, *rest: Changes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Published numbers of others, and the rows of docs/conformance.md that compare them with ours."""
+"""Published numbers of others, and rows of studies/conformance.md that compare them."""
 
 import math
 from typing import NamedTuple

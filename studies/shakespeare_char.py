@@ -9,7 +9,7 @@ Hardware:  two CPU cores, some minutes
 Expected:  a loss of about 1.70 nats per character on held-out text, and of 1.52 in training (mean
            of the last round)
 Source:    README and train.py of github.com/karpathy/nanoGPT, which reaches 1.88 nats per character
-Differs:   the model is a Llama that reads bytes; docs/conformance.md has all differences
+Differs:   the model is a Llama that reads bytes; studies/conformance.md has all differences
 """
 
 import os

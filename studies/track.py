@@ -36,7 +36,7 @@ of Debian have (studies/texts.py).
 - debian: the same settings, not tuned again, on a third text; debian_tuning gives the target, 1.68.
   Runs end by the library's budgets; to 1.76 DiLoCo needs about as many steps as on other texts.
 - average: the trials for muon and muon_prose, but for those whose ideas lost with their code
-  (studies/ideas.jsonl, docs/LOG.md).
+  (studies/ideas.jsonl, studies/LOG.md).
 - small, prose, half: AdamW, at 0.08 M and (20 minutes a run) 0.61 M parameters.
 - microllama: the paper's comparison (arXiv 2508.18182, table A.2 and section 6.1; departures as in
   configs/microllama.py), for four GPUs of 80 GB; not run yet. The environment variables MICROLLAMA

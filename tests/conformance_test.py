@@ -1,4 +1,4 @@
-"""The rows that studies/conformance.py computes are those of docs/conformance.md."""
+"""The rows that studies/conformance.py computes are those of studies/conformance.md."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from studies.conformance import CLAIMS, lines
 
-PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[1] / "studies" / "conformance.md"
 
 
 # DrJAX 0.2 asks jax for the mesh in a way that jax 0.10 deprecates.

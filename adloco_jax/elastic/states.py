@@ -126,7 +126,7 @@ class InnerStates:
         """Return the ensemble with inner states: its own, else those of learners if `fetches`.
 
         One that is not found is fresh, which on a small model gave a lower loss than the mean of
-        the trainer's other workers (docs/LOG.md, 2026-11-25).
+        the trainer's other workers (studies/LOG.md, 2026-11-25).
         """
         ensemble, control = state
         if ensemble.inner_state_R is not None:

@@ -1,6 +1,6 @@
 """Kernels written for speed: attention, SwiGLU's product, and a stack of layers.
 
-The comment above a kernel has the measurement behind its form, dated as in docs/LOG.md.
+The comment above a kernel has the measurement behind its form, dated as in studies/LOG.md.
 """
 
 import functools
@@ -18,14 +18,14 @@ from jax.experimental import compute_on
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
-# docs/LOG.md, 2026-11-21: the backward pass keeps activations that are chosen by name. A training
-# step took 3519 ms. It took 3694 ms when every product with a weight was kept, and 1.2 times as
+# studies/LOG.md, 2026-11-21: the backward pass keeps activations that are chosen by name. A step
+# took 3519 ms. It took 3694 ms when every product with a weight was kept, and 1.2 times as
 # long when all activations were kept.
 _KEPT = "kept"
 kept = functools.partial(checkpoint_name, name=_KEPT)
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
-# docs/LOG.md, 2026-11-21 and 22: the queries are processed in four blocks, and a block skips the
+# studies/LOG.md, 2026-11-21 and 22: the queries are processed in four blocks, and a block skips the
 # keys that none of its queries sees. This reduced a training step from 633 to 572 ms; two and eight
 # blocks gained less.
 _NUM_BLOCKS = 4
@@ -92,7 +92,7 @@ def _attend_block_and_sums(
     return (y / sums).astype(v_BGsK.dtype), largest + jnp.log(sums)
 
 
-# docs/LOG.md, 2026-11-21: the backward pass recomputes the weights from the logarithms of their
+# studies/LOG.md, 2026-11-21: the backward pass recomputes the weights from the logarithms of their
 # sums (Dao et al. 2022), keys first, so that only the gradient of the queries needs a transpose.
 # The speed relative to PyTorch rose from 0.95 to 1.09 on a machine with busy memory, and from 0.850
 # to 0.859 on an idle one.
@@ -178,7 +178,7 @@ def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> t
     return product, change.astype(jnp.float32)
 
 
-# docs/LOG.md, 2026-11-26: the transpose of a lookup is a scatter into the gradient of the logits.
+# studies/LOG.md, 2026-11-26: the transpose of a lookup is a scatter into the logits' gradient.
 # XLA for GPUs fuses the transpose of this sum with what follows. This saves 4.2 GB of 85 in an
 # update of MicroLlama.
 @jax.custom_jvp
@@ -201,7 +201,7 @@ def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return pick(*primals), lax.platform_dependent(*change, cpu=_look_up, default=sum_up)
 
 
-# docs/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's derivative writes
+# studies/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's writes
 # intermediate values to memory. On a machine with busy memory the speed relative to PyTorch rose
 # from 0.94 to 1.05.
 @jax.custom_jvp
@@ -235,7 +235,7 @@ def stacked(
     )
 
 
-# docs/LOG.md, 2026-11-22: on a CPU calls are 1.03 to 1.08 times as fast as a scan, which copies
+# studies/LOG.md, 2026-11-22: on a CPU calls are 1.03 to 1.08 times as fast as a scan, which copies
 # activations into stacks and back. Inlined layers are 0.77 to 1.04 times as fast as a scan and need
 # twice the memory, because XLA interleaves them. 2026-11-26: XLA for GPUs fuses nothing in a called
 # layer: MicroLlama's update has 3119 kernels, and 1109 if inlined; a scan moves 2.5 times the bytes
