@@ -197,7 +197,7 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 def _require_answer(text: str, where: str) -> None:
     if not text.strip():
-        raise DataError(f"{where}: an empty answer")
+        raise DataError(f"{where}: an empty answer; mend it, or set data.skip_bad")
 
 
 # -- Answers ---------------------------------------------------------------------------------
