@@ -1,11 +1,14 @@
 """Errors that a user can correct, each with its exit code (docs/guides/running.md)."""
 
+import contextlib
 import errno
 import importlib.util
 import os
 import re
 import sys
+import sysconfig
 import traceback
+from collections.abc import Iterator
 from typing import NoReturn
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)  # of this process, of this machine
@@ -50,6 +53,28 @@ def check_installed(package: str, extra: str, where: str) -> None:
     if importlib.util.find_spec(package) is None:
         need = f"pip install 'adloco_jax[{extra}]'"
         raise ConfigError(f"{where}: {package} is not installed; {need}")
+
+
+@contextlib.contextmanager
+def own_code(what: str) -> Iterator[None]:
+    """Raise ConfigError for an error in a user's function: `what`, the error, and its line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # deliberately broad, because the function is arbitrary
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        where = f" ({place})" if (place := own_line(error)) else ""
+        raise ConfigError(f"{what}: {kind}{reason(error)}{where}") from error
+
+
+def own_line(error: BaseException) -> str:
+    """Return the innermost line of an error's traceback that is in no library; empty: none."""
+    libraries = (sysconfig.get_path("stdlib"), os.path.dirname(__file__), "<frozen")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not (frame.filename.startswith(libraries) or "site-packages" in frame.filename):
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
 
 
 class UserError(Exception):

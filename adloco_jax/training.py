@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import completed, validate
 from adloco_jax.core.types import Ensemble, LossFn, described
-from adloco_jax.data import ArrayRows
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import bucket_learner
 from adloco_jax.elastic.engine import ElasticEngine
@@ -30,12 +29,20 @@ from adloco_jax.engine.local import LocalEngine, OnCall
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import here
-from adloco_jax.errors import ConfigError, DivergedError, Preempted, ResourceError
+from adloco_jax.errors import (
+    ConfigError,
+    DivergedError,
+    Preempted,
+    ResourceError,
+    UserError,
+    own_line,
+    reason,
+)
 from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State, adloco
 from adloco_jax.loop.plans import is_over
 from adloco_jax.run import processes
-from adloco_jax.run.arguments import check_arguments
-from adloco_jax.run.assemble import InitFn, Model, Run, assemble
+from adloco_jax.run.arguments import FitArguments, check_arguments, check_rules
+from adloco_jax.run.assemble import InitFn, Labeller, Run, assemble
 from adloco_jax.run.attempts import (
     Attempt,
     Failures,
@@ -153,6 +160,7 @@ def fit(
     loss_unit: str | None = None,
     loss_of: Callable[[Mode], LossFn] | None = None,
     eval_loss_fn: LossFn | None = None,
+    label_params: Labeller | None = None,
     on_round: OnRound | None = None,
     command: str = "",
     accept_config_change: bool = False,
@@ -184,6 +192,8 @@ def fit(
         if `mode.remat` (`run.choose.Mode`) says so. None: `loss_fn`, without.
       eval_loss_fn: `eval_loss_fn(params, rows)`, for held-out losses. None: `loss_fn`, whose `key`
         must then have a default, such as None for no dropout.
+      label_params: Labels each parameter, for Muon and others that treat matrices, embeddings and
+        heads unlike; docs/extend.md. None: by names, and refused if these do not say.
       on_round: `on_round(state, lines)` is called after each round; `lines` are the ledger's since
         the last call, such as `round` and `eval`. A failed round is repeated.
       command: As in `train`.
@@ -199,9 +209,20 @@ def fit(
     """
     if isinstance(settings, ConfigDict):
         settings = validate(settings, workdir)
-    settings = check_arguments(settings, corpus, init_fn, params, inner_tx, outer_tx)
-    folder = Path(workdir)
-    parts = _parts(settings, corpus, loss_fn, init_fn, params, num_classes, loss_of, eval_loss_fn)
+    given = FitArguments(
+        corpus=corpus,
+        loss_fn=loss_fn,
+        init_fn=init_fn,
+        params=params,
+        num_classes=num_classes,
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
+        loss_of=loss_of,
+        eval_loss_fn=eval_loss_fn,
+        label_params=label_params,
+    )
+    settings, folder = check_arguments(settings, given), Path(workdir)
+    parts = given.parts(settings)
 
     def put_together() -> Run:
         check_possible(settings, folder, accept=accept_config_change)
@@ -211,8 +232,6 @@ def fit(
             folder,
             trains=True,
             **parts,
-            inner_tx=inner_tx,
-            outer_tx=outer_tx,
             unit=loss_unit,
             command=command,
             accept_data_change=accept_data_change,
@@ -232,6 +251,7 @@ def join(
     inner_tx: optax.GradientTransformation | None = None,
     loss_of: Callable[[Mode], LossFn] | None = None,
     eval_loss_fn: LossFn | None = None,
+    label_params: Labeller | None = None,
 ) -> None:
     """Train for a run of `fit` through the bucket at an address, as `adloco join` does for `train`.
 
@@ -242,44 +262,28 @@ def join(
     Raises:
       ConfigError: If the bucket, the version, the rows or other arguments do not fit the run.
     """
+    given = FitArguments(
+        corpus=corpus,
+        loss_fn=loss_fn,
+        init_fn=init_fn,
+        params=params,
+        num_classes=num_classes,
+        inner_tx=inner_tx,
+        loss_of=loss_of,
+        eval_loss_fn=eval_loss_fn,
+        label_params=label_params,
+    )
 
     def parts(settings: Settings) -> dict[str, Any]:
-        check_arguments(settings, corpus, init_fn, params, None, None)
-        found = _parts(
-            settings, corpus, loss_fn, init_fn, params, num_classes, loss_of, eval_loss_fn
-        )
-        return {**found, "inner_tx": inner_tx}
+        check_arguments(settings, given._replace(inner_tx=None))
+        return given.parts(settings)
 
     bucket_learner.join(address, own={}, parts=parts)
 
 
-def _parts(
-    settings: Settings,
-    corpus: Rows,
-    loss_fn: LossFn,
-    init_fn: InitFn | None,
-    params: PyTree | None,
-    num_classes: int | None,
-    loss_of: Callable[[Mode], LossFn] | None,
-    eval_loss_fn: LossFn | None,
-) -> dict[str, Any]:
-    """Return what the caller of `fit` or `join` gives, as arguments of `assemble`."""
-    if isinstance(corpus, ArrayRows):
-        corpus = corpus.ordered(settings, num_classes=num_classes)
-    model = Model(
-        init_fn=init_fn or (lambda key: params),
-        loss_of=lambda mode, _: loss_of(mode) if loss_of else loss_fn,
-        row_length=corpus.heldout_rows.shape[1],
-        num_classes=num_classes,
-        params=params,
-        can_remat=loss_of is not None,
-        eval_loss_fn=eval_loss_fn,
-    )
-    return {"model": model, "corpus": corpus}
-
-
 def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
     """Run all remaining rounds of a run, export its consensus model, and write the report."""
+    check_rules(run)
     require_equal_processes(run)
     result = _last_attempt(run, on_round or (lambda state, lines: None))
     exported = fetch(result.params)
@@ -299,7 +303,7 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
         exclusive(run.workdir),
         processes.stop_requests() as stop,
         processes.ending_together(),
-        _saying_how_to_resume(run),
+        _explaining(run),
     ):
         while True:
             # The newest checkpoint restores everything that a failed round has changed.
@@ -314,12 +318,19 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
 
 
 @contextlib.contextmanager
-def _saying_how_to_resume(run: Run) -> Iterator[None]:
+def _explaining(run: Run) -> Iterator[None]:
+    """Say how the run is resumed, and in one line which function of the user's has failed."""
     try:
         yield
     except (Preempted, ResourceError) as error:
         if (run.workdir / "ledger.jsonl").exists():
             error.args = (f"{error}; to resume: {to_resume(run)}",)
+        raise
+    except (UserError, OSError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # deliberately broad: a user's function may raise anything
+        if place := own_line(error):
+            raise ConfigError(f"{place}: {type(error).__name__}: {reason(error)}") from error
         raise
 
 

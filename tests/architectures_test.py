@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 from toy import config_of
 
@@ -12,6 +13,7 @@ from adloco_jax import ARCHITECTURES, hf
 from adloco_jax import main as cli
 from adloco_jax.cli.names import load_config
 from adloco_jax.config import default_config, validate
+from adloco_jax.core.types import label_by_name
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Bert, Llama
 from adloco_jax.models.layers import param_shapes
@@ -80,11 +82,31 @@ def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():
     assert labels["classifier"] == {"kernel": "head", "bias": "other"}
     assert labels["position"] == {"embedding": "embedding"}
     assert labels["layers"]["mlp"]["up"] == {"kernel": "stacked_matrix", "bias": "stacked_other"}
-    # Names that only resemble ours are not labelled, nor are leaves at another depth.
-    foreign = {"players": params["layers"], "layers": [params["head"]], "lm_head": params["head"]}
-    labels = {*jax.tree.leaves(label_params(foreign))}
-    assert labels == {"matrix", "other"}
-    assert label_params(foreign)["layers"] == [{"kernel": "matrix"}]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({"wte": (9, 4), "h_0/mlp/w": (4, 6), "h_0/mlp/b1": (6,), "ln_f": (4,)}, "embedding"),
+        ({"tok_emb": (9, 4), "lm_head": (4, 9), "Dense_0/kernel": (4, 4)}, "embedding head"),
+        ({"embed_tokens/value": (9, 4), "layers/norm_1/scale": (3, 4), "up": (4, 6)}, "embedding"),
+        ({"w": (4, 4)}, r"w \[4, 4\]"),  # no embedding is known, so this may be one
+        ({"embed": (9, 4), "out": (4, 9)}, r"out \[4, 9\]"),  # may be the head
+        ({"embed": (9, 4), "multi_head/w": (3, 4, 4), "b": (3, 4)}, r"multi_head/w \[3, 4, 4\]"),
+    ],
+)
+def test_names_label_embeddings_heads_and_norms_and_what_is_unclear_is_asked_for(shapes, expected):
+    params = unflatten_dict({k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}, "/")
+    for label_params in (label_by_name, ARCHITECTURES["llama"].label_params):
+        if "[" in expected:
+            with pytest.raises(ValueError, match=f"names do not say what {expected} is; give labe"):
+                label_params(params)
+            continue
+        labels = {k: label for k, label in flatten_dict(label_params(params), sep="/").items()}
+        found = [label for label in labels.values() if label not in ("matrix", "other")]
+        assert sorted(found) == expected.split()
+        matrices = {"h_0/mlp/w", "Dense_0/kernel", "up"} & {*shapes}
+        assert {k for k, label in labels.items() if label == "matrix"} == matrices
 
 
 def test_muon_takes_what_the_architecture_labels_as_matrices(monkeypatch):

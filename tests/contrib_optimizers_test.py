@@ -121,7 +121,7 @@ def test_decay_of_matrices_leaves_out_what_is_labelled_other(name):
 
 def test_a_model_without_hidden_matrices_is_refused():
     with pytest.raises(ValueError, match="no parameter is labelled as a hidden layer's matrix"):
-        INNER_OPTIMIZERS["muon"](**INNER).init({"w": jnp.zeros((2, 3, 3))})
+        INNER_OPTIMIZERS["muon"](**INNER).init({"embed": jnp.zeros((2, 3, 3))})
 
 
 # --- Nesterov by interval, in float64

@@ -22,6 +22,7 @@ from adloco_jax import (
 )
 from adloco_jax.cli.names import load_config
 from adloco_jax.config import validate
+from adloco_jax.core.batching import BatchTest
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.ledger import read
 from adloco_jax.settings import KNOBS
@@ -76,6 +77,41 @@ def test_a_snippet_trains(index, tmp_path):
         (merge,) = (e for e in events if e["event"] == "merge")
         # the best is the representative
         assert merge["loss_before"] == sorted(merge["loss_before"])
+
+
+def undefined(*_, **__):
+    return missing_name  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "entry", "fault"),
+    [
+        (INNER_OPTIMIZERS, "inner.tx", lambda: optax.sgd(1.0), "TypeError: .* 'beta1'$"),
+        (OUTER_OPTIMIZERS, "outer.tx", undefined, r"NameError: .*extend_test.py, line \d+\)$"),
+        (AGGREGATORS, "outer.aggregator", lambda d_W, s_W: d_W, "its result differs in shape"),
+        (ROUND_LENGTHS, "inner.round_length", undefined, "NameError: .*'missing_name'"),
+        (MERGE_POLICIES, "merge.policy", lambda trainers: (), "TypeError: .* 'width'$"),
+        (BATCH_TESTS, "batching.test", BatchTest(lambda stats: 2.0), "TypeError: .* 'eta'$"),
+        (BATCH_TESTS, "batching.test", BatchTest(undefined), r"NameError: .*, line \d+\)$"),
+    ],
+)
+def test_an_entry_that_fails_is_named_in_one_line_before_the_run(
+    tmp_path, table, key, entry, fault
+):
+    table["own"], (group, name) = entry, key.split(".")
+    with pytest.raises(ConfigError, match=f"^{key} = own: {fault}") as refused:
+        run(tmp_path / "r", settings_of(**{group: {name: "own"}}))
+    assert "\n" not in str(refused.value) and list(tmp_path.iterdir()) == []
+
+
+def test_an_entry_that_fails_within_a_run_is_named_by_its_line(tmp_path):
+    def first_only(stats, *, round_index, **_):
+        return [2.0, 3.0][round_index]
+
+    BATCH_TESTS["own"] = BatchTest(first_only)
+    settings = settings_of(ensemble={"num_trainers": 1, "num_workers": 1}, batching={"test": "own"})
+    with pytest.raises(ConfigError, match=r"extend_test.py, line \d+: IndexError: list index"):
+        run(tmp_path / "r", settings)
 
 
 def test_fit_takes_the_callers_optimizers_as_they_are(tmp_path):

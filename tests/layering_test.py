@@ -56,6 +56,7 @@ PURE_LIBRARIES |= {
     "json",
     "math",
     "operator",
+    "re",
     "types",
     "typing",
 }

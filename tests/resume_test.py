@@ -8,6 +8,7 @@ import threading
 
 import jax
 import numpy as np
+import optax
 import oracle
 import pytest
 from toy import corpus, settings_of
@@ -209,6 +210,14 @@ def test_a_record_without_a_new_key_is_read_with_its_default(tmp_path):
     other = settings_of(**GROWING | {"inner": {"decay": "matrices"}})
     with pytest.raises(ConfigError, match="inner.decay: was 'all', is 'matrices'"):
         check_config(tmp_path, other, accept=True)
+
+
+def test_another_optimizer_than_the_checkpoints_is_named(stopped):
+    default = settings_of(**GROWING | {"inner": {"learning_rate": 4e-4}})
+    expected = "checkpoints/2: of another inner optimizer: inner_state_R.* there, .* here; give wh"
+    with pytest.raises(ConfigError, match=expected) as refused:
+        run(stopped, default, inner_tx=optax.sgd(0.1), accept_config_change=True)
+    assert "\n" not in str(refused.value)
 
 
 def test_other_data_are_refused_unless_accepted(stopped):

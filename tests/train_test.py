@@ -129,7 +129,35 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
             dict(init_fn=lambda key: {"batch_stats": jnp.zeros(3)}),
             r"init_fn: params\['batch_stats'\]: state that the model changes",
         ),
-        (dict(init_fn=3), "init_fn: Expected a callable value, got 3"),
+        (dict(init_fn=3), "init_fn: TypeError: Expected a callable value, got 3"),
+        (
+            dict(init_fn=lambda key: {"w": key["no"]}),
+            r"init_fn: \w+: .* \(.*train_test.py, line \d+\)",
+        ),
+        (
+            dict(loss_fn=lambda params, rows: (bigram_loss(params, rows), {})),
+            r"loss_fn: returned \('float32\[\]', \{\}\); return one number, the mean",
+        ),
+        (
+            dict(loss_fn=lambda params, rows: params["no"]),
+            r"^loss_fn: KeyError: 'no' \(.*train_test.py, line \d+\)$",
+        ),
+        (dict(eval_loss_fn=lambda params, rows: rows), r"eval_loss_fn: returned int32\[2, 9\]; "),
+        (
+            dict(settings=settings_of(inner={"tx": "muon"})),
+            r"^label_params: names do not say what w \[6, 6\] is; give label_params",
+        ),
+        (
+            dict(settings=settings_of(inner={"tx": "muon"}), label_params=lambda params: {}),
+            "^label_params: its tree differs from the parameters'",
+        ),
+        (
+            dict(
+                settings=settings_of(outer={"aggregator": "rda"}),
+                label_params=lambda params: {"w": "stacked_matrix"},
+            ),
+            r"^label_params: w \[6, 6\]: has 'stacked_matrix'; need matrix \(two axes\)",
+        ),
         (
             dict(params={"w": jnp.zeros(3)}),
             r"params: w is float32\[3\], init_fn gives float32\[6, 6\]",
@@ -139,6 +167,21 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
         with pytest.raises(ConfigError, match=expected):
             run(**given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_muon_trains_what_fit_labels_as_matrices_and_the_header_says_so(tmp_path, capsys):
+    """Equal parameters in a sum get equal updates, unless one is Muon's and the other AdamW's."""
+    settings = settings_of(num_rounds=1, ensemble=ONE, inner={"tx": "muon"}, batching=FULL)
+    own = {
+        "init_fn": lambda key: {"v": W, "w_1": W, "w_2": W},
+        "loss_fn": lambda params, rows: bigram_loss({"w": sum(params.values())}, rows),
+        "label_params": lambda _: {"v": "embedding", "w_1": "matrix", "w_2": "matrix"},
+    }
+    result = run(tmp_path / "r", settings, **own)
+    said = "parameters by label; adamw (embedding): v; muon: w_*"
+    assert said in capsys.readouterr().out.splitlines()
+    np.testing.assert_array_equal(result.params["w_1"], result.params["w_2"])
+    assert not np.allclose(result.params["w_1"], result.params["v"])
 
 
 def test_a_loss_has_a_perplexity_only_where_it_is_nats_per_token(tmp_path, capsys):

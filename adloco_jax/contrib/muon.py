@@ -8,7 +8,8 @@ import optax
 import optax.contrib
 from jaxtyping import PyTree
 
-from adloco_jax.core.inner import INNER_OPTIMIZERS, adamw, label_by_shape
+from adloco_jax.core.inner import INNER_OPTIMIZERS, adamw
+from adloco_jax.core.types import label_by_name
 
 
 def muon(
@@ -17,7 +18,7 @@ def muon(
     beta2: float,
     weight_decay: float,
     decay: str = "all",
-    label_params: Callable[[PyTree], PyTree] = label_by_shape,
+    label_params: Callable[[PyTree], PyTree] = label_by_name,
 ) -> optax.GradientTransformation:
     """Make the inner optimizer Muon for matrices of hidden layers, with AdamW for the rest.
 

@@ -22,6 +22,7 @@ from adloco_jax.core.types import (
     LossFn,
     Workers,
     at_least_float32,
+    label_by_name,
     squared_norms,
     trainable,
     with_dtypes,
@@ -251,18 +252,13 @@ def _swap(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
 
 
-def label_by_shape(params: PyTree) -> PyTree:
-    """Label each leaf by its shape: "matrix" for two axes, else "other"."""
-    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "other", params)
-
-
 def adamw(
     *,
     beta1: float,
     beta2: float,
     weight_decay: float,
     decay: str = "all",
-    label_params: Callable[[PyTree], PyTree] = label_by_shape,
+    label_params: Callable[[PyTree], PyTree] = label_by_name,
 ) -> optax.GradientTransformation:
     """Make AdamW with learning rate 1; `decay="matrices"` spares labels that end with "other"."""
 

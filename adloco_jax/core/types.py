@@ -13,6 +13,7 @@ An array's name ends with its axes (`tokens_SRBL`), a pytree's with the first ax
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -224,6 +225,53 @@ def without_keys(params: PyTree) -> PyTree:
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
     """Replace the floating-point leaves of `params` by those of `values` (see `trainable`)."""
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
+
+
+# What a name in a parameter's path says about it, without a number at its end; the first counts.
+_NAMES = {
+    "other": r"\w*norm\w*|ln\w*|\w*bias|scale|gain",
+    "head": r"(lm_?|output_)?head|unembed\w*|logits|classifier",
+    "embedding": r"\w*embed\w*|(\w*_)?emb|wte|wpe",
+}
+
+
+def label_by_name(
+    params: PyTree, known: Callable[[tuple, Array], str | None] = lambda path, leaf: None
+) -> PyTree:
+    """Label parameters: "embedding" and "head" by their names, other leaves with two axes "matrix".
+
+    Norms, biases and leaves with fewer axes are "other". `known(path, leaf)` may label a leaf
+    before. Raises ValueError if a leaf has more axes, which may count layers, or if it may be an
+    embedding or the head: there is no embedding, or it has the shape of one.
+    """
+
+    def by_name(path, leaf):
+        if label := known(path, leaf):
+            return label
+        names = jax.tree_util.keystr(path, simple=True, separator="/").lower().split("/")
+        names = [re.sub(r"(?<=\w)_?\d+$", "", name) for name in names]
+        found = (
+            kind for kind, own in _NAMES.items() if any(re.fullmatch(own, name) for name in names)
+        )
+        return next(found, "other" if leaf.ndim < 2 else "")
+
+    labels = jax.tree.map_with_path(by_name, params)
+    named = list(zip(jax.tree.leaves_with_path(params), jax.tree.leaves(labels), strict=True))
+    tables = {leaf.shape for (_, leaf), label in named if label.endswith("embedding")}
+    tables |= {shape[::-1] for shape in tables}
+    unclear = [
+        f"{jax.tree_util.keystr(path, simple=True, separator='/')} {list(leaf.shape)}"
+        for (path, leaf), label in named
+        if not label and (leaf.ndim != 2 or not tables or leaf.shape in tables)
+    ]
+    if unclear:
+        raise ValueError(
+            f"names do not say what {', '.join(unclear[:3])}{' and others' * (len(unclear) > 3)}"
+            " is; give label_params, a function that labels each parameter matrix (of a hidden"
+            " layer), embedding, head or other, with stacked_ before it if the first axis counts"
+            " layers"
+        )
+    return jax.tree.map(lambda label: label or "matrix", labels)
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
-import jax
 from jaxtyping import PyTree
 
+from adloco_jax.core.types import label_by_name
 from adloco_jax.models.bert import Bert
 from adloco_jax.models.llama import LayerKind, Llama, RopeScaling
 
@@ -69,19 +69,21 @@ class WeightMap:
         return found | self.features(content, found, fault)
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Label each parameter by its path in `modules`, or else by its shape."""
+        """Label each parameter by its path in `modules`, others as `label_by_name` does."""
 
-        def label(path: tuple, leaf: Any) -> str:
+        def label(path: tuple, leaf: Any) -> str | None:
             *names, kind = (str(getattr(key, "key", key)) for key in path)
             module = "/".join(names)
-            stacked = "stacked_" if "{}" in self.modules.get(module, "") else ""
-            if kind == "embedding" and module in self.modules:
+            if module not in self.modules:
+                return None
+            stacked = "stacked_" if "{}" in self.modules[module] else ""
+            if kind == "embedding":
                 return f"{stacked}embedding"
             if leaf.ndim - bool(stacked) != 2:
                 return f"{stacked}other"
             return "head" if module == self.head else f"{stacked}matrix"
 
-        return jax.tree.map_with_path(label, params)
+        return label_by_name(params, label)
 
 
 _SIZES = {

@@ -1,10 +1,11 @@
 """Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,24 @@ from jaxtyping import PyTree
 from adloco_jax import hf
 from adloco_jax.contrib import ROUND_LENGTHS
 from adloco_jax.core.arguments import takes
-from adloco_jax.core.types import trainable, without_keys
-from adloco_jax.data import check_corpus
+from adloco_jax.core.types import GradientStats, LossFn, trainable, without_keys
+from adloco_jax.data import ArrayRows, check_corpus
 from adloco_jax.engine.inputs import Rows
-from adloco_jax.errors import ConfigError, reason
-from adloco_jax.run.assemble import inner_transform, require_same_network
+from adloco_jax.errors import ConfigError, own_code
+from adloco_jax.loop.adloco import choose_members, start
+from adloco_jax.loop.growth import with_batch_sizes
+from adloco_jax.loop.plans import round_plans
+from adloco_jax.run.assemble import (
+    InitFn,
+    Labeller,
+    Model,
+    Run,
+    inner_transform,
+    parameter_labels,
+    require_same_network,
+)
 from adloco_jax.run.checkpoint import list_rounds, shapes
+from adloco_jax.run.choose import Mode
 from adloco_jax.run.folder import check_config
 from adloco_jax.settings import KNOBS, Settings
 
@@ -54,18 +67,68 @@ def check_inputs(
     return unchecked
 
 
-def check_arguments(
-    settings: Settings,
-    corpus: Rows,
-    init_fn: Callable[..., PyTree] | None,
-    params: PyTree | None,
-    inner_tx: optax.GradientTransformation | None,
-    outer_tx: optax.GradientTransformation | None,
-) -> Settings:
+def check_rules(run: Run) -> None:
+    """Call each rule that an entry of a table names, once; raise ConfigError for its errors."""
+    settings = run.settings
+    control = start(settings, settings.batching.max_batch_size or 1)
+    with own_code(f"inner.round_length = {settings.inner.round_length}"):
+        round_plans(control, settings)
+    measured = dict.fromkeys(GradientStats.__dataclass_fields__, np.full(1, 7.0))
+    stats = {m: GradientStats(**measured) for m in control.trainers}
+    with own_code(f"batching.test = {settings.batching.test}"):
+        with_batch_sizes(control, stats, settings, control.trainers)
+    with own_code(f"merge.policy = {settings.merge.policy}"):
+        choose_members(control, dict.fromkeys(control.trainers, 1.0), settings)
+    one = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable(run.spec.params)
+    )
+    two = jax.eval_shape(lambda: jax.tree.map(lambda leaf: jnp.zeros((2, *leaf.shape)), one))
+    name = f"outer.aggregator = {settings.outer.aggregator}"
+    with own_code(name):
+        made = jax.eval_shape(run.spec.aggregate, two, jax.ShapeDtypeStruct((2,), jnp.float32))
+        if shapes(made) != shapes(one):
+            raise ConfigError(f"{name}: its result differs in shape from the parameters")
+
+
+class FitArguments(NamedTuple):
+    """What the caller of `fit` or `join` gives beside settings; `fit` describes each."""
+
+    corpus: Rows
+    loss_fn: LossFn
+    init_fn: InitFn | None = None
+    params: PyTree | None = None
+    num_classes: int | None = None
+    inner_tx: optax.GradientTransformation | None = None
+    outer_tx: optax.GradientTransformation | None = None
+    loss_of: Callable[[Mode], LossFn] | None = None
+    eval_loss_fn: LossFn | None = None
+    label_params: Labeller | None = None
+
+    def parts(self, settings: Settings) -> dict[str, Any]:
+        """Return what is given as arguments of `assemble`."""
+        corpus = self.corpus
+        if isinstance(corpus, ArrayRows):
+            corpus = corpus.ordered(settings, num_classes=self.num_classes)
+        model = Model(
+            init_fn=self.init_fn or (lambda key: self.params),
+            loss_of=lambda mode, _: self.loss_of(mode) if self.loss_of else self.loss_fn,
+            row_length=corpus.heldout_rows.shape[1],
+            num_classes=self.num_classes,
+            params=self.params,
+            can_remat=self.loss_of is not None,
+            label_params=self.label_params,
+            eval_loss_fn=self.eval_loss_fn,
+        )
+        txs = {"inner_tx": self.inner_tx, "outer_tx": self.outer_tx}
+        return {"model": model, "corpus": corpus, **txs}
+
+
+def check_arguments(settings: Settings, given: FitArguments) -> Settings:
     """Check the arguments of `fit`; return its settings, with rate 1 for optimizers that are given.
 
     ConfigError has one line for each fault, with its argument.
     """
+    corpus, init_fn, params = given.corpus, given.init_fn, given.params
     faults = []
     if not isinstance(settings, Settings):
         faults.append(f"settings: {_kind(settings)}; give a config, or validate(config)")
@@ -91,15 +154,24 @@ def check_arguments(
     faults = faults or _of_params(make, params, "init_fn" if init_fn else "params")
     if not faults:
         drawn = jax.eval_shape(make, jax.random.key(0))
-        for name, given in (("inner_tx", inner_tx), ("outer_tx", outer_tx)):
-            if given is not None:
+        model = given.parts(settings)["model"]
+        parameter_labels(settings, model)
+        for name in ("inner_tx", "outer_tx"):
+            if (tx := getattr(given, name)) is not None:
                 group = name.removesuffix("_tx")
-                faults += _beside(name, settings) + _of_transform(name, given, drawn)
+                faults += _beside(name, settings) + _of_transform(name, tx, drawn)
                 knobs = getattr(settings, group).model_copy(update={"learning_rate": 1.0})
                 settings = settings.model_copy(update={group: knobs})
         # The config may name an optimizer that the user has added to the table.
-        if inner_tx is None:
-            faults += _of_transform("inner_tx", inner_transform(settings), drawn)
+        if given.inner_tx is None:
+            tx = inner_transform(settings, label_params=given.label_params)
+            faults += _of_transform("inner_tx", tx, drawn)
+        rows_BL = jax.ShapeDtypeStruct((2, model.row_length), np.int32)
+        with own_code("loss_of"):
+            loss_fn = model.loss_of(Mode(in_turn=True, remat=False), "xla")
+        faults += _of_loss("loss_fn", loss_fn, drawn, rows_BL)
+        if given.eval_loss_fn is not None:
+            faults += _of_loss("eval_loss_fn", given.eval_loss_fn, drawn, rows_BL)
     if faults:
         raise ConfigError("\n".join(faults))
     return settings
@@ -123,12 +195,31 @@ def _beside(name: str, settings: Settings) -> list[str]:
     return faults
 
 
+def _of_loss(
+    name: str, loss_fn: LossFn, params: PyTree, rows_BL: jax.ShapeDtypeStruct
+) -> list[str]:
+    takes_key = name == "loss_fn" and takes(loss_fn, "key")
+    with own_code(name):
+        key = {"key": jax.random.key(0)} if takes_key else {}
+        made = jax.eval_shape(functools.partial(loss_fn, **key), params, rows_BL)
+    if getattr(made, "shape", None) == () and jnp.issubdtype(made.dtype, jnp.floating):
+        return []
+    shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", made)
+    return [
+        f"{name}: returned {str(shapes)[:200]}; return one number, the mean loss over the rows:"
+        " jnp.mean of the losses, and nothing beside it (outer_step takes auxiliary outputs)"
+    ]
+
+
 def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None, name: str) -> list[str]:
     try:
-        drawn = jax.eval_shape(init_fn, jax.random.key(0))
-    except TypeError as error:  # a leaf that is not an array, or a mistake in the function
-        need = "its leaves must all be arrays: leave others out of the tree"
-        return [f"{name}: {reason(error)}; {need}"]
+        with own_code(name):
+            drawn = jax.eval_shape(init_fn, jax.random.key(0))
+    except ConfigError as error:
+        if not isinstance(error.__cause__, TypeError):
+            raise
+        # A leaf that is not an array, or a mistake in the function.
+        return [f"{error}; its leaves must all be arrays: leave others out of the tree"]
     if not jax.tree.leaves(drawn):
         return [f"{name}: its parameters hold no array; expected at least one"]
     try:
@@ -176,17 +267,16 @@ def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1e-3)"]
     try:
-        before = jax.eval_shape(tx.init, params)
-        if faults := _unsaved(f"{name}: its state", before):
-            return faults
-        update = optax.with_extra_args_support(tx).update
-        _, after = jax.eval_shape(update, params, before, params)
-    # Third-party transformations raise one of these errors if they miss an argument.
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        with own_code(name):
+            before = jax.eval_shape(tx.init, params)
+            if faults := _unsaved(f"{name}: its state", before):
+                return faults
+            update = optax.with_extra_args_support(tx).update
+            _, after = jax.eval_shape(update, params, before, params)
+    except ConfigError as error:
         return [
-            f"{name}: {' '.join(str(error).split())[:300]}; a round passes only"
-            " gradients, state and parameters to a transformation: use one that needs no other"
-            " arguments"
+            f"{error}; a round passes only gradients, state and parameters to a transformation: use"
+            " one that needs no other arguments"
         ]
     is_same = jax.tree.structure(before) == jax.tree.structure(after)
     if is_same and shapes(before) == shapes(after):

@@ -23,9 +23,8 @@ from adloco_jax.contrib import AGGREGATORS, INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
-from adloco_jax.core.inner import label_by_shape
 from adloco_jax.core.outer import Aggregator
-from adloco_jax.core.types import Ensemble, LossFn
+from adloco_jax.core.types import Ensemble, LossFn, label_by_name
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.corpus import readable
 from adloco_jax.data.rows import NUM_FIELDS
@@ -33,7 +32,7 @@ from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Layout, Machine, Spec
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, own_code
 from adloco_jax.loop.adloco import Control
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
@@ -47,6 +46,10 @@ from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`: draws a model's parameters with a typed PRNG key."""
+
+
+Labeller = Callable[[PyTree], PyTree]
+"""`label_params(params)` labels each parameter (`models.architectures.Architecture`)."""
 
 
 class Base(NamedTuple):
@@ -71,6 +74,7 @@ class Model(NamedTuple):
     attention: Callable[[int], Kernel] = lambda model_shards: "xla"
     params: PyTree | None = None
     can_remat: bool = True
+    label_params: Labeller | None = None  # None: the architecture's, or by name
     eval_loss_fn: LossFn | None = None
     base_shapes: PyTree | None = None  # of the frozen weights of a model with an adapter
     base: Base = Base()
@@ -173,7 +177,8 @@ def build_network(
     adapter, adapted = settings.adapter, {}
     if adapter.rank:
         adapted = {"adapter": Adapter(adapter.rank, adapter.alpha, adapter.layers)}
-    return ARCHITECTURES[settings.model.arch].build(
+    build = ARCHITECTURES[settings.model.arch].build
+    return own_code(f"model.arch = {settings.model.arch}")(build)(
         vocab_size=settings.model.vocab_size,
         width=settings.model.width,
         num_layers=settings.model.num_layers,
@@ -208,7 +213,8 @@ def build_model(
     loss: Callable[..., LossFn] = ARCHITECTURES[settings.model.arch].loss
     if settings.data.row_parts > 1:
         loss = functools.partial(loss, row_parts=settings.data.row_parts)
-    return init_fn, loss(network, loss_chunk=settings.model.loss_chunk)
+    with own_code(f"model.arch = {settings.model.arch}"):
+        return init_fn, loss(network, loss_chunk=settings.model.loss_chunk)
 
 
 def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
@@ -293,8 +299,47 @@ def measures_inner_products(settings: Settings) -> bool:
     return BATCH_TESTS[settings.batching.test].needs == "inner_products"
 
 
+def _labeller(settings: Settings, label_params: Labeller | None) -> Labeller:
+    return label_params or ARCHITECTURES[settings.model.arch].label_params or label_by_name
+
+
+def parameter_labels(settings: Settings, model: Model) -> dict[str, str]:
+    """Label each parameter, by its path, if the optimizer or the aggregator uses labels.
+
+    Raises ConfigError if labels are not known, or not possible.
+    """
+    inner = settings.inner
+    used = takes(INNER_OPTIMIZERS[inner.tx], "label_params")
+    used = used and (inner.tx != "adamw" or inner.decay == "matrices")
+    if not (used or takes(AGGREGATORS[settings.outer.aggregator], "label_params")):
+        return {}
+    params = jax.eval_shape(model.init_fn, jax.random.key(0))
+    with own_code("label_params"):
+        labels = _labeller(settings, model.label_params)(params)
+    if jax.tree.structure(labels) != jax.tree.structure(params):
+        raise ConfigError(
+            "label_params: its tree differs from the parameters'; return one label each"
+        )
+    named = {}
+    for (path, leaf), label in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(labels), strict=True
+    ):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        kind = str(label).removeprefix("stacked_")
+        least = {"matrix": 2, "embedding": 0, "head": 0, "other": 0}.get(kind, math.inf)
+        if leaf.ndim < least + (kind != label):
+            raise ConfigError(
+                f"label_params: {name} {list(leaf.shape)}: has {label!r}; need matrix (two axes),"
+                " embedding, head or other, with stacked_ before it if one more axis counts layers"
+            )
+        named[name] = str(label)
+    return named
+
+
 def inner_transform(
-    settings: Settings, tx: optax.GradientTransformation | None = None
+    settings: Settings,
+    tx: optax.GradientTransformation | None = None,
+    label_params: Labeller | None = None,
 ) -> optax.GradientTransformation:
     """Make the workers' optimizer (`tx` or `inner.tx`) with learning rate 1 and gradient clipping.
 
@@ -305,23 +350,23 @@ def inner_transform(
     norm = inner.clip_norm
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
-        tx = INNER_OPTIMIZERS[settings.inner.tx](
-            beta1=settings.inner.beta1,
-            beta2=settings.inner.beta2,
-            weight_decay=settings.inner.weight_decay,
-            decay=settings.inner.decay,
-            label_params=ARCHITECTURES[settings.model.arch].label_params or label_by_shape,
-        )
+        with own_code(f"inner.tx = {inner.tx}"):
+            tx = INNER_OPTIMIZERS[settings.inner.tx](
+                beta1=settings.inner.beta1,
+                beta2=settings.inner.beta2,
+                weight_decay=settings.inner.weight_decay,
+                decay=settings.inner.decay,
+                label_params=_labeller(settings, label_params),
+            )
     return optax.chain(clip, tx)
 
 
-def aggregator(settings: Settings) -> Aggregator:
+def aggregator(settings: Settings, label_params: Labeller | None = None) -> Aggregator:
     """Return the configured aggregator, with the labels of the parameters if it takes them."""
     rule = AGGREGATORS[settings.outer.aggregator]
-    label_params = ARCHITECTURES[settings.model.arch].label_params
-    if label_params is None or not takes(rule, "label_params"):
+    if not takes(rule, "label_params"):
         return rule
-    return functools.partial(rule, label_params=label_params)
+    return functools.partial(rule, label_params=_labeller(settings, label_params))
 
 
 def outer_transform(
@@ -329,7 +374,8 @@ def outer_transform(
 ) -> tuple[optax.GradientTransformation, tuple[str, ...]]:
     """Make the trainers' optimizer (`tx` or `outer.tx`); return its extra arguments too."""
     outer = settings.outer
-    chosen = tx or OUTER_OPTIMIZERS[outer.tx](momentum=settings.outer.momentum)
+    with own_code(f"outer.tx = {outer.tx}"):
+        chosen = tx or OUTER_OPTIMIZERS[outer.tx](momentum=settings.outer.momentum)
     extras = tuple(name for name in EXTRAS if takes(chosen.update, name))
     return optax.chain(chosen, optax.scale(outer.learning_rate)), extras
 
@@ -367,13 +413,14 @@ def program_spec(
     # and twice the memory, of four in turn.
     mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
     loss_fn, batching = model.loss_of(mode, "xla"), settings.batching
+    parameter_labels(settings, model)  # refuses what is unclear
     _require_no_key(model.eval_loss_fn or loss_fn)
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
     spec = Spec(
         machine=machine,
         loss_fn=loss_fn,
         params=jax.eval_shape(model.init_fn, jax.random.key(0)),
-        inner_tx=inner_transform(settings, inner_tx),
+        inner_tx=inner_transform(settings, inner_tx, model.label_params),
         outer_tx=chosen_outer_tx,
         extras=extras,
         outer=settings.outer,
@@ -385,7 +432,7 @@ def program_spec(
         estimator=resolve_estimator("auto", loss_fn),
         inner_products=measures_inner_products(settings),
         reset_inner_state=settings.inner.state == "reset",
-        aggregate=aggregator(settings),
+        aggregate=aggregator(settings, model.label_params),
         eval_loss_fn=model.eval_loss_fn,
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         in_turn=mode.in_turn,

@@ -25,11 +25,12 @@ from adloco_jax.run import checkpoint, observers, processes
 from adloco_jax.run.assemble import (
     Run,
     initial_ensemble,
+    parameter_labels,
     sampler,
 )
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
-from adloco_jax.run.describe import run_header
+from adloco_jax.run.describe import label_lines, run_header
 from adloco_jax.run.folder import (
     flat_settings,
     how_to_resume,
@@ -114,6 +115,7 @@ def begin(
     if spec.machine.platform != "cpu":
         notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
     notes.append(run.heldout.describe(run.model.num_classes))
+    notes += label_lines(settings, parameter_labels(settings, run.model))
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {to_resume(run)}")
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)

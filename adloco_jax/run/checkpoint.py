@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.errors import CheckpointError, ResourceError, reason, remedy
+from adloco_jax.errors import CheckpointError, ConfigError, ResourceError, reason, remedy
 from adloco_jax.files import Count, Format, checked, file_sha256, read_json, sync
 from adloco_jax.run import processes
 
@@ -262,7 +262,7 @@ def read_host(checkpoint: Path) -> dict:
 def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
     """Read a verified checkpoint's arrays as the template's shapes, dtypes, shardings say.
 
-    Raises Damaged if they do not have its structure, shapes and dtypes.
+    Raises ConfigError if they do not have its structure, shapes and dtypes.
     """
     return dataclasses.replace(template, **_read_fields(checkpoint, _fields(template)))
 
@@ -289,8 +289,11 @@ def _read_fields(
             stored, wanted = shapes(metadata), shapes(expected)
             for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
                 if stored.get(name) != wanted.get(name):
-                    raise Damaged(
-                        f"{arrays}: {name} is {stored.get(name)}, expected {wanted.get(name)}"
+                    has, need = (each.get(name, "missing") for each in (stored, wanted))
+                    raise ConfigError(
+                        f"{checkpoint}: of another {_ARGUMENTS.get(name.split('/')[0], 'model')}:"
+                        f" {name} is {has} there, {need} here; give what the run began with, or"
+                        " name another folder"
                     )
             args: Any = ocp.args.StandardRestore(expected)
             if partial:
@@ -299,6 +302,10 @@ def _read_fields(
             return reader.restore(arrays, args=args)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise Damaged(f"{arrays}: unreadable ({reason(error)})") from error
+
+
+# What determines the shapes of a field of the ensemble; of others the model.
+_ARGUMENTS = {"inner_state_R": "inner optimizer", "outer_state_M": "outer optimizer"}
 
 
 def shapes(tree: PyTree) -> dict[str, str]:

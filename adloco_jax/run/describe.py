@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import re
+from collections.abc import Mapping
 
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.inputs import classes
@@ -46,6 +48,17 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
         f" {_growth(settings)}; {sizes} at once, more by accumulation",
         *_fragments(settings, spec),
     ]
+
+
+def label_lines(settings: Settings, labels: Mapping[str, str]) -> list[str]:
+    """Say what each parameter gets by its label; numbers in names, as of layers, become `*`."""
+    kinds: dict[str, dict[str, None]] = {}
+    for name, label in labels.items():
+        if settings.inner.tx == "muon":
+            label = "muon" if label.endswith("matrix") else f"adamw ({label})"
+        kinds.setdefault(label, {})[re.sub(r"\d+", "*", name)] = None
+    each = [f"{label}: {', '.join(names)}" for label, names in kinds.items()]
+    return ["; ".join(["parameters by label", *each])] if labels else []
 
 
 def _ends(settings: Settings) -> str:
