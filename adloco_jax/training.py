@@ -6,6 +6,7 @@ import datetime
 import faulthandler
 import functools
 import html
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from adloco_jax.elastic.engine import ElasticEngine
 from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
-from adloco_jax.engine.local import LocalEngine, OnCall
+from adloco_jax.engine.local import LAST_S, LocalEngine, OnCall
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import here
@@ -38,7 +39,7 @@ from adloco_jax.errors import (
     own_line,
     reason,
 )
-from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State, adloco
+from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State, Stopped, adloco
 from adloco_jax.loop.plans import is_over
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import FitArguments, check_arguments, check_rules
@@ -55,7 +56,7 @@ from adloco_jax.run.attempts import (
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import check_config, exclusive, require_usable
-from adloco_jax.run.observers import RunEngine, Stopped
+from adloco_jax.run.observers import RunEngine
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
 
@@ -109,8 +110,8 @@ def train(
     """Run the experiment that a config describes, or resume it from its folder.
 
     A table is printed at the end; the folder has the report in `report/`, the consensus in
-    `export/`. On the main thread, SIGTERM or SIGINT saves the run after the current round and
-    raises `Preempted`; a second signal ends the process at once.
+    `export/`. On the main thread, SIGTERM or SIGINT saves the run after the current round, or
+    leaves a long round, and raises `Preempted`; a second signal ends the process at once.
 
     Args:
       config: A config from a file in `configs/`, or `default_config()` with changes, or the result
@@ -298,10 +299,10 @@ def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
 
 def _last_attempt(run: Run, on_round: OnRound) -> Result:
     """Run all remaining rounds, with a new attempt from the newest checkpoint on failure."""
-    failures = Failures()
+    failures, engines = Failures(), list[RunEngine]()
     with (
         exclusive(run.workdir),
-        processes.stop_requests() as stop,
+        processes.stop_requests(lambda: _what_stops(engines)) as stop,
         processes.ending_together(),
         _explaining(run),
     ):
@@ -309,12 +310,25 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
             # The newest checkpoint restores everything that a failed round has changed.
             with contextlib.ExitStack() as stack:
                 attempt = begin(run, stack, stop, failures, _make_engine)
+                engines[:] = [attempt.recorder.engine]
                 try:
                     state = _execute(run, attempt, on_round)
                     params, loss = attempt.evaluator.params, attempt.recorder.loss
                     return Result(run.workdir, params, loss, state)
                 except (jax.errors.JaxRuntimeError, OSError) as error:
                     failures = after_failure(run, attempt, error, failures)
+
+
+def _what_stops(engines: list[RunEngine]) -> str:
+    """Say what a first signal does; `engines` has that of the attempt under way, if any."""
+    left_s = getattr(engines[0], "left_s", math.nan) if engines else math.nan
+    if not left_s > LAST_S:
+        return "finishing and saving the round under way"
+    return (
+        f"round {engines[0].underway.round + 1} ends in about"
+        f" {datetime.timedelta(seconds=round(left_s))}; stopping after the updates under way, to"
+        " resume from its start, or else from the last checkpoint"
+    )
 
 
 @contextlib.contextmanager
@@ -367,7 +381,7 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
             state = adloco(state, settings=settings, engine=engine, observers=observe)
             return State(engine.complete(state), state.control)
         except Stopped as error:
-            attempt.checkpoints.end(error.state)
+            attempt.checkpoints.end(error.state, within=is_local)
         except Diverged as error:
             attempt.recorder(error.state, error.boundary)
             saved = last_checkpoint(run, attempt)
@@ -394,7 +408,16 @@ def check_possible(settings: Settings, folder: Path, *, accept: bool) -> None:
     require_usable(folder)
 
 
-def _make_engine(run: Run, programs: Programs, heldout: HeldOut, on_call: OnCall) -> RunEngine:
+def _make_engine(
+    run: Run,
+    programs: Programs,
+    heldout: HeldOut,
+    on_call: OnCall,
+    is_stopped: Callable[[], bool],
+) -> RunEngine:
     if run.settings.engine.kind in TRANSPORTS:
         return ElasticEngine(run, programs, heldout)
-    return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout, on_call)
+    if jax.process_count() > 1:  # they all end the round, as one does not know what others do
+        is_stopped = bool
+    parts = (run.settings, programs.spec, programs, run.corpus, heldout)
+    return LocalEngine(*parts, on_call, is_stopped)

@@ -532,7 +532,7 @@ def test_flags_let_a_run_resume_with_changes(run, capsys):
 
 
 @contextlib.contextmanager
-def _stop():
+def _stop(what):
     stop = threading.Event()
     stop.set()
     yield stop

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import threading
+import time
 
 import jax
 import numpy as np
@@ -15,8 +17,11 @@ from toy import corpus, settings_of
 from toy_runs import GROWING, Signalling, assert_same_end, events, lines, run, stop_at
 
 from adloco_jax import main as cli
-from adloco_jax.errors import CheckpointError, ConfigError, DataError
-from adloco_jax.run import checkpoint
+from adloco_jax import training
+from adloco_jax.engine import local
+from adloco_jax.engine.programs import Programs
+from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted
+from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.folder import check_config, exclusive, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, change
 
@@ -264,6 +269,42 @@ def test_signals_are_as_before_after_a_run_and_left_alone_on_another_thread(tmp_
     thread.start()
     thread.join()
     assert results[0].controller.round == 7
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ({"checkpoint": {"every_rounds": 1}}, "resumes from its start; the last .*/3"),
+        ({"checkpoint": {"every_rounds": 2}}, "resumes from the last checkpoint; the last .*/2"),
+        ({"inner": {"state": "reset"}}, "resumes from its start; the last .*/3"),
+    ],
+)
+def test_a_long_round_is_left_and_resumed_from_its_start_or_a_checkpoint(
+    tmp_path, monkeypatch, capfd, groups, says
+):
+    real, calls = Programs.call, []
+
+    def call(programs, key, *arguments):
+        if calls and key.kind == "steps":
+            calls.append(key)
+            if len(calls) == 4:  # the third of round 4
+                signal.raise_signal(signal.SIGTERM)
+                while not processes.is_asked_to_stop():
+                    time.sleep(0.01)
+        return real(programs, key, *arguments)
+
+    settings = settings_of(**GROWING | groups)
+    with monkeypatch.context() as patch:
+        patch.setattr(Programs, "call", call)
+        patch.setattr(local, "LONG_S", -1.0)
+        for module in (local, training):
+            patch.setattr(module, "LAST_S", -1.0)
+        with pytest.raises(Preempted, match=f"within round 4, and {says}"):
+            how = {"on_round": lambda state, _: calls.extend("x" * (state.control.round == 3))}
+            run(tmp_path / "r", settings, **how)
+    said = capfd.readouterr().err
+    assert re.search(r"SIGTERM: round 4 ends in about 0:00:\d\d; stopping after the updates", said)
+    assert_same_end(run(tmp_path / "r", settings), run(tmp_path / "whole", settings))
 
 
 class Failing(Signalling):

@@ -32,12 +32,19 @@ from adloco_jax.engine.local import end_round
 from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
 from adloco_jax.errors import ResourceError
-from adloco_jax.loop.adloco import Boundary, Decide, State, Stats, joining_workers, merge_due
+from adloco_jax.loop.adloco import (
+    Boundary,
+    Decide,
+    State,
+    Stats,
+    Stopped,
+    joining_workers,
+    merge_due,
+)
 from adloco_jax.loop.control import Control, count_round
 from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
-from adloco_jax.run.observers import Stopped
 from adloco_jax.run.terminal import in_bytes, say
 from adloco_jax.settings import Settings
 

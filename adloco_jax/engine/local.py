@@ -6,6 +6,7 @@ unequal numbers of workers, groups of them have devices of their own (`inputs.cl
 
 import copy
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, sp
 from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
 from adloco_jax.engine.sharding import placement, reshard
 from adloco_jax.engine.spec import Layout, Spec
-from adloco_jax.loop.adloco import Boundary, Decide, State, Stats
+from adloco_jax.loop.adloco import Boundary, Decide, State, Stats, Stopped
 from adloco_jax.loop.control import Control, RoundPlan, count_flush, count_round
 from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over, round_plans, share_done
@@ -45,6 +46,9 @@ from adloco_jax.settings import Settings
 
 # A trainer is removed if each of its workers has skipped this many updates in a row.
 SKIPS_BEFORE_QUARANTINE = 3
+
+LAST_S = 10.0  # after a signal a round that ends within so many seconds is finished
+LONG_S = 1.0  # if calls take more seconds, only one is queued, as queued ones cannot be stopped
 
 
 class Metrics(NamedTuple):
@@ -75,11 +79,18 @@ class LocalEngine:
         rows: Rows,
         heldout: HeldOut,
         on_call: OnCall = None,
+        is_stopped: Callable[[], bool] = bool,
     ):
-        """Make an engine; `on_call` learns the share of the run and the losses of an ended call."""
+        """Make an engine; `on_call` learns the share of the run and the losses of an ended call.
+
+        If `is_stopped()`, a round that does not end within `LAST_S` seconds raises Stopped.
+        """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.state_bytes = spec.state_bytes
-        self._on_call = on_call
+        self._on_call, self._is_stopped = on_call, is_stopped
+        self._begun: State  # before the current round
+        self._calls_left, self._num_ended = 0, 0  # calls of `steps` in the current round
+        self._clock_s, self._call_s = 0.0, math.inf  # its first call; mean seconds of a call
         # Calls of `steps` that are not yet reported: the share of the run at their end, the losses.
         self._unreported: deque[tuple[float, Array]] = deque()
         self._shares: Iterator[float] = iter(())  # the shares of the calls to come
@@ -111,16 +122,18 @@ class LocalEngine:
         first, last = (
             share_done(each.round, each.tokens_total, settings) for each in (before, control)
         )
-        shares = np.linspace(first, last, sum(map(len, batch.calls)) + 1)
+        self._calls_left, self._num_ended = sum(map(len, batch.calls)), 0
+        shares = np.linspace(first, last, self._calls_left + 1)
         self._shares = iter(shares[1:].tolist())
         self._unreported.clear()
+        self._begun, self._clock_s = state, self._now_s()
         ensemble, measured, norms = self._dispatch(state, batch)
         self._flushed.clear()
         control, decisions = decide(control, _by_trainer(batch.tests, stats), plans)
         if not is_over(control, settings):
             self._look_ahead(control)
         crash_point("round.decided")
-        self._report(wait=True)
+        self._report(0)
         jax.block_until_ready(norms)
         step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
         lines, outcomes = {m: batch.lines[m] | spent[m] for m in plans}, _outcomes(measured, norms)
@@ -195,17 +208,32 @@ class LocalEngine:
 
     def _note(self, loss_TR: Array) -> None:
         self._unreported.append((next(self._shares), loss_TR))
-        self._report(wait=False)
+        self._report(1 if self._call_s > LONG_S else math.inf)
+        if self._is_stopped() and self.left_s > LAST_S:
+            raise Stopped(self._begun)
 
-    def _report(self, *, wait: bool) -> None:
-        """Report the calls that have ended; with `wait`, all calls of the round."""
-        while self._on_call and self._unreported:
+    def _report(self, most: float) -> None:
+        """Report the calls that have ended; wait until at most `most` have not."""
+        while self._unreported:
             share, loss_TR = self._unreported[0]
             # Arrays have this method, but the type `jax.Array` does not declare it.
-            if not wait and not loss_TR.is_ready():  # pyrefly: ignore[missing-attribute]
+            ready = loss_TR.is_ready()  # pyrefly: ignore[missing-attribute]
+            if not ready and len(self._unreported) <= most:
                 break
+            loss_TR.block_until_ready()
             self._unreported.popleft()
-            self._on_call(share, loss_TR.block_until_ready())
+            self._calls_left, self._num_ended = self._calls_left - 1, self._num_ended + 1
+            self._call_s = (self._now_s() - self._clock_s) / self._num_ended
+            if self._on_call:
+                self._on_call(share, loss_TR)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the current round will still take; NaN before a first call has ended."""
+        return self._call_s * self._calls_left if self._num_ended else math.nan
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self.programs.stall_s
 
     def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
         """Compute guard losses of trainers and of merges (`evaluate.guard_losses`)."""

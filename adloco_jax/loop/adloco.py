@@ -62,6 +62,14 @@ class Diverged(Exception):
         self.state, self.boundary = state, boundary
 
 
+class Stopped(Exception):
+    """Raised by an engine after a signal, if its round cannot end soon; `state` is the last one."""
+
+    def __init__(self, state: State):
+        super().__init__(f"round {state.control.round}")
+        self.state = state
+
+
 Observer = Callable[[State, Boundary], None]
 
 

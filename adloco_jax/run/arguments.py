@@ -82,7 +82,7 @@ def check_rules(run: Run) -> None:
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable(run.spec.params)
     )
-    two = jax.eval_shape(lambda: jax.tree.map(lambda leaf: jnp.zeros((2, *leaf.shape)), one))
+    two = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), one)
     name = f"outer.aggregator = {settings.outer.aggregator}"
     with own_code(name):
         made = jax.eval_shape(run.spec.aggregate, two, jax.ShapeDtypeStruct((2,), jnp.float32))

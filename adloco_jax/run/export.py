@@ -182,8 +182,10 @@ def read_trained(
         name = "average_M" if settings.outer.average else "params_M"
         params_M = checkpoint.read_field(path, name, shapes)
         ensemble = Ensemble(params_M, (), (), (1,) * len(control.trainers), jnp.int32(0))
-    except checkpoint.Damaged as error:
+    except (checkpoint.Damaged, ConfigError) as error:
         refuse_fit(workdir)
+        if isinstance(error, ConfigError):
+            raise
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error
     ids = [*control.trainers]
     if trainer is not None and trainer not in ids:

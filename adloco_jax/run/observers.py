@@ -45,14 +45,6 @@ class RunEngine(Engine, Protocol):
         """Return the ensemble with all inner states, once learners have sent what they hold."""
 
 
-class Stopped(Exception):
-    """Raised by an engine after a signal, if its round cannot end soon; `state` is the last one."""
-
-    def __init__(self, state: State):
-        super().__init__(f"round {state.control.round}")
-        self.state = state
-
-
 @dataclass
 class Recorder:
     """Writes the results of a round to the ledger and the terminal, also for other observers."""
@@ -272,17 +264,24 @@ class Checkpoints:
             self.saver.wait()
             self.recorder.write_end(state.control, "finished")
 
-    def end(self, state: State) -> NoReturn:
-        """Save a state unless it has been saved, and raise Preempted."""
+    def end(self, state: State, *, within: bool = False) -> NoReturn:
+        """Save a state unless it has been saved, and raise Preempted.
+
+        `within`: the next round has begun, which may have taken the state's arrays.
+        """
         index, folder = state.control.round, self.saver.folder
         self.saver.wait()
-        if index and index not in checkpoint.list_rounds(folder):
+        is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.ensemble))
+        if index and is_whole and index not in checkpoint.list_rounds(folder):
             self._save(state)
         self.saver.wait()
         self.recorder.write_end(state.control, "preempted")
-        raise Preempted(
-            f"{folder.parent}: stopped by a signal after round {index}; {checkpoint.last(folder)}"
-        )
+        when = f"after round {index}"
+        if within:
+            saved = checkpoint.list_rounds(folder)[:1]
+            after = "its start" if saved == [index] else "the last checkpoint"
+            when = f"within round {index + 1}, and resumes from {after if saved else 'the start'}"
+        raise Preempted(f"{folder.parent}: stopped by a signal {when}; {checkpoint.last(folder)}")
 
     def _is_time(self) -> bool:
         self.saver.wait(only_if_ended=True)

@@ -302,11 +302,11 @@ def is_asked_to_stop() -> bool:
 
 @contextlib.contextmanager
 def stop_requests(
-    what: str = "finishing and saving the round under way",
+    what: Callable[[], str],
 ) -> Iterator[threading.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
 
-    The first is answered with a line that says `what` happens.
+    The first is answered with a line that says `what()` happens.
 
     Python's handlers wait for the main thread, which may be compiling for minutes, so a thread
     reads the pipe of signals. Outside the main thread no handler can be set, and signals act as
@@ -331,7 +331,7 @@ def stop_requests(
             stop.set()
             name = signal.Signals(data[0]).name
             print(
-                f"{name}: {what}; send it again to stop at once",
+                f"{name}: {what()}; send it again to stop at once",
                 file=sys.stderr,
                 flush=True,
             )
