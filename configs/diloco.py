@@ -12,8 +12,8 @@ Source:    Douillard et al. 2023, Muon inside as in MuLoCo (arXiv 2505.23725); o
            docs/RESULTS.md. --config.inner.tx=adamw --config.inner.learning_rate=0.001
            --config.outer.learning_rate=0.7 --config.outer.momentum=0.9 --config.outer.average=0 is
            DiLoCo as published
-Measured:  the optimizers at 0.08 and 0.61 M parameters, with rounds of 110 updates. With --size
-           they were not run: try half and twice the rate
+Measured:  rate 0.006 at widths 48 and 128 (0.08 and 0.61 M parameters), with rounds of 110 updates.
+           At the widths of --size no rate was measured: try half and twice
 See also:  docs/choosing.md says over which links it ends first
 """
 
