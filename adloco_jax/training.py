@@ -414,9 +414,10 @@ def _make_engine(
     heldout: HeldOut,
     on_call: OnCall,
     is_stopped: Callable[[], bool],
+    write: Callable[..., object],
 ) -> RunEngine:
     if run.settings.engine.kind in TRANSPORTS:
-        return ElasticEngine(run, programs, heldout)
+        return ElasticEngine(run, programs, heldout, write)
     if jax.process_count() > 1:  # they all end the round, as one does not know what others do
         is_stopped = bool
     parts = (run.settings, programs.spec, programs, run.corpus, heldout)

@@ -246,3 +246,62 @@ def test_no_field_of_an_object_in_the_bucket_ends_the_driver(monkeypatch, tmp_pa
         calm, _ = ended("calm", None)
         assert hit.loss == calm.loss and hit.controller == calm.controller
         jax.tree.map(np.testing.assert_array_equal, hit.ensemble, calm.ensemble)
+
+
+FORGED = [
+    *({name: 0} for name in ("micro_batch_size", "num_accum_steps", "num_updates", "round")),
+    *({name: 10**6} for name in ("micro_batch_size", "num_accum_steps", "num_updates")),
+    *({name: 2**62} for name in ("micro_batch_size", "num_updates", "work.start")),
+    *({f"work.{name}": value} for name in ("start", "num_updates") for value in (-1, 1000)),
+    *({"trainer": m} for m in (-1, 1)),
+    *({"work.stream": stream} for stream in (-1, 0, 77)),
+    {"work.num_updates": 0},
+    {"work.num_tested": 10**6},
+    {"work": []},
+    {"work": [[1, 4, 2, 0]] * 2},
+    {"order": None},
+    {"states": [0]},
+    *({"rates": rate} for rate in (-1.0, 1e9, math.nan)),
+    {"params_sha256": "0" * 64},
+    {"is_update": True},
+]
+
+
+def with_order(data, change):
+    """An order with its own SHA-256, of which a field is another."""
+    arrays = load(data[64:])
+    content = json.loads(arrays["message"].tobytes())
+    message = content["message"]
+    order = dict(zip(Order._fields, message["order"], strict=True))
+    work = dict(zip(WorkerOrder._fields, order["work"][0], strict=True))
+    order["work"] = [work]
+    for name, value in change.items():
+        place = work if name.startswith("work.") else order if name in order else message
+        place[name.removeprefix("work.")] = value
+    order["work"] = [[*each.values()] if each is work else each for each in order["work"]]
+    if "order" not in change:
+        message["order"] = [*order.values()]
+    arrays[".rate_T"] = np.full_like(arrays[".rate_T"], change.get("rates", 1e-3))
+    arrays["message"] = np.frombuffer(json.dumps(content).encode(), np.uint8)
+    return hashlib.sha256(save(arrays)).hexdigest().encode() + save(arrays)
+
+
+def test_an_order_that_a_learner_cannot_run_is_refused_and_costs_one_round(monkeypatch, tmp_path):
+    orders, get = {}, store.Store.get
+    there = InBucket(monkeypatch, tmp_path / "bucket")
+
+    def getting(self, name, **how):
+        data, place = get(self, name, **how), len(events(tmp_path / "run", "round")) + 1
+        if data is None or not name.startswith("orders/1/1-0/") or place % 2:
+            return data
+        return orders.setdefault(name, with_order(data, FORGED[place // 2 - 1]))
+
+    monkeypatch.setattr(store.Store, "get", getting)
+    settings = settings_with(2 * len(FORGED) + 1, kind="bucket", address=there.url)
+    run(tmp_path / "run", settings)
+    counted = [e["workers_counted"] for e in events(tmp_path / "run", "round")]
+    assert counted == [2, *[1, 2] * len(FORGED)]
+    faults = [e for e in events(tmp_path / "run", "learner") if e["what"] != "joined"]
+    assert [(e["what"], e["learner"]) for e in faults] == [("refused", 1)] * len(FORGED)
+    assert all("Error" not in e["why"] and e["why"].isprintable() for e in faults)
+    assert runs.audit(tmp_path / "run") == []

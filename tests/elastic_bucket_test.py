@@ -673,8 +673,7 @@ def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, p
         return np.ones(want.shape, want.dtype)
 
     work = WorkerOrder(0, 0, 2, 4)
-    base_id = int(precision != "float32")
-    asked = Order(0, 1, 4, 1, 2, False, (work,), 2, base_id)
+    asked = Order(0, 1, 4, 1, 2, False, (work,), "0" * 64, precision != "float32")
     there = store.Store(f"file://{tmp_path}/bucket")
     message = OrderMessage(id=order(1, 0, 1), method="play", order=asked)
     for index, form in enumerate([inputs_form(spec, asked, []), sent_form(spec, asked)]):

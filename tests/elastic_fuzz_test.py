@@ -94,6 +94,8 @@ class Fates:
             after = num_updates(held[*key, work.start + order.sequences(work.num_updates)])
             self.record.append((handle, order, work, before, after))
         factor = {"nan": math.nan, "hidden nan": math.nan, "huge": 1e4}.get(what, 1.0)
+        if factor != 1.0:
+            self.record.append(("rejected", handle))
         return [
             answer._replace(
                 seconds=np.array(seconds / len(answers)),
@@ -111,22 +113,27 @@ class Fates:
 def misplaced(record, merged, *, moves_fresh):
     """Rounds that began with an inner state other than that of the round before in the stream.
 
-    A fresh state is right only if the process that had the last one was lost, or if a worker that
-    moves to another learner starts with one (`moves_fresh`).
+    A fresh state is right only if the process that had the last one was lost or has sent an update
+    that is rejected, or if a worker that moves to another learner starts with one (`moves_fresh`).
     """
-    faults, last, lost = [], {}, set()
+    faults, last, lost, rejected = [], {}, set(), set()
     for entry in record:
         if entry[0] == "lost":
             lost.add(entry[1])
         if entry[0] == "starts":
-            last, lost = {}, set()
-        if entry[0] in ("lost", "starts"):
+            last, lost, rejected = {}, set(), set()
+        if entry[0] == "rejected":
+            rejected |= {(entry[1], *place[:2]) for place, known in last.items()}
+        if entry[0] in ("lost", "starts", "rejected"):
             continue
         handle, order, work, before, after = entry
         place = order.trainer, work.stream, work.start
         known = last.get(place, {})
         has_moved = moves_fresh and [*known][-1:] != [handle]
-        fresh = before == 0 and (not known or has_moved or [*known][-1] in lost)
+        holder = [*known][-1] if known else None
+        is_forgotten = holder in lost or (holder, *place[:2]) in rejected
+        fresh = before == 0 and (not known or has_moved or is_forgotten)
+        rejected.discard((handle, *place[:2]))
         if known and before not in known.values() and not fresh and order.round - 1 not in merged:
             faults.append((handle, order.trainer, order.round, work.stream, before, known))
         size = work.num_updates * order.micro_batch_size * order.num_accum_steps

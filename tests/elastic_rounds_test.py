@@ -69,7 +69,10 @@ def scaled(answers, factor):
     return [
         a._replace(
             differences=a.differences._replace(
-                packed_R=jax.tree.map(lambda x: x * x.dtype.type(factor), a.differences.packed_R)
+                packed_R=jax.tree.map(
+                    lambda x: x * np.float32(factor) if x.dtype.kind == "f" else x,
+                    a.differences.packed_R,
+                )
             )
         )
         for a in answers
@@ -290,12 +293,15 @@ def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
 
 
 @both
-def test_a_round_after_a_rejected_update_needs_no_parameters_again(monkeypatch, tmp_path):
-    Here(monkeypatch, at(0, [2], lambda answers: scaled(answers, 1e6)))
+def test_after_a_rejected_update_parameters_and_inner_state_are_sent_again(monkeypatch, tmp_path):
+    here = Here(monkeypatch, at(0, [2], lambda answers: scaled(answers, 1e6)))
     with the_drivers_parameters(monkeypatch) as sent:
-        run(tmp_path, settings_with(num_workers=1, num_rounds=4))
-    assert counted(tmp_path) == [1, 0, 1, 1]
-    assert sent == [["whole"], ["whole"], ["nothing"], ["whole"]]
+        run(tmp_path, settings_with(num_workers=2, num_rounds=4, precision="int4"))
+    assert counted(tmp_path) == [2, 1, 2, 2]
+    assert sent == [["whole"] * 2, ["update"] * 2, ["whole", "update"], ["update"] * 2]
+    states = [a[4] for a in work_of(here, 0)]
+    assert [each is None for each in states] == [False, True, False, True]
+    assert num_updates(states[2]) == 0
 
 
 def test_a_round_that_cannot_begin_ends_the_run_after_the_last_one_is_recorded(
@@ -431,24 +437,30 @@ def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch,
 def the_drivers_parameters(monkeypatch):
     """Checks the parameters that learners begin with; yields, by round, how they got them."""
     begun, ended, sent = {}, {}, []
-    play, evaluate = learner.Learner._play, Evaluator.__call__
+    play, run_worker = learner.Learner.play, learner.Learner._play
+    evaluate = Evaluator.__call__
 
-    def playing(self, order, work, inputs, params_M):
-        begun.setdefault(order.round, []).append((order, params_M))
-        return play(self, order, work, inputs, params_M)
+    def playing(self, order, inputs, params):
+        kind = "update" if order.is_update else "whole"
+        begun.setdefault(order.round, []).append(["nothing" if params is None else kind])
+        return play(self, order, inputs, params)
+
+    def running(self, order, work, inputs, params_M):
+        begun[order.round][-1].append(params_M)
+        return run_worker(self, order, work, inputs, params_M)
 
     def noting(self, state, boundary):
         ended[state.control.round] = jax.device_get(state.ensemble.params_M)
         evaluate(self, state, boundary)
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner.Learner, "_play", playing)
+        patch.setattr(learner.Learner, "play", playing)
+        patch.setattr(learner.Learner, "_play", running)
         patch.setattr(Evaluator, "__call__", noting)
         yield sent
     for number, orders in sorted(begun.items()):
-        kinds = {0: "whole", orders[0][0].params_id: "nothing"}
-        sent.append([kinds.get(order.base_id, "update") for order, _ in orders])
-        for _, params_M in orders if number > 1 else ():
+        sent.append([kind for kind, *_ in orders])
+        for params_M in [each for _, *found in orders for each in found] if number > 1 else ():
             jax.tree.map(np.testing.assert_array_equal, params_M, ended[number - 1])
 
 
@@ -487,7 +499,8 @@ def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_
         if (n, life, method) != (1, 0, "play") or arguments[0].round != 2:
             return "answer"
         if how == "has others":
-            here.learner((1, 0))._params[0] = 0, here.learner((1, 0))._params[0][1]
+            there = here.learner((1, 0))._params
+            there[0] = jax.tree.map(lambda x: x + np.float32(1e-3), there[0])
         is_late = how == "late" and len(counted(tmp_path)) < 2
         return DIED if how == "died" else "wait" if is_late else "answer"
 
@@ -499,15 +512,99 @@ def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_
     assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
     sent = {0: [], 1: []}
     for number, _, order, _ in here.orders:
-        sent.setdefault(number, []).append((order.round, order.base_id > 0))
+        sent.setdefault(number, []).append((order.round, order.is_update))
     assert sent[0] == [(n, n > 1) for n in range(1, 13)]
     again = sent[1][2:]
     assert sent[1][:2] == [(1, False), (2, True)]
     assert [is_update for _, is_update in again] == [False] + [True] * (len(again) - 1)
     refused = events(tmp_path, "learner", what="refused")
     assert len(refused) == (how == "has others")
-    assert all("no parameters 1 of trainer 0" in e["why"] for e in refused)
+    assert all("other parameters of trainer 0" in e["why"] for e in refused)
     assert runs.audit(tmp_path) == []
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1e6, -1.0])
+def test_an_update_of_parameters_that_arrives_as_another_costs_one_round(
+    monkeypatch, tmp_path, factor
+):
+    play = learner.Learner.play
+
+    def playing(self, order, inputs, params):
+        if (order.round, order.work[0].stream) == (3, 1):
+            assert order.is_update
+            params = jax.tree.map(
+                lambda x: x * np.float32(factor) if x.dtype.kind == "f" else x, params
+            )
+        return play(self, order, inputs, params)
+
+    monkeypatch.setattr(learner.Learner, "play", playing)
+    here = Here(monkeypatch, lambda *_: "answer")
+    run(tmp_path, settings_with(num_workers=2, precision="int4"))
+    assert counted(tmp_path) == [2, 2, 1, 2, 2]
+    (refused,) = events(tmp_path, "learner", what="refused")
+    assert refused["learner"] == 1 and "other parameters of trainer 0" in refused["why"]
+    orders = [order for number, _, order, _ in here.orders if number == 1]
+    assert [order.is_update for order in orders] == [False, True, True, False, True]
+    assert runs.audit(tmp_path) == []
+
+
+def test_skipped_updates_give_no_tokens_and_their_worker_begins_afresh(monkeypatch, tmp_path):
+    def skipping(answers):
+        (a,) = answers
+        nothing = a.differences._replace(packed_R=jax.tree.map(np.zeros_like, a.differences[0]))
+        loss_SR = np.full_like(a.loss_SR, np.nan)
+        return [a._replace(differences=nothing, loss_SR=loss_SR, skipped_SR=np.isnan(loss_SR))]
+
+    here = Here(monkeypatch, at(1, [2], skipping))
+    ended = run(tmp_path, settings_with(num_workers=2))
+    assert counted(tmp_path) == [2, 1, 2, 2, 2]
+    tokens = [e["tokens"] for e in events(tmp_path, "round")]
+    assert tokens[1] * 2 == tokens[0] and ended.controller.tokens_total == sum(tokens)
+    starts = [a[3] for a in work_of(here, 1)]
+    assert len({*np.diff(starts)}) == 1  # its sequences are not read again
+    assert num_updates(work_of(here, 1)[2][4]) == 0
+    assert runs.audit(tmp_path) == []
+
+
+def test_a_learners_event_is_in_the_ledger_when_it_happens(monkeypatch, tmp_path, capfd):
+    def fate(n, life, method, arguments):
+        if method == "play" and n == 0 and arguments[0].round == 2:
+            return "answer" if events(tmp_path, "learner", what="lost") else "wait"
+        return at(1, [2], DIED)(n, life, method, arguments)
+
+    Here(monkeypatch, fate)
+    run(tmp_path, settings_with(num_workers=2))
+    assert counted(tmp_path)[:2] == [2, 1]
+    said = capfd.readouterr().out
+    assert "workers 1/2 (1 missing)" in said and "workers 2/2, " in said
+
+
+KINDS = ("params", "orders", "answers", "learners", "driver")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "run.json"])
+def test_an_object_that_is_lost_costs_at_most_a_round(monkeypatch, tmp_path, kind):
+    """All objects of a kind are deleted once just after each kind has been written."""
+    here, put = InBucket(monkeypatch, tmp_path / "bucket"), store.Store.put
+    phases = dict(zip(range(2, 12, 2), KINDS, strict=True))  # by round
+
+    def putting(self, name, data):
+        put(self, name, data)
+        number = len(events(tmp_path / "run", "round")) + 1
+        if phases.get(number) == name.split("/")[0]:
+            del phases[number]
+            self.delete(*(each for each in self.names() if each.startswith(kind)))
+
+    monkeypatch.setattr(store.Store, "put", putting)
+    run(
+        tmp_path / "run",
+        settings_with(num_workers=2, num_rounds=12, kind="bucket", address=here.url),
+    )
+    counts = counted(tmp_path / "run")
+    assert phases == {} and counts[-1] == 2
+    assert sum(counts) >= 2 * 12 - 2 * 5
+    assert {e["what"] for e in events(tmp_path / "run", "learner")} <= {"joined", "refused"}
+    assert runs.audit(tmp_path / "run") == []
 
 
 def test_a_driver_that_was_cut_off_waits_as_long_for_learners_as_before(monkeypatch, tmp_path):

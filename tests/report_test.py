@@ -59,10 +59,10 @@ def test_the_table_says_what_was_lost_with_learners(tmp_path):
     expected = sum(e["workers"] for e in lines if e["event"] == "round")
     share = f"{1 - missed / expected:.1%}: {expected - missed} of {expected}"
     gone = {"event": "learner", "round": 2, "learner": 1, "trainer": 0, "why": "its process"}
-    lines[-1:-1] = [gone | {"what": what} for what in ("lost", "joined", "late")]
+    lines[-1:-1] = [gone | {"what": what} for what in ("lost", "joined", "late", "refused")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = summary.closing_table(tmp_path)
-    assert "learners        1 lost, 1 late, 0 rejected\n" in table
+    assert "learners        1 lost, 1 late, 0 rejected, 1 refused\n" in table
     assert f"participation   {share} workers' rounds counted\n" in table
     assert "goodput" not in table  # seconds of the learners' processes were not written
 
@@ -81,7 +81,7 @@ def test_goodput_is_counted_tokens_over_the_time_up_at_the_rate_without_a_fault(
     struck = [a_round(0, 6.0, 3.0, tokens=50, counted=1), a_round(1, 6.0, 3.0)]
     hit = [*first, *calm, *struck]  # a worker did not count
     assert summary.goodput(hit) == pytest.approx(550 / (40 * 25))
-    late = [a_round(0, 7.0, 4.0), a_round(1, 7.0, 4.0), lost]  # its time was lost, nothing else
+    late = [lost, a_round(0, 7.0, 4.0), a_round(1, 7.0, 4.0)]  # its time was lost, nothing else
     assert summary.goodput([*hit, *late]) == pytest.approx(750 / (54 * 25))
     again = [*hit, *late, *first]  # resumed: the first rounds compile again
     assert summary.goodput(again) == pytest.approx(950 / (74 * 25))

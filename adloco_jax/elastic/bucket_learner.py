@@ -346,8 +346,10 @@ class BucketLearner:
             workers = order.work if order else message.wanted
             if max(len(workers), len(message.states)) > self._num_workers:
                 raise Refused(f"{name}: for more workers than the run has")
-            plays = order and message.method == "play"
-            return inputs_form(spec, order, message.states) if plays else None
+            if order is None:
+                return None
+            self.learner.check(order, message.states)
+            return inputs_form(spec, order, message.states)
 
         most = limit([state_form(spec)] * self._num_workers)
         message, inputs, _ = self._store.read(name, most, OrderMessage, form)

@@ -70,14 +70,19 @@ def _norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
 class ElasticEngine:
     """Runs the rounds of workers in learners; `loop.adloco.Engine` describes the methods."""
 
-    def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
-        """Store the arguments; the first call of `round` starts the learners."""
+    def __init__(
+        self, run: Run, programs: Programs, heldout: HeldOut, write: Callable[..., object]
+    ):
+        """Store the arguments; the first call of `round` starts the learners.
+
+        `write(event, **fields)` adds a line about a learner to the ledger.
+        """
         self.settings, self.spec = run.settings, run.spec
         self.state_bytes = run.spec.state_bytes
         self.programs, self.heldout = programs, heldout
         self.underway: Control
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
-        self.fleet = Fleet(run)
+        self.fleet = Fleet(run, write)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
         self._params = SentParams(self.fleet)
         self._fault: ResourceError | None = None  # of a round that could not begin
@@ -105,7 +110,7 @@ class ElasticEngine:
         """
         ended = self._wait_for_rounds(state)
         plans = {m: each.plan for m, each in ended.items()}
-        counted = {s: each.spent(a) for each in ended.values() for s, a in each.counted.items()}
+        counted = {s: each.spent(s) for each in ended.values() for s in each.counted}
         control, spent = count_round(
             state.control,
             plans,
@@ -121,7 +126,7 @@ class ElasticEngine:
         wire_bytes, self.fleet.wire_bytes = divmod(self.fleet.wire_bytes, len(ended))
         lines = {
             m: planned(state.control, m, each.plan, each.rate_T)
-            | {"workers_counted": len(each.counted), "wire_bytes": wire_bytes, "up_s": up_s}
+            | {"workers_counted": len(each.useful), "wire_bytes": wire_bytes, "up_s": up_s}
             | spent[m]
             for m, each in ended.items()
         }
@@ -131,8 +136,8 @@ class ElasticEngine:
         self._finished_s = now_s
         state = State(ensemble, control)
         state, boundary = end_round(state, lines, outcomes, decided, step_s=step_s)
-        changes = [*self._work_on(state), *boundary.changes]
-        return state, boundary._replace(changes=changes)
+        self._work_on(state)
+        return state, boundary
 
     def _wait_for_rounds(self, state: State) -> dict[int, Round]:
         """Start rounds, wait until some have ended, take them out and judge their answers."""
@@ -205,16 +210,14 @@ class ElasticEngine:
             self._close(each)
         return ensemble, outcomes
 
-    def _work_on(self, state: State) -> list[dict]:
-        """Let learners work while observers evaluate and save; return the lines about learners."""
+    def _work_on(self, state: State) -> None:
+        """Let learners work while observers evaluate and save."""
         self.underway = self.fleet.control = state.control
-        changes, self.fleet.changes = self.fleet.changes, []
         if not (processes.is_asked_to_stop() or _changes_now(state.control, self.settings)):
             try:
                 self._begin(state)
             except ResourceError as error:
                 self._fault = error  # after the observers of this round
-        return changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Do nothing: only Streaming DiLoCo leaves anything, and it excludes learners."""
@@ -277,7 +280,8 @@ class ElasticEngine:
             number, is_single = control.rounds_of(m) + 1, len(starts) == 1
             order = Order(m, number, *plan, is_single=is_single)
             (position,) = control.positions([m])
-            params = functools.partial(trainer_params, state.ensemble, position)
+            whole = functools.partial(trainer_params, state.ensemble, position)
+            params = functools.cache(lambda whole=whole: jax.device_get(whole()))
             each = Round(plan, rate_T, order, now_s)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
@@ -298,7 +302,7 @@ class ElasticEngine:
         learner = self.fleet.learners[number]
         states = {work.stream: self._states.to_send(work.stream, learner) for work in order.work}
         inputs = Inputs(rate_T, {s: state for s, state in states.items() if state is not None})
-        order, reference = self._params.to_send(order, learner, lambda: jax.device_get(params()))
+        order, reference = self._params.to_send(order, learner, params)
         self.fleet.ask(number, "play", order, order=order, inputs=inputs, params=reference)
         sequences, heartbeat_s = order.num_sequences, self.settings.engine.heartbeat_s
         learner.sent(sequences, time.monotonic(), heartbeat_s=heartbeat_s)
@@ -311,7 +315,8 @@ class ElasticEngine:
         some = next(answer for answer in answers if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in answers]
-        weights_R = np.array([0 if a is None else each.spent(a)[1] for a in answers], np.float32)
+        weights = [each.spent(s)[1] if s in each.counted else 0 for s in streams]
+        weights_R = np.array(weights, np.float32)
         extra_M = {
             name: np.array([EXTRAS[name](each.rate_T, each.plan, self.settings)], np.float32)
             for name in self.spec.extras
@@ -331,6 +336,13 @@ class ElasticEngine:
         for stream in sorted(each.answers.keys() - each.counted.keys()):
             cause = f"stream {stream}: an update of norm {each.norms[stream]:.3g}"
             self.fleet.note(each.senders[stream].number, "rejected", cause, trainer)
+        for stream in each.answers.keys() - each.useful:
+            self._forget(each.senders[stream], trainer)
+
+    def _forget(self, learner: decisions.LearnerRecord, trainer: int) -> None:
+        """Repair what a learner may have: its next order brings parameters and inner states."""
+        self._params.forget(learner, trainer)
+        self._states.forget(learner)
 
     def _poll(self) -> None:
         """Process the answers of learners that have come, and the losses of learners."""
@@ -354,14 +366,15 @@ class ElasticEngine:
             check_answers(answers, order, self.spec)
             learner.num_answers += 1
         except Refused as error:
-            learner.params_ids.pop(order.trainer, None)
+            self._forget(learner, order.trainer)
             self.fleet.note(learner.number, "refused", str(error), order.trainer)
             return self._do_without(learner, str(error))
         packed = [answer.differences.packed_R for answer in answers]
         norms = [float(self._measure(order.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
         seconds = min(float(sum(answer.seconds for answer in answers)), elapsed_s)
-        learner.params_ids[order.trainer] = 0 if order.is_taken(self.spec) else order.params_id
+        if order.is_taken(self.spec):  # then it has its own
+            learner.params_ids.pop(order.trainer, None)
         learner.sequence_s = seconds / order.num_sequences
         ended_s = learner.sent_s + seconds
         if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
@@ -53,12 +54,11 @@ class Event(NamedTuple):
 class Fleet:
     """Starts the learners of a run, calls their methods, and restarts learners that are lost."""
 
-    def __init__(self, run: Run):
-        self._run, self._settings = run, run.settings
+    def __init__(self, run: Run, write: Callable[..., object]):
+        self._run, self._settings, self._write = run, run.settings, write
         self.transport: Any = None  # see `TRANSPORTS`; None before the learners are started
         self.learners: dict[int, LearnerRecord] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
-        self.changes: list[dict] = []  # ledger lines to write after the next round
         self._handles: dict[int, Any] = {}
         self._calls: dict[Any, PendingCall] = {}
         self._connection = contextlib.ExitStack()
@@ -204,15 +204,15 @@ class Fleet:
         self._calls[call] = PendingCall(number, what, about)
 
     def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
-        """Record an event, such as "joined" or "lost", and its cause, as a line for the ledger.
+        """Record an event, such as "joined" or "lost", and its cause, in the ledger.
 
         `trainer` None: that of a worker that the learner runs.
         """
         if trainer is None and (streams := self.learners[number].streams):
             of, present = self.control.trainer_of, sorted(streams)
             trainer = next((of[stream] for stream in present if stream in of), None)
-        line = {"event": "learner", "round": self.control.round, "learner": number}
-        self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
+        where = {"round": self.control.round, "learner": number, "trainer": trainer}
+        self._write("learner", **where, what=what, why=why)
         answers = f" ({counted(self.learners[number].num_answers, 'answer')})"
         say(f"learner {number} {what}{answers if what in ('left', 'lost') else ''}: {why}")
 

@@ -3,6 +3,7 @@
 What a process says is compared with what it was asked, before it is used.
 """
 
+import hashlib
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -14,12 +15,14 @@ from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import mean
 from adloco_jax.engine.spec import Spec, num_bytes
 from adloco_jax.files import Count, Format
+from adloco_jax.settings import Count as Size
+from adloco_jax.settings import Number
 
 # By how much the count of a board may grow in the time after which its owner counts as lost. A
 # forged count is not believed, or only until then.
 _MAX_STEP = 1000
 
-StateKey: TypeAlias = Annotated[tuple[Count, Count, Count], Strict(False)]
+StateKey: TypeAlias = Annotated[tuple[Number, Number, Number], Strict(False)]
 """Which inner state is meant: trainer id, stream, and position in it; a list in JSON."""
 
 
@@ -53,6 +56,14 @@ def check_form(tree: PyTree, form: PyTree, name: str) -> None:
 def follows(count: int, before: int) -> bool:
     """Whether a board's count can come after another one, seen not long ago."""
     return before < count <= before + _MAX_STEP
+
+
+def tree_sha256(tree: PyTree) -> str:
+    """Return the hash of the arrays of a tree, by which two processes compare them."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class RunDescription(Format):
@@ -143,24 +154,24 @@ class Params(Format):
 class WorkerOrder(NamedTuple):
     """The part of an order that is about one worker: where to read rows, and what to compute."""
 
-    stream: Count  # the worker's data stream
-    start: Count  # position of the round's first sequence in the stream
-    num_updates: Count
-    num_tested: Count  # number of the first sequences on which gradient statistics are measured
+    stream: Number  # the worker's data stream
+    start: Number  # position of the round's first sequence in the stream
+    num_updates: Size
+    num_tested: Number  # number of the first sequences on which gradient statistics are measured
 
 
 class Order(NamedTuple):
     """The driver's request to a learner: run the round of a trainer for some of its workers."""
 
-    trainer: Count  # id of the trainer
-    round: Count  # number of the trainer's round, from 1 on
-    micro_batch_size: Count
-    num_accum_steps: Count
-    num_updates: Count  # that a worker makes at most
+    trainer: Number  # id of the trainer
+    round: Size  # number of the trainer's round, from 1 on
+    micro_batch_size: Size
+    num_accum_steps: Size
+    num_updates: Size  # that a worker makes at most
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
     work: Annotated[tuple[WorkerOrder, ...], Strict(False)] = ()  # one entry for each worker
-    params_id: Count = 0  # of the parameters with which the round begins
-    base_id: Count = 0  # of those that an outer update is sent to, if another; 0: whole are sent
+    params_sha256: str = ""  # `tree_sha256` of the parameters with which the round begins
+    is_update: bool = False  # whether an outer update is sent, not whole parameters
 
     def precision(self, spec: Spec) -> Precision:
         """Return the precision of differences; those of a single worker are not quantised."""
@@ -186,7 +197,7 @@ class OrderMessage(Format):
     id: OrderId
     method: Literal["play", "states"]
     order: Order | None = None
-    states: list[Count] = []  # streams of the workers whose inner states are sent
+    states: list[Number] = []  # streams of the workers whose inner states are sent
     params: Params | None = None  # None: the learner has them
     wanted: list[StateKey] = []
 

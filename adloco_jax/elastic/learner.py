@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,23 @@ from numpy.typing import DTypeLike
 from adloco_jax.core.compress import Precision, pack
 from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
-from adloco_jax.elastic.formats import Hello, Order, Refused, Sign, StateKey, WorkerOrder
+from adloco_jax.elastic.formats import (
+    Hello,
+    Order,
+    Refused,
+    Sign,
+    StateKey,
+    WorkerOrder,
+    tree_sha256,
+)
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Spec, here
+from adloco_jax.files import checked
 from adloco_jax.loop.control import RoundPlan
+from adloco_jax.loop.plans import test_count
 from adloco_jax.run.assemble import (
     Base,
     configured_model,
@@ -38,7 +48,7 @@ from adloco_jax.run.assemble import (
 )
 from adloco_jax.run.choose import peak
 from adloco_jax.run.folder import versions
-from adloco_jax.settings import Settings
+from adloco_jax.settings import INT32, Settings
 
 
 class Given(NamedTuple):
@@ -111,8 +121,8 @@ class Learner:
         self.programs, self.base = Programs(self.spec), base.fingerprint
         self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
-        # By trainer's id, the last parameters [1, ...] that were sent, and which these are.
-        self._params: dict[int, tuple[int, PyTree]] = {}
+        self._settings = settings
+        self._params: dict[int, PyTree] = {}  # the last ones [1, ...], by trainer's id
         self._budget = machine.budget(settings.batching.memory_frac)
         # Parts of a micro-batch here, by its size and whether gradients are accumulated.
         self._parts: dict[tuple[int, bool], int] = {}
@@ -152,39 +162,70 @@ class Learner:
             raise Refused(f"no inner state of stream {key[1]} at {key[2]}")
         return self.held[key]
 
+    def check(self, order: Order, states: Collection[int]) -> None:
+        """Raise Refused unless this learner can run an order that comes with some streams' states.
+
+        What the fields may be in any run, `Order` declares.
+        """
+        order = checked(order, Order, "order", Refused)
+        settings, plan = self._settings, RoundPlan(*order[2:5])
+        batching, inner = settings.batching, settings.inner
+        largest = max(batching.batch_cap, batching.max_batch_size or 0, *batching.buckets)
+        longest = inner.steps_per_round if inner.round_length == "fixed" else INT32
+        limits = [
+            ("trainer", order.trainer, settings.ensemble.num_trainers - 1),
+            ("micro_batch_size x num_accum_steps", order.sequences(1), 2 * largest),
+            ("num_updates", order.num_updates, inner.max_steps_per_round or longest),
+        ]
+        for work in order.work:
+            count = order.sequences(work.num_updates)
+            limits += [
+                ("work.stream", work.stream, settings.ensemble.num_workers - 1),
+                ("work.start", work.start, INT32 - count),
+                ("work.num_updates", work.num_updates, order.num_updates),
+                ("work.num_tested", work.num_tested, min(count, test_count(plan, 1, settings))),
+                ("work: bytes of rows", 4 * self.spec.row_length * count, self._budget),
+            ]
+        for name, have, most in limits:
+            if have > most:
+                raise Refused(f"order.{name}: have {have}, expected at most {most}")
+        streams = [work.stream for work in order.work]
+        if not streams or len({*streams}) < len(streams) or not {*states} <= {*streams}:
+            raise Refused(f"order.work: streams {streams}, states of {[*states]}")
+        if not self.spec.reset_inner_state:
+            for work in (each for each in order.work if each.stream not in states):
+                self._held((order.trainer, work.stream, work.start))
+
     def play(self, order: Order, inputs: Inputs, params: PyTree) -> list[Answer]:
         """Run a trainer's round; return one answer for each worker of the order.
 
         `params` (NumPy, see `sent_form`): the trainer's, or what changes those of the last round;
-        None if nothing does.
+        None if nothing does. Raises Refused, before anything has changed, for an order that this
+        learner cannot run.
         """
+        self.check(order, inputs.inner_states)
+        rate_T, m = inputs.rate_T, order.trainer
+        if not ((rate_T >= 0) & (rate_T <= np.float32(self._settings.inner.learning_rate))).all():
+            raise Refused(f"order: learning rates {rate_T.min()} to {rate_T.max()}")
         fitted = self._fitted(order)
-        rate_T = inputs.rate_T.repeat(fitted.num_accum_steps // order.num_accum_steps)
+        rate_T = rate_T.repeat(fitted.num_accum_steps // order.num_accum_steps)
         inputs = inputs._replace(rate_T=rate_T)
-        there, params_M = self._params.pop(order.trainer, (0, None))
-        if params is not None and not order.base_id:
+        params_M = self._params.pop(m, None)
+        if params is not None and not order.is_update:
             params_M = jax.tree.map(lambda leaf: leaf[None], params)
-        elif params_M is None or there != order.base_id:
-            raise Refused(f"no parameters {order.base_id} of trainer {order.trainer}")
-        elif params is not None:
+        elif params is not None and params_M is not None:
             params_M = fetch(_add_packed(params_M, params, self.spec.outer.precision))
-        answers, next_id = [self._play(fitted, w, inputs, params_M) for w in order.work], 0
+        if params_M is None or tree_sha256(params_M) != order.params_sha256:
+            raise Refused(f"order: other parameters of trainer {m} than this learner has")
+        answers = [self._play(fitted, work, inputs, params_M) for work in order.work]
         if order.is_taken(self.spec):
-            step_M, next_id = jax.tree.map(np.negative, answers[0].differences.packed_R), 1
+            step_M = jax.tree.map(np.negative, answers[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
-        self._params[order.trainer] = order.params_id + next_id, params_M
+        self._params[m] = params_M
         return answers
 
     def _fitted(self, order: Order) -> Order:
-        """Divide the micro-batches of an order if they do not fit on this process's devices.
-
-        Raises Refused if the rows would not fit, or learning rates are missing.
-        """
-        most = order.sequences(max([1, *(work.num_updates for work in order.work)]))
-        if (needed := 4 * self.spec.row_length * most) > self._budget:
-            raise Refused(f"an order for {needed} bytes of rows")
-        if any(work.num_updates > order.num_updates for work in order.work):
-            raise Refused("an order for more updates than it has learning rates")
+        """Divide the micro-batches of an order if they do not fit on this process's devices."""
         size, key = order.micro_batch_size, (order.micro_batch_size, order.num_accum_steps > 1)
         if key not in self._parts:
             parts = (n for n in range(1, size + 1) if size % n == 0)
@@ -196,10 +237,7 @@ class Learner:
 
     def _play(self, order: Order, work: WorkerOrder, inputs: Inputs, params_M: PyTree) -> Answer:
         spec, group = self.spec, _group(order, work.num_updates)
-        plan = group.plan
-        key, end = (order.trainer, work.stream, work.start), work.start + plan.num_sequences
-        if max(*key, end) >= 2**31:
-            raise Refused(f"stream {work.stream}: no such position as {work.start}")
+        plan, key = group.plan, (order.trainer, work.stream, work.start)
         if work.stream in inputs.inner_states:
             self.held[key] = inputs.inner_states[work.stream]
         for other in [k for k in self.held if k[1] == work.stream and k != key]:
@@ -212,7 +250,7 @@ class Learner:
             stats_R = measure(self.programs, params_M, test)
         alone = _alone(params_M)
         if not spec.reset_inner_state:
-            before_R = jax.tree.map(lambda leaf: leaf[None], self._held(key))
+            before_R = jax.tree.map(lambda leaf: leaf[None], self.held[key])
             alone = alone.replace(inner_state_R=before_R)
         rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
         rate_TR, reads_R3 = inputs.rate_T[:, None], np.array([key], np.int32)
@@ -222,6 +260,7 @@ class Learner:
         sent = _send(params_M, ended, order.precision(spec), order.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
+            end = work.start + plan.num_sequences
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
         measured_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
@@ -270,7 +309,7 @@ def stacked(tree: PyTree) -> PyTree:
 
 def sent_form(spec: Spec, order: Order) -> PyTree:
     """Return the form of what is sent with an order: whole parameters, or an update."""
-    if not order.base_id:
+    if not order.is_update:
         return spec.params
     params_M = trainable(stacked(spec.params))
     return jax.eval_shape(lambda tree_M: pack(tree_M, spec.outer.precision), params_M)

@@ -65,10 +65,16 @@ class Round:
         out = too_large(finite, usual)
         self.counted = {stream: self.answers[stream] for stream in finite if stream not in out}
 
-    def spent(self, answer: Answer) -> tuple[int, int]:
-        """Return how many updates an answer has, and how many sequences they took."""
-        num_updates = len(answer.loss_SR)
-        return num_updates, self.order.sequences(num_updates)
+    def spent(self, stream: int) -> tuple[int, int, int]:
+        """Return the updates of an answer that counts, its sequences, and those of made updates."""
+        skipped_SR, sequences = self.counted[stream].skipped_SR, self.order.sequences
+        num_updates, num_skipped = len(skipped_SR), int(skipped_SR.sum())
+        return num_updates, sequences(num_updates), sequences(num_updates - num_skipped)
+
+    @property
+    def useful(self) -> set[int]:
+        """The streams whose answers count, and have not skipped all their updates."""
+        return {stream for stream in self.counted if self.spent(stream)[2]}
 
     def outcome(self, streams: Sequence[int], norm: float) -> Outcome:
         """Collect losses (NaN if an answer does not count) and skips (all, if it is not finite)."""
@@ -86,9 +92,16 @@ class Round:
 def check_answers(answers: Sequence[Answer], order: Order, spec: Spec) -> None:
     """Raise Refused unless answers are what an order asks for, with losses that are numbers."""
     check_form(answers, [answer_form(spec, order, work) for work in order.work], "answer")
-    for answer in answers:
-        made = answer.loss_SR[~answer.skipped_SR]
-        if not (np.abs(made) < np.finfo(np.float32).max).all():
-            raise Refused(f"answer.loss_SR: {made} of updates that were made")
+    for answer, work in zip(answers, order.work, strict=True):
+        loss_SR = np.where(answer.skipped_SR, 0.0, answer.loss_SR)
+        if not (np.abs(loss_SR) < np.finfo(np.float32).max).all():
+            raise Refused(f"answer.loss_SR: {loss_SR.ravel()} of updates that were made")
+        if not np.isnan(answer.loss_SR[answer.skipped_SR]).all():
+            raise Refused("answer.loss_SR: losses of updates that were skipped")
+        if (stats_R := answer.stats_R) is not None:
+            t = np.float32(work.num_tested)
+            have = stats_R.num_examples, stats_R.noise_weight, stats_R.signal_weight
+            if not np.array_equal(np.concatenate(have), [t, t - 1, t * (t - 1)]):
+                raise Refused(f"answer.stats_R: {have}, of {t:.0f} examples")
         if not 0 <= answer.seconds < 1e12:
             raise Refused(f"answer.seconds: {answer.seconds}")

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.decisions import LearnerRecord
 from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.formats import Order, Refused, StateKey
+from adloco_jax.elastic.formats import Order, Refused, StateKey, tree_sha256
 from adloco_jax.engine.spec import Spec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
@@ -29,7 +29,8 @@ class _Present:
 
     id: int = 1  # counts them
     update: PyTree | None = None  # packed: what made them from those before, if only this did
-    stored: dict[int, Any] = field(default_factory=dict)  # references by `Order.base_id`
+    sha256: str = ""  # `tree_sha256`; empty until they are sent
+    stored: dict[bool, Any] = field(default_factory=dict)  # references by `Order.is_update`
 
 
 class SentParams:
@@ -54,16 +55,24 @@ class SentParams:
         self, order: Order, learner: LearnerRecord, whole: Callable[[], PyTree]
     ) -> tuple[Order, Any]:
         """Complete a learner's order; return it, and a reference to what must be sent with it."""
-        present, base = self._present[order.trainer], learner.params_ids.get(order.trainer, 0)
+        present = self._present[order.trainer]
+        present.sha256 = present.sha256 or tree_sha256(whole())
+        base = learner.params_ids.get(order.trainer, 0)
+        is_update = present.update is not None and base == present.id - 1
+        order = order._replace(params_sha256=present.sha256, is_update=is_update)
+        learner.params_ids[order.trainer] = present.id
         if base == present.id:
-            return order._replace(params_id=base, base_id=base), None
-        if present.update is None or base != present.id - 1:
-            base = 0
-        if base not in present.stored:
-            kind = order.trainer, "update" if base else "whole"
-            sent = present.update if base else whole()
-            present.stored[base] = self._fleet.put(sent, kind)
-        return order._replace(params_id=present.id, base_id=base), present.stored[base]
+            return order, None
+        if is_update not in present.stored:
+            kind = order.trainer, "update" if is_update else "whole"
+            sent = present.update if is_update else whole()
+            present.stored[is_update] = self._fleet.put(sent, kind)
+        return order, present.stored[is_update]
+
+    def forget(self, learner: LearnerRecord, trainer: int) -> None:
+        """Assume that a learner has no parameters, and that none of a trainer's are stored."""
+        learner.params_ids.clear()
+        self._present[trainer].stored.clear()
 
 
 class InnerStates:
@@ -121,6 +130,10 @@ class InnerStates:
         """Record that a worker's round was counted: only `learner` has the state after it."""
         self._here.pop(stream, None)
         self._holders[stream] = learner
+
+    def forget(self, learner: LearnerRecord) -> None:
+        """Assume that a learner has no inner states."""
+        self._holders = {s: e for s, e in self._holders.items() if e is not learner}
 
     def whole(self, state: State, *, fetches: bool) -> Ensemble:
         """Return the ensemble with inner states: its own, else those of learners if `fetches`.

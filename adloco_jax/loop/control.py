@@ -149,27 +149,29 @@ def count_round(
     sequence_length: int,
     sync_bytes: int,
     num_syncs: int = 1,
-    counted: Mapping[int, tuple[int, int]] | None = None,
+    counted: Mapping[int, tuple[int, int, int]] | None = None,
 ) -> tuple[Control, dict[int, dict[str, int]]]:
     """Count a round that has ended; return the host's data, and the costs of each trainer that ran.
 
     Costs are updates, tokens, synchronisations (`syncs`) and bytes, by trainer. `sync_bytes` is one
     worker's outer gradient as it is sent, `num_syncs` the number of fragments. `counted` has the
-    updates and sequences of each stream that took part; None: all, as planned.
+    updates and sequences of each stream that took part, and the sequences of updates that were not
+    skipped, whose tokens count; None: all, as planned.
     """
     control = copy.deepcopy(control)
     spent = {}
     for m, plan in plans.items():
         trainer = control.trainers[m]
-        work = dict.fromkeys(trainer.streams, (plan.num_updates, plan.num_sequences))
+        whole = plan.num_updates, plan.num_sequences, plan.num_sequences
+        work = dict.fromkeys(trainer.streams, whole)
         if counted is not None:
             work = {stream: counted[stream] for stream in work if stream in counted}
-        updates = max((updates for updates, _ in work.values()), default=0)
+        updates = max((updates for updates, _, _ in work.values()), default=0)
         trainer.rounds += 1
         trainer.updates += updates
-        for stream, (_, sequences) in work.items():
+        for stream, (_, sequences, _) in work.items():
             trainer.cursors[str(stream)] = trainer.cursors.get(str(stream), 0) + sequences
-        tokens = sum(sequences for _, sequences in work.values()) * sequence_length
+        tokens = sum(made for _, _, made in work.values()) * sequence_length
         cost = sync_cost(len(work), sync_bytes, num_syncs)
         spent[m] = {"updates": updates, "tokens": tokens, **cost}
     control.round = min(map(control.rounds_of, control.trainers))

@@ -73,8 +73,8 @@ def begin(
     """Begin an attempt: restore the newest checkpoint, or else start the run.
 
     `stack` closes what the attempt opens; `stop` is set by a signal; `make_engine` is given the
-    run, its programs, the held-out rows, a callback, and whether a signal came. Raises
-    UserError as `train` does.
+    run, its programs, the held-out rows, a callback, whether a signal came, and `Ledger.write`.
+    Raises UserError as `train` does.
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     sample = sampler(run)
@@ -97,7 +97,7 @@ def begin(
     spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     on_call = progress.call if progress.shows_bar else None
-    engine = make_engine(run, programs, heldout, on_call, stop.is_set)
+    engine = make_engine(run, programs, heldout, on_call, stop.is_set, ledger.write)
     stack.callback(engine.close)
     engine.underway = control
     earlier_s, loss = (restored.host.wall_s, restored.host.loss) if restored else (0.0, None)

@@ -169,7 +169,7 @@ def describe_round(
     num_trainers: int,
     pool: int,
 ) -> str:
-    """Describe a finished round: loss, trainers, workers, batch x accumulation.
+    """Describe a finished round: loss, trainers, workers that counted, batch x accumulation.
 
     `lines` are the trainers' ledger lines, `num_trainers` those that are left after the round,
     `pool` the workers once all have started.
@@ -180,10 +180,12 @@ def describe_round(
     if len(sizes) > _MOST_LISTED:
         batch = f"{min(a * b for a, b in sizes)}-{max(a * b for a, b in sizes)}"
     workers = sum(line["workers"] for line in lines)
+    missing = workers - sum(line.get("workers_counted", line["workers"]) for line in lines)
+    away = f" ({missing} missing)" if missing else ""
     left = "" if num_trainers == len(lines) else f"->{num_trainers}"
     return (
         f"loss {loss:.4g}{'' if np.isnan(heldout) else f', held-out {heldout:.4g}'},"
-        f" trainers {len(lines)}{left}, workers {workers}/{pool}, batch {batch}"
+        f" trainers {len(lines)}{left}, workers {workers - missing}/{pool}{away}, batch {batch}"
     )
 
 

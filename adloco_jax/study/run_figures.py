@@ -31,7 +31,7 @@ def life(run: RunRecord) -> str:
     lanes = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
     lane_px = max(9, min(32, 320 // len(lanes)))
     x = _across(e["round"] - past for e in rounds for past in (0, 1))
-    looks, most = loss.trainer_looks(run), max(map(_batch, rounds))
+    looks, most = loss.trainer_looks(run), max(1, *map(_batch, rounds))
     body = [
         f'<g class="{looks[t][0]}">{_lane(lines, x, lanes[t], lane_px, len(lanes), most)}</g>'
         for t, lines in by_trainer.items()
@@ -48,7 +48,7 @@ def life(run: RunRecord) -> str:
         classes=" life",
     )
     marks = "; ".join(text for name, text in _MARKS.items() if curves.lines(happened, name))
-    text = "The trainers. Number and thickness show the sequences of an update, of all workers."
+    text = "The trainers. Number and thickness: sequences of an update, of workers that counted."
     return figure(drawn.html(), text + (f" Marks: {marks}." if marks else ""))
 
 
@@ -71,7 +71,12 @@ def _sequences(e: dict) -> int:
 
 
 def _batch(e: dict) -> int:
-    return e["workers"] * _sequences(e)
+    return _workers(e) * _sequences(e)
+
+
+def _workers(e: dict) -> int:
+    """Number of workers whose round counted; without learners, of all."""
+    return e.get("workers_counted", e["workers"])
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
@@ -89,7 +94,7 @@ def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
     changed = itertools.groupby(
-        lines, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
+        lines, lambda e: (_workers(e), e["micro_batch_size"], e["num_accum_steps"])
     )
     starts = [next(group) for _, group in changed]
     starts = starts[:: math.ceil(len(starts) / max(8, _MAX_PARTS // num_lanes))]
@@ -100,7 +105,7 @@ def _lane(
         size = (0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)) / num_lanes
         title = (
             f"trainer {lines[0]['trainer']}, rounds {e['round']} to {end}:"
-            f" {counted(e['workers'], 'worker')} × {counted(e['micro_batch_size'], 'sequence')}"
+            f" {counted(_workers(e), 'worker')} × {counted(e['micro_batch_size'], 'sequence')}"
             f" × {e['num_accum_steps']} accumulated"
         )
         parts.append(
@@ -231,7 +236,7 @@ def times(run: RunRecord) -> str:
     return figure(panel.html(), text)
 
 
-_SIGNS = {"lost": "✕", "late": "!", "rejected": "?"}  # signs of a learner's events
+_SIGNS = {"lost": "✕", "late": "!", "rejected": "?", "refused": "?"}  # signs of a learner's events
 
 
 def learners(run: RunRecord) -> str:
@@ -276,7 +281,7 @@ def learners(run: RunRecord) -> str:
     panel = chart.chart(_across(share.x), up, [share], title="Workers whose round counted")
     text = (
         "Learners while they were present. Marks: ✕, lost; !, too late for its round; ?, an update"
-        " that was rejected. The other chart shows the share of the"
+        " that was rejected, or a refused order or answer. The other chart shows the share of the"
         " trainers' workers whose round counted."
     )
     if (share_of_time := summary.goodput(run.events)) is not None:

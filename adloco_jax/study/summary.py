@@ -57,6 +57,9 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *table, "", *facts])
 
 
+_STRUCK = ("lost", "late", "rejected", "refused")  # what became of learners and their rounds
+
+
 def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     """The totals of a run by name, with the loss of the consensus or of a trainer.
 
@@ -92,7 +95,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
         "first_accumulating_round": min(accumulating, default=None),
-        **{f"learners_{what}": happened.count(what) for what in ("lost", "late", "rejected")},
+        **{f"learners_{what}": happened.count(what) for what in _STRUCK},
         # Worker rounds in learners: the expected number, and the number that counted.
         "worker_rounds": expected,
         "worker_rounds_counted": counted,
@@ -124,21 +127,22 @@ def goodput(events: Sequence[dict]) -> float | None:
 
     Seconds up are summed over all processes, from the request to start one until its end (`up_s`).
     The rate is a process's tokens per second in rounds without a fault: every worker counted, and
-    no learner joined, left, was lost, late or rejected. A trainer's first round, which compiles, is
-    not used. None: without learners or such a round.
+    no learner joined, left, was lost, late, rejected or refused. A trainer's first round, which
+    compiles, is not used. None: without learners or such a round.
     """
     done = np.zeros((2, 2))  # tokens and seconds: of all rounds, of those without a fault
     started: set[int] = set()  # trainers that have made a round since the start
     together = itertools.groupby(lines(events, "start", "round", "learner"), _written_with)
-    groups = [[*group] for _, group in together]
-    for group, following in zip(groups, [*groups[1:], [{"event": ""}]], strict=True):
+    is_struck = False
+    for group in ([*each] for _, each in together):
+        is_calm, is_struck = not is_struck, group[0]["event"] == "learner"
         if group[0]["event"] == "start":
             started.clear()
         if group[0]["event"] != "round":
             continue
         spent = [sum(e["tokens"] for e in group), sum(e.get("up_s") or 0.0 for e in group)]
         trainers = {e["trainer"] for e in group}
-        is_calm = trainers <= started and following[0]["event"] != "learner"
+        is_calm &= trainers <= started
         is_calm &= all(e.get("workers_counted") == e["workers"] for e in group)
         done += np.array([spent, spent if is_calm else [0.0, 0.0]])
         started.update(trainers)
@@ -180,8 +184,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
         "speed": "{tokens_per_s:,.0f} tokens/s",
     }
     if t["participation"] is not None:
-        struck = ("lost", "late", "rejected")
-        facts["learners"] = ", ".join(f"{{learners_{what}}} {what}" for what in struck)
+        facts["learners"] = ", ".join(f"{{learners_{what}}} {what}" for what in _STRUCK)
         facts["participation"] = "{participation:.1%}: {worker_rounds_counted:,} of"
         facts["participation"] += " {worker_rounds:,} workers' rounds counted"
     if t["goodput"] is not None:
