@@ -316,9 +316,7 @@ class InnerSettings(SettingsGroup):
 class OuterSettings(SettingsGroup):
     """How a trainer is updated with the differences of its workers, and how these are sent."""
 
-    tx: Annotated[
-        str, Entry("OUTER_OPTIMIZERS", "nesterov nesterov_by_interval sgd adamw"), "refused"
-    ] = "nesterov"
+    tx: Annotated[str, Entry("OUTER_OPTIMIZERS", "nesterov sgd adamw"), "refused"] = "nesterov"
     """The trainers' optimizer; AdLoCo uses sgd at 0.5."""
     learning_rate: Rate = 0.7
     """Rate of the pseudo-gradient (DiLoCo: 0.7)."""
@@ -596,10 +594,9 @@ class Settings(SettingsGroup):
             keys = "inner.schedule num_rounds num_tokens inner.max_steps_per_round"
             need = "rounds that grow have no planned end; set only num_tokens, or a constant rate"
             yield f"{keys} inner.round_length", need
-        by_round = outer.tx == "nesterov_by_interval" or outer.skip_single
-        if outer.own_params and (by_round or self.engine.kind != "local"):
-            keys = "outer.fragments outer.delay_updates outer.tx outer.skip_single engine.kind"
-            yield keys, "the last three need whole rounds; set one fragment and no delay"
+        if outer.own_params and (outer.skip_single or self.engine.kind != "local"):
+            keys = "outer.fragments outer.delay_updates outer.skip_single engine.kind"
+            yield keys, "the last two need whole rounds; set one fragment and no delay"
         if inner.steps_per_round % outer.fragments:
             yield "outer.fragments inner.steps_per_round", "must divide the second; change one"
         if outer.delay_updates * outer.fragments >= inner.steps_per_round:

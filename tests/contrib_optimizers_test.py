@@ -7,7 +7,7 @@ import optax
 import pytest
 from ensembles import draw
 
-from adloco_jax.contrib import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
+from adloco_jax.contrib import INNER_OPTIMIZERS
 
 INNER = {"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.3}
 LABELS = {
@@ -122,52 +122,3 @@ def test_decay_of_matrices_leaves_out_what_is_labelled_other(name):
 def test_a_model_without_hidden_matrices_is_refused():
     with pytest.raises(ValueError, match="no parameter is labelled as a hidden layer's matrix"):
         INNER_OPTIMIZERS["muon"](**INNER).init({"embed": jnp.zeros((2, 3, 3))})
-
-
-# --- Nesterov by interval, in float64
-
-
-def sums(tx, grads, extras):
-    """The sum of successive updates, and the momentum after them."""
-    with jax.enable_x64(True):
-        state, moved = tx.init(jnp.zeros(5)), jnp.zeros(5)
-        for grad, extra in zip(grads, extras, strict=True):
-            updates, state = tx.update(jnp.asarray(grad), state, moved, **extra)
-            moved = moved + updates
-        (momentum,) = jax.tree.leaves(state)
-        return np.asarray(moved), np.asarray(momentum)
-
-
-def by_interval(momentum, grads, intervals):
-    tx = OUTER_OPTIMIZERS["nesterov_by_interval"](momentum=momentum)
-    return sums(tx, grads, [{"interval": interval} for interval in intervals])
-
-
-GRADS = np.random.default_rng(4).normal(size=(3, 5))
-MOMENTA = pytest.mark.parametrize("momentum", [0.0, 0.6, 0.9, 0.99])
-
-
-@MOMENTA
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_a_round_of_so_many_base_rounds_is_so_many_updates_of_nesterov(momentum, length):
-    nesterov = optax.sgd(1.0, momentum=momentum, nesterov=True)
-    parts = sums(nesterov, np.repeat(GRADS / length, length, axis=0), [{}] * 3 * length)
-    for one, other in zip(by_interval(momentum, GRADS, [length] * 3), parts, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
-
-
-@MOMENTA
-def test_a_round_is_its_parts_wherever_it_is_cut(momentum):
-    """Lengths are any positive numbers: 0.3 and 1.9 base rounds equal 2.2."""
-    shares = np.array([[1], [0.3 / 2.2], [1.9 / 2.2]])
-    whole = by_interval(momentum, GRADS[[0, 1]], [1.0, 2.2])
-    parts = by_interval(momentum, GRADS[[0, 1, 1]] * shares, [1.0, 0.3, 1.9])
-    for one, other in zip(whole, parts, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
-
-
-def test_a_round_of_no_length_and_no_difference_changes_next_to_nothing():
-    before = by_interval(0.9, GRADS[:1], [1.0])
-    after = by_interval(0.9, [GRADS[0], np.zeros(5)], [1.0, 0.0])
-    for one, other in zip(after, before, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -469,25 +469,6 @@ def test_random_keys_in_states_and_whole_numbers_go_through_a_round():
     assert after.params_M["count"].tolist() == [7, 7]
 
 
-def test_each_trainers_extra_argument_reaches_an_outer_optimizer_that_takes_it(unchecked):
-    def update(updates, state, params=None, *, interval, **_):
-        return jax.tree.map(lambda update: -interval * update, updates), state
-
-    scaled = optax.GradientTransformationExtraArgs(PLAIN.init, update)
-    for outer_tx, factors in ((scaled, [0.5, 2.0]), (optax.chain(scaled), [0.5, 2.0]), (PLAIN, 1)):
-        ensemble = different_trainers([2, 1], SGD, outer_tx)
-        workers = start_round(ensemble)
-        workers = workers.replace(params_R=jax.tree.map(lambda leaf: 3 * leaf, workers.params_R))
-        end = functools.partial(outer_update, outer_tx=outer_tx)
-        ended, _ = jax.jit(end)(ensemble, workers, extra_M={"interval": np.float32([0.5, 2.0])})
-        for name, leaf_M in ensemble.params_M.items():
-            factor_M = np.broadcast_to(factors, 2).reshape(2, *[1] * (leaf_M.ndim - 1))
-            expected_M = (1 + 2 * factor_M) * leaf_M
-            np.testing.assert_allclose(ended.params_M[name], expected_M, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"extra_M\['interval'\] has shape \(3,\), expected"):
-        outer_update(ensemble, workers, outer_tx=scaled, extra_M={"interval": np.ones(3)})
-
-
 @pytest.mark.parametrize("precision", ["float32", "int4"])
 def test_single_workers_may_go_on_without_the_outer_optimizer(precision):
     """Their trainer takes their parameters and keeps its momentum; other trainers do not change."""

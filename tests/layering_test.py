@@ -165,7 +165,7 @@ def test_tables_are_read_with_the_entries_of_all_papers():
     run = [sys.executable, "-c", code]
     out = subprocess.run(run, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120)
     found = set(out.stdout.split())
-    assert {"rda", "muon", "nesterov_by_interval", "qsr", "linear"} <= found
+    assert {"rda", "muon", "qsr", "linear"} <= found
 
 
 def test_a_public_class_has_a_name_of_its_own():

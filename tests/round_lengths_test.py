@@ -2,11 +2,8 @@
 
 import functools
 
-import numpy as np
-import optax
 import pytest
 from toy import settings_of
-from toy_runs import events, run
 
 from adloco_jax import ROUND_LENGTHS
 from adloco_jax.contrib.qsr import quadratic
@@ -73,41 +70,3 @@ def test_a_linear_ramp_follows_the_share_of_the_run():
     ramp = {"steps_per_round": 4, "max_steps_per_round": 24, "round_length": "linear"}
     lengths = [steps(settings_of(inner=ramp, num_rounds=10), rounds=r) for r in range(10)]
     assert lengths == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20]  # the rule gives 4, 6, 8 to 22
-
-
-def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
-    inner = {"steps_per_round": 4, "learning_rate": 0.1, "warmup_updates": 8}
-    settings = settings_of(inner=inner)
-    first, second = Trainer(4, [0], updates=4), Trainer(12, [1, 2], updates=30)
-    control = Control({0: first, 1: second, 2: Trainer(4, [3], round_length=3)}, 4, 4)
-    found = {}
-    for m, plan in plans.round_plans(control, settings).items():
-        rate_T = plans.learning_rates(control, m, plan, settings, round_tokens=0)
-        found[m] = plans.interval(rate_T, plan, settings)
-    # 4 updates at 5, 6, 7 and 8 eighths of the rate; 4 of 3 micro-batches each; 12 with 8 warm-up.
-    assert found == {0: pytest.approx(3.25 / 4), 1: pytest.approx(1), 2: pytest.approx(8.5 / 4)}
-
-
-def test_a_run_corrects_its_outer_steps_for_the_length_of_rounds(tmp_path, monkeypatch):
-    """If rounds are twice as long, an outer step is two Nesterov steps with half the difference."""
-    double = lambda *, steps_per_round, **_: 2 * steps_per_round  # noqa: E731
-    monkeypatch.setitem(ROUND_LENGTHS, "double", double)
-    plain = optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-    def twice(grads, state, params=None):
-        half = optax.tree.scale(0.5, grads)
-        first, state = plain.update(half, state, params)
-        second, state = plain.update(half, state, params)
-        return optax.tree.add(first, second), state
-
-    ended = {}
-    for name, tx, given in (
-        ("by interval", "nesterov_by_interval", None),
-        ("two steps", "nesterov", optax.GradientTransformation(plain.init, twice)),
-    ):
-        settings = settings_of(num_rounds=3, inner={"round_length": "double"}, outer={"tx": tx})
-        ended[name] = run(tmp_path / name, settings, outer_tx=given)
-        lines = events(tmp_path / name, "round")
-        assert {(e["updates"], e["steps_per_round"]) for e in lines} == {(6, 6)}
-    one, other = (result.params["w"] for result in ended.values())
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

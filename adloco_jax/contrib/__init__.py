@@ -6,7 +6,6 @@ Streaming DiLoCo is in no table: it changes the steps of a round (`outer.fragmen
 
 from adloco_jax.contrib import linear as linear
 from adloco_jax.contrib import muon as muon
-from adloco_jax.contrib import nesterov_by_interval as nesterov_by_interval
 from adloco_jax.contrib import qsr as qsr
 from adloco_jax.contrib import radial as radial
 from adloco_jax.contrib import streaming as streaming

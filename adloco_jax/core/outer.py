@@ -5,7 +5,7 @@ workers in other processes, `pack_differences` and `apply_differences` replace `
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -109,9 +109,7 @@ OUTER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 """Factories of outer optimizers by name, for the knob `outer.tx`.
 
-`factory(*, momentum)` returns an optax transformation with learning rate 1. If its `update` has the
-keyword `interval`, it receives the length of each trainer's round in base rounds; see
-`contrib.nesterov_by_interval`.
+`factory(*, momentum)` returns an optax transformation with learning rate 1.
 """
 
 
@@ -269,7 +267,6 @@ def outer_update(
     weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
-    extra_M: Mapping[str, Float[Array, " M"] | Sequence[float]] | None = None,
     skip_single: bool = False,
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
@@ -287,8 +284,6 @@ def outer_update(
 
     Arguments that `outer_step` has too are described there. The others:
 
-    - `extra_M`: extra arguments for `outer_tx`, such as `interval`, one number for each trainer;
-      ignored by a transformation that takes none.
     - `reduce_scatter`: applied to the packed differences and to whether each worker is usable,
       leaves [R, ...], before the aggregation. If workers are spread over devices, pass a constraint
       that shards the parameters and gathers the workers.
@@ -311,7 +306,6 @@ def outer_update(
         weights_R=weights_R,
         aggregate=aggregate,
         precision=precision,
-        extra_M=extra_M,
         skip_single=skip_single,
         reduce_scatter=reduce_scatter,
         all_gather=all_gather,
@@ -395,7 +389,6 @@ def apply_differences(
     weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
-    extra_M: Mapping[str, Float[Array, " M"] | Sequence[float]] | None = None,
     skip_single: bool = False,
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
@@ -412,10 +405,6 @@ def apply_differences(
     refuse_in_shard_map("outer_update")
     sizes = ensemble.sizes
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
-    extra = {
-        name: checked_factors(f"extra_M[{name!r}]", values, (ensemble.num_trainers,))
-        for name, values in (extra_M or {}).items()
-    }
     transform = checked_update(
         "outer_tx",
         outer_tx,
@@ -442,9 +431,7 @@ def apply_differences(
     )
     norm_M = norms(pseudo_grad_M)
     is_usable_M &= jnp.isfinite(norm_M)
-    updates_M, outer_state_M = jax.vmap(transform)(
-        pseudo_grad_M, ensemble.outer_state_M, start_M, **extra
-    )
+    updates_M, outer_state_M = jax.vmap(transform)(pseudo_grad_M, ensemble.outer_state_M, start_M)
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
     if skip_single:
         as_is_M = jax.tree.map(jnp.negative, pseudo_grad_M)

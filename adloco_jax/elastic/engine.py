@@ -27,7 +27,6 @@ from adloco_jax.elastic.rounds import Round, check_answers
 from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S, TELL_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
-from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.local import end_round
 from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
@@ -317,11 +316,7 @@ class ElasticEngine:
         parts = [missing if a is None else a.differences for a in answers]
         weights = [each.spent(s)[1] if s in each.counted else 0 for s in streams]
         weights_R = np.array(weights, np.float32)
-        extra_M = {
-            name: np.array([EXTRAS[name](each.rate_T, each.plan, self.settings)], np.float32)
-            for name in self.spec.extras
-        }
-        return self._apply(sub, _concatenated(parts), weights_R=weights_R, extra_M=extra_M)
+        return self._apply(sub, _concatenated(parts), weights_R=weights_R)
 
     def _close(self, each: Round) -> None:
         """Record for the ledger the late learners and rejected updates of a round."""

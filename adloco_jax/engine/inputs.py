@@ -26,7 +26,6 @@ from adloco_jax.loop.adloco import (
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.loop.growth import measures_gradients, with_growth
 from adloco_jax.loop.plans import (
-    interval,
     is_over,
     learning_rates,
     planned,
@@ -101,14 +100,6 @@ class Test(NamedTuple):
     count_R: np.ndarray  # number of rows that count, for each worker; all later rows are padding
 
 
-EXTRAS = {"interval": interval}
-"""Functions that compute extra arguments of an outer optimizer's update, by the argument's keyword.
-
-A function computes the value for one trainer from the learning rates of the trainer's round, the
-sizes of this round (`RoundPlan`) and the settings.
-"""
-
-
 class Call(NamedTuple):
     """The arguments of one call of `steps` except the workers: T micro-batches of R workers."""
 
@@ -125,7 +116,6 @@ class Batch(NamedTuple):
 
     groups: list[Group]
     calls: list[list[Call]]  # for each group: all calls of the first turn, then of the next
-    extras: dict[str, dict[int, float]]  # extra arguments of the outer optimizer, for each trainer
     tests: list[Test]
     lines: dict[int, dict]
     """For each trainer, the ledger fields of the round that its plan determines."""
@@ -290,11 +280,8 @@ def make_batch(
         )
         for group in tested
     ]
-    extras = {
-        name: {m: EXTRAS[name](rates[m], plans[m], settings) for m in plans} for name in spec.extras
-    }
     lines = {m: planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()}
-    return Batch(groups, calls, extras, tests, lines)
+    return Batch(groups, calls, tests, lines)
 
 
 def calls_of(

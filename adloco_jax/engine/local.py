@@ -184,10 +184,6 @@ class LocalEngine:
         if self.spec.by_position:
             stacks = [(whole_pool(state.control), work)]
         for stack, inputs in stacks:
-            extra_M = {
-                name: np.array([value[m] for m in stack.trainers], np.float32)
-                for name, value in batch.extras.items()
-            }
             at = state.control.positions(stack.trainers)
             sub, workers, stack_measured, stack_norms = inner_round(
                 self.programs, _take(ensemble, at), stack, inputs, self._note
@@ -196,7 +192,7 @@ class LocalEngine:
             if self.spec.outer.own_params:
                 sub = sub.replace(params_R=workers.params_R)
             else:
-                sub, norm_M = self.programs.call(stack.key("outer"), sub, workers, extra_M)
+                sub, norm_M = self.programs.call(stack.key("outer"), sub, workers)
                 stack_norms.append(norm_M)
             ensemble = self._put(ensemble, at, sub.replace(inner_state_R=inner_state_R))
             measured += zip([group for group, _ in inputs], stack_measured, strict=True)

@@ -239,21 +239,18 @@ def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
-    number_M = jax.ShapeDtypeStruct((len(key.sizes),), jnp.float32, sharding=at.replicated)
-    extra_M = dict.fromkeys(spec.extras, number_M)
 
-    def update(ensemble, workers, extra_M):
+    def update(ensemble, workers):
         return outer_update(
             ensemble,
             workers,
             outer_tx=spec.outer_tx,
             aggregate=spec.aggregate,
             skip_single=spec.outer.skip_single,
-            extra_M=extra_M,
             **_collectives(spec, at),
         )
 
-    return update, (ensemble, workers, extra_M), (0,), (_shardings(ensemble), at.replicated)
+    return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
 
 
 def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:

@@ -145,7 +145,6 @@ class Spec:
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
     aggregate: Aggregator = mean  # aggregates the differences of a trainer's workers
-    extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
     eval_loss_fn: LossFn | None = None  # for held-out losses; None: `loss_fn`, without a key
     key_seed: int | None = None  # seed for a loss that takes `key`; None: the loss takes none
     remat: bool = False  # whether layers are recomputed in the backward pass

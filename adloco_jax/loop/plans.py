@@ -118,16 +118,6 @@ def update_flags(plan: RoundPlan) -> np.ndarray:
     return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
 
 
-def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
-    """Return a round's length in base rounds of `steps_per_round` updates at the full rate.
-
-    Each update counts in proportion to its learning rate.
-    """
-    inner = settings.inner
-    sum_of_rates = rate_T[update_flags(plan)].sum(dtype=np.float64)
-    return float(sum_of_rates / (inner.steps_per_round * inner.learning_rate))
-
-
 def least_test_sequences(settings: Settings) -> int:
     """Return the smallest number of sequences per worker with which the batch-size test works."""
     needs = BATCH_TESTS[settings.batching.test].needs

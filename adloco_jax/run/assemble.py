@@ -29,7 +29,7 @@ from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.corpus import readable
 from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.data.sampling import HeldOut, split_heldout
-from adloco_jax.engine.inputs import EXTRAS, Rows
+from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Layout, Machine, Spec
 from adloco_jax.errors import ConfigError, DataError, own_code
@@ -371,13 +371,12 @@ def aggregator(settings: Settings, label_params: Labeller | None = None) -> Aggr
 
 def outer_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
-) -> tuple[optax.GradientTransformation, tuple[str, ...]]:
-    """Make the trainers' optimizer (`tx` or `outer.tx`); return its extra arguments too."""
+) -> optax.GradientTransformation:
+    """Make the trainers' optimizer (`tx` or `outer.tx`)."""
     outer = settings.outer
     with own_code(f"outer.tx = {outer.tx}"):
-        chosen = tx or OUTER_OPTIMIZERS[outer.tx](momentum=settings.outer.momentum)
-    extras = tuple(name for name in EXTRAS if takes(chosen.update, name))
-    return optax.chain(chosen, optax.scale(outer.learning_rate)), extras
+        chosen = tx or OUTER_OPTIMIZERS[outer.tx](momentum=outer.momentum)
+    return optax.chain(chosen, optax.scale(outer.learning_rate))
 
 
 def examples_per_pass(settings: Settings, machine: Machine) -> int | None:
@@ -415,14 +414,12 @@ def program_spec(
     loss_fn, batching = model.loss_of(mode, "xla"), settings.batching
     parameter_labels(settings, model)  # refuses what is unclear
     _require_no_key(model.eval_loss_fn or loss_fn)
-    chosen_outer_tx, extras = outer_transform(settings, outer_tx)
     spec = Spec(
         machine=machine,
         loss_fn=loss_fn,
         params=jax.eval_shape(model.init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings, inner_tx, model.label_params),
-        outer_tx=chosen_outer_tx,
-        extras=extras,
+        outer_tx=outer_transform(settings, outer_tx),
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=model.row_length,
