@@ -522,8 +522,6 @@ class LogSettings(SettingsGroup):
     """Write tensorboard/ in the run's folder; needs the extra tensorboard."""
     wandb: bool = False
     """Send metrics to Weights & Biases; needs the extra wandb."""
-    trackio: bool = False
-    """Send metrics to trackio; needs the extra trackio."""
 
 
 class Settings(SettingsGroup):

@@ -26,19 +26,14 @@ from adloco_jax.elastic.formats import (
     DriverBoard,
     LearnerBoard,
     LearnerOrders,
-    Order,
     OrderId,
-    OrderMessage,
     Params,
     RunDescription,
-    WorkerOrder,
 )
-from adloco_jax.elastic.learner import answer_form, inputs_form, sent_form
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.files import Format
 from adloco_jax.run.assemble import spec_of
-from adloco_jax.run.describe import bucket_cost
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -660,35 +655,6 @@ def test_a_look_at_a_board_is_late_by_a_fortieth_of_the_wait():
         assert pause_s <= store.FIRST_PAUSE_S + waited_s / 40 + 1e-9
         waited_s, pause_s = waited_s + pause_s, store.longer(pause_s)
     assert pause_s == store.LONGEST_PAUSE_S
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int4"])
-def test_the_plan_of_a_round_is_what_it_costs_a_learner(monkeypatch, tmp_path, precision):
-    config = importlib.import_module(QUICKSTART).get_config()
-    config.outer.precision, config.inner.steps_per_round = precision, 2
-    settings = validate(config)
-    spec = spec_of(settings, here())
-
-    def filled(want):
-        return np.ones(want.shape, want.dtype)
-
-    work = WorkerOrder(0, 0, 2, 4)
-    asked = Order(0, 1, 4, 1, 2, False, (work,), "0" * 64, precision != "float32")
-    there = store.Store(f"file://{tmp_path}/bucket")
-    message = OrderMessage(id=order(1, 0, 1), method="play", order=asked)
-    for index, form in enumerate([inputs_form(spec, asked, []), sent_form(spec, asked)]):
-        there.put(str(index), store.pack(message, jax.tree.map(filled, form)))
-    driver = there.requests
-    there.bytes_up = 0
-    for index in range(2):
-        assert there.get(str(index), limit=2**30) is not None
-    answer = jax.tree.map(filled, answer_form(spec, asked, work))
-    there.put("answer", store.pack(Format(), [answer]))
-    there.put("board", b"1" * 500)
-    down, up, requests = bucket_cost(spec)
-    assert there.requests - driver == requests
-    assert there.bytes_down == pytest.approx(down, rel=0.03, abs=6000)
-    assert there.bytes_up == pytest.approx(up, rel=0.03, abs=6000)
 
 
 @pytest.mark.parametrize(

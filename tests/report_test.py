@@ -244,33 +244,6 @@ def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
     assert [(run["seed"], run["loss"]) for run in summary["b"]] == [(0, None)]
 
 
-def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monkeypatch, capsys):
-    run, seen = tmp_path / "run", []
-    page, path = run / "report" / "index.html", run / "ledger.jsonl"
-
-    def go_on(_):
-        seen.append(page.read_text() if page.exists() else "")
-        path.unlink(missing_ok=True)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-        write_run(run, rounds=ROUNDS[: max(3, 3 * len(seen) - 3)], merge=False, end=False)
-        if len(seen) == 1:
-            path.write_text(path.read_text().splitlines(keepends=True)[0])
-
-    monkeypatch.setattr(report.time, "sleep", go_on)
-    assert cli.main(["report", str(run), "--watch"]) == 130
-    assert seen[:2] == ["", ""]  # no run yet, then no round yet
-    refresh = '<meta http-equiv="refresh"'
-    assert "1 round, unfinished" in seen[2] and "2 rounds, unfinished" in seen[3]
-    assert refresh in seen[2] and refresh in seen[3]
-    assert capsys.readouterr().out.count("report: ") == 1
-    write_run(run)
-    # the command ends because the run has ended
-    assert cli.main(["report", str(run), "--watch"]) == 0
-    assert "6 rounds, finished" in page.read_text() and refresh not in page.read_text()
-    assert {file.name for file in page.parent.iterdir()} == FILES
-
-
 def test_a_folder_of_runs_is_listed(tmp_path, capsys):
     for name, rounds in (("first", ROUNDS[:3]), ("second", ROUNDS)):
         write_run(tmp_path / name, rounds=rounds, merge=False, end=name == "second")

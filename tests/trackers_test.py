@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and trackio: the values they receive; no run depends on them."""
+"""TensorBoard and W&B: the values they receive; no run depends on them."""
 
 import importlib.machinery
 import os
@@ -14,8 +14,7 @@ from adloco_jax.run import trackers
 pytestmark = pytest.mark.usefixtures("one_device")
 
 RUN = GROWING | {"num_rounds": 4}
-BOTH = {"log": {"tensorboard": True, "wandb": True}}
-ALL = BOTH["log"] | {"trackio": True}
+BOTH = {"tensorboard": True, "wandb": True}
 
 
 class Standin:
@@ -58,34 +57,11 @@ class Standin:
         return [(step, value) for called, value, step in self.calls if called == name]
 
 
-class Trackio(Standin):
-    """Stands in for trackio: a project that does not exist yet, and runs that keep all steps."""
-
-    name = None
-
-    def open(self, project, name, **options):
-        self.name = name
-        return super().open(project, name=name, **options)
-
-    def runs(self, project):
-        if self.name is None:
-            raise ValueError(f"Project '{project}' does not exist")
-        return [types.SimpleNamespace(name="another", delete=pytest.fail), self]
-
-    def delete(self):
-        self.calls = []
-
-    def log(self, numbers, step):
-        for name, value in numbers.items():
-            self.receive(name, value, step)
-
-
 def install(monkeypatch, name, standin):
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     module.SummaryWriter = module.init = standin.open
-    module.Settings, module.Api, module.finish = dict, lambda: standin, standin.__exit__
-    module.log = standin.log
+    module.Settings = dict
     monkeypatch.setitem(sys.modules, name, module)
     return standin
 
@@ -98,11 +74,6 @@ def board(monkeypatch):
 @pytest.fixture
 def wandb(monkeypatch):
     return install(monkeypatch, "wandb", Standin())
-
-
-@pytest.fixture
-def trackio(monkeypatch):
-    return install(monkeypatch, "trackio", Trackio())
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +97,12 @@ def consensus_losses(plain):
     return [(e["round"], e["loss"]) for e in events(plain.workdir, "eval", trainer="consensus")]
 
 
-def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, trackio, plain):
-    assert feed(tmp_path, events(plain.workdir), **ALL) == []
+def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, plain):
+    assert feed(tmp_path, events(plain.workdir), **BOTH) == []
     rounds = events(plain.workdir, "round", trainer=0)
     evals = events(plain.workdir, "eval", trainer="consensus")
     (merge,) = events(plain.workdir, "merge")
-    for tracker in (board, wandb, trackio):
+    for tracker in (board, wandb):
         for name, lines, field in [
             ("train_loss/trainer_0", rounds, "train_loss"),
             ("requested_batch_size/trainer_0", rounds, "requested_batch_size"),
@@ -158,7 +129,7 @@ def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
     tmp_path, monkeypatch, wandb, plain, capsys
 ):
     board = install(monkeypatch, "tensorboardX", Standin(fail_at=3))
-    result = run(tmp_path / "r", settings_of(**RUN, **BOTH))
+    result = run(tmp_path / "r", settings_of(**RUN, log=BOTH))
     assert_same_end(result, plain)
     (fault,) = events(result.workdir, "fault")
     assert (fault["kind"], fault["tracker"], fault["round"]) == ("tracker", "tensorboard", 1)
@@ -170,23 +141,23 @@ def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
 
 
 def test_a_package_that_is_missing_is_named_and_the_run_goes_on(tmp_path, monkeypatch, plain):
-    for package in ("tensorboardX", "wandb", "trackio"):
+    for package in ("tensorboardX", "wandb"):
         monkeypatch.setitem(sys.modules, package, None)
-    faults = feed(tmp_path, events(plain.workdir), **ALL)
-    assert [name for name, *_ in faults] == ["tensorboard", "wandb", "trackio"]
-    for (*_, cause), package in zip(faults, ("tensorboardX", "wandb", "trackio"), strict=True):
+    faults = feed(tmp_path, events(plain.workdir), **BOTH)
+    assert [name for name, *_ in faults] == ["tensorboard", "wandb"]
+    for (*_, cause), package in zip(faults, ("tensorboardX", "wandb"), strict=True):
         assert cause.startswith("ModuleNotFoundError: ") and package in cause
 
 
 def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
-    tmp_path, board, wandb, trackio, plain
+    tmp_path, board, wandb, plain
 ):
     lines = events(plain.workdir)
     again = [lines[0], *(e for e in lines if e.get("round", 0) > 2)]  # rounds 3 and 4
     history = [e for e in lines if e.get("round", 0) <= 2]
     for switched_on_late in (True, False):
-        assert feed(tmp_path, again, history=history, **ALL) == []
-        for tracker in (board, wandb, trackio):
+        assert feed(tmp_path, again, history=history, **BOTH) == []
+        for tracker in (board, wandb):
             assert tracker.values("loss/consensus") == consensus_losses(plain)
             assert len(tracker.opened) == (1 if switched_on_late else 2)
     feed(tmp_path, [lines[0] | {"time": "later"}], wandb=True)  # another run

@@ -35,8 +35,8 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Write a report on runs, with `--watch` until they end; or list the runs of a folder."""
-    from adloco_jax.study.report import describe_run, newest_finished, watch, write
+    """Write a report on runs, or list the runs of a folder."""
+    from adloco_jax.study.report import describe_run, newest_finished, write
 
     (folder, *others) = options.run
     if not others and not is_run(folder) and (runs := runs_in(folder)):
@@ -46,10 +46,7 @@ def report(options: argparse.Namespace, command: str) -> None:
     if options.out is None and len(options.run) > 1:
         raise ConfigError(f"{len(options.run)} runs: give --out FOLDER for their report")
     folder = options.out or Path(options.run[0]) / "report"
-    if not options.watch:
-        print(f"report: {write(options.run, folder, labels=options.labels)}")
-        return
-    watch(options.run, folder, labels=options.labels)
+    print(f"report: {write(options.run, folder, labels=options.labels)}")
 
 
 def join(options: argparse.Namespace, command: str) -> None:

@@ -107,8 +107,7 @@ class Parser(argparse.ArgumentParser):
             if not given or (len(given) > 1 and not self.takes_several):
                 self.error(f"name {'a' if not given else 'one'} {self.subject}")
             vars(options)[self.subject] = given if self.takes_several else given[0]
-            waits = getattr(options, "watch", False)  # with --watch the run may begin later
-            for name in given if self.subject == "run" and not waits else ():
+            for name in given if self.subject == "run" else ():
                 if not os.path.exists(name):
                     self.error(f"{name}: no such folder")
         out = getattr(options, "out", None)
@@ -267,16 +266,15 @@ CONFIG --config: a file with get_comparison(), or its name
 --processes N=1: number of processes that divide the runs
 --results FILE: file with a JSON line for each finished run; the run's folder is deleted
 --only-run: do not write tables and figures""",
-    "report": """RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]
+    "report": """RUN [RUN ...] [--out FOLDER] [--labels LABEL ...]
 
 Draws a report on one or more runs: a page that a browser opens offline.
 
 Lists the runs if RUN is a folder of runs. Runs that differ only in the seed are drawn as one curve
-with a band. With --watch the page is redrawn until the runs end, and refreshes itself in a browser.
+with a band.
 
 RUN... --workdir: a run's folder
 --out FOLDER: an empty folder, or a new one; default for one run: report in its folder
---watch: redraw the page until the runs end
 --labels LABEL...: one per run; default: the folders' names""",
     "export": f"""RUN [--out FOLDER] [--round 12] [--trainer 3] [--push OWNER/NAME]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from adloco_jax import config
-from adloco_jax.cli.names import add_entries, find_config, is_run, load_config
+from adloco_jax.cli.names import add_entries, find_config, is_run, load_config, runs_in
 from adloco_jax.cli.parser import override
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
 from adloco_jax.settings import KNOBS, SIZES, DataSettings, Settings
@@ -201,7 +201,7 @@ def train(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.run.folder import changes, finished, how_to_resume, recorded, unfinished
     from adloco_jax.study import report
 
-    before = unfinished(command) if options.workdir is None else None
+    before = unfinished(runs_in("runs"), command) if options.workdir is None else None
     if before is not None:
         how = how_to_resume(before, settings, command=command)
         print(f"{before}: an unfinished run of this command; to resume it: {how}")

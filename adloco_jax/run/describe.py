@@ -10,7 +10,6 @@ from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import Layout, Spec, num_bytes, num_values
 from adloco_jax.errors import counted
-from adloco_jax.files import requests_to_put
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
@@ -137,39 +136,8 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
         f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
         f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices {between}",
-        *_bucket_lines(settings, spec),
         *_merge_lines(settings, spec),
         f"tokens: {least:,} a round at the start; {total}",
-    ]
-
-
-def bucket_cost(spec: Spec) -> tuple[int, int, int]:
-    """Return what a round of one worker costs a learner: bytes received, bytes sent, requests.
-
-    It is one of a trainer with several, and has the parameters of the last round. Not counted:
-    looks at the driver's board, and the learner's own signs of life.
-    """
-    up = spec.sync_bytes
-    down = spec.param_bytes if spec.outer.precision == "float32" else up
-    return down, up, 3 + requests_to_put(up)
-
-
-# Bytes of a full Ethernet frame over those that TCP carries in it: 1,500 less 40 for the headers of
-# IP and TCP and 12 for timestamps.
-_FRAME_SHARE = 1514 / 1448
-
-
-def _bucket_lines(settings: Settings, spec: Spec) -> list[str]:
-    if settings.engine.kind != "bucket":
-        return []
-    *payload, requests = bucket_cost(spec)
-    down, up = (in_bytes(round(num * _FRAME_SHARE)) for num in payload)
-    return [
-        f"bucket: a round of one worker costs a learner {down} down"
-        f" ({in_bytes(round(spec.param_bytes * _FRAME_SHARE))} if it missed the last one) and {up}"
-        f" up in {counted(requests, 'request')}, and while it waits at most one request a second;"
-        " the driver sends what learners receive once for each trainer, receives what they send,"
-        " and makes at most two requests a second for each learner"
     ]
 
 

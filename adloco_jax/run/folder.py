@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
@@ -287,17 +287,16 @@ def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bo
     return line
 
 
-def unfinished(command: str) -> Path | None:
-    """Return the folder of the newest run in `runs/` that a command began and nobody continues."""
-    found = {}
-    for path in Path("runs").glob("*/ledger.jsonl"):
+def unfinished(runs: Iterable[Path], command: str) -> Path | None:
+    """Return the first of some runs that a command began and nobody continues."""
+    for run in runs:
         # A ledger may be damaged, or of another user; the run may be under way.
         with contextlib.suppress(DataError, OSError, Timeout):
-            events = read(path)
+            events = read(run / "ledger.jsonl")
             if events and events[0].get("command") == command and finish(events) is None:
-                with FileLock(path.parent / ".lock", timeout=0):
-                    found[path.stat().st_mtime] = path.parent
-    return found[max(found)] if found else None
+                with FileLock(run / ".lock", timeout=0):
+                    return run
+    return None
 
 
 def _class(key: str, settings: Settings) -> Change:

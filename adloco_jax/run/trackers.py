@@ -1,4 +1,4 @@
-"""Send the ledger's lines to TensorBoard, Weights & Biases and trackio (off by default).
+"""Send the ledger's lines to TensorBoard and Weights & Biases (off by default).
 
 They are third-party, use disks and networks, and are called between rounds. One that raises an
 error, or is not installed, is dropped, with a line and a `fault`; the run goes on.
@@ -114,33 +114,6 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
         yield send
 
 
-@contextlib.contextmanager
-def trackio(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Open a tracker that writes to trackio's folder or Space; `workdir` is not used.
-
-    A resumed run, named with the id that W&B gets, is deleted and sent again as a whole.
-    """
-    import trackio
-
-    project, name = "adloco-jax", "{}-{:.6}".format(*_name(history))
-    with contextlib.suppress(ValueError):  # the project does not exist yet
-        for earlier in trackio.Api().runs(project):
-            if earlier.name == name:
-                earlier.delete()
-    trackio.init(project, name=name, config=history[-1]["config"], embed=False)
-
-    def send(event):
-        rows = [*losses_by_update(event), (event.get("round"), _numbers_and_text(event))]
-        for step, row in rows:
-            if row:
-                trackio.log(row, step=step)
-
-    try:
-        yield send
-    finally:
-        trackio.finish()
-
-
 def _name(history: Sequence[dict]) -> tuple[str, str]:
     first = next(event for event in history if event["event"] == "start")
     return first["run"], hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]
@@ -151,7 +124,7 @@ def _numbers_and_text(event: dict) -> dict[str, float | str]:
     return {**scalars(event), **text}
 
 
-_TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
+_TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
 
 
 class Trackers:

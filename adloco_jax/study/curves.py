@@ -133,11 +133,6 @@ def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
     return dict(sorted(rounds.items()))
 
 
-def is_ended(run: RunRecord) -> bool:
-    """Whether the run has ended, and has not been started again since."""
-    return lines(run.events, "start", "end")[-1]["event"] == "end"
-
-
 def is_evaluated(run: RunRecord) -> bool:
     """Whether the ledger has a held-out loss of the consensus model."""
     return any(e["trainer"] == "consensus" for e in lines(run.events, "eval"))

@@ -24,7 +24,6 @@ def page(
     screen_html: str,
     details_html: str,
     num_curves: int,
-    refresh_s: int | None = None,
 ) -> str:
     """Make the HTML of the whole web page.
 
@@ -34,9 +33,7 @@ def page(
       screen_html: HTML of what is visible at once.
       details_html: HTML of the parts below, which open on a click.
       num_curves: Number of curves that a pointer on their row in a table highlights.
-      refresh_s: Seconds after which a browser reads the page again; None: never.
     """
-    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     keys = [f'[data-k="{key}"]' for key in range(1, num_curves + 1)]
     highlights = "\n".join(
         f".hero:has({key}:is(:hover, :focus)) .curve:not({key}) {{ opacity: .12; }}" for key in keys
@@ -45,7 +42,6 @@ def page(
         title=escaped(title),
         lead=paragraph(lead),
         style=f"{chart.STYLE}{highlights}",
-        refresh=refresh,
         kind="many" if num_curves else "single",
         screen=screen_html,
         details=details_html,

@@ -6,7 +6,6 @@ import os
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
 from adloco_jax.study.page import Cell
 
-__all__ = ["conclude", "watch", "write"]
+__all__ = ["conclude", "write"]
 
-_REFRESH_S = 3  # seconds between two refreshes of a watched page
 _MAX_OPEN = 4  # variants whose trainers are shown without a click
 
 # Columns of the table of totals: the name in `_measures`, and the format.
@@ -43,7 +41,6 @@ def write(
     folder: str | os.PathLike[str],
     *,
     labels: Sequence[str] | None = None,
-    refresh_s: int | None = None,
 ) -> Path:
     """Write the report on runs, finished or not: `index.html`, `loss.svg` and `summary.json`.
 
@@ -51,7 +48,6 @@ def write(
       runs: The runs' folders.
       folder: Output folder, created if it does not exist. Each file is replaced atomically.
       labels: See `curves.variants`.
-      refresh_s: Seconds after which a browser reads the page again; None: never.
 
     Returns:
       The path of `index.html`, which needs no other file.
@@ -66,7 +62,7 @@ def write(
     words += ["--labels", *labels] if labels else []
     panels = loss.charts(variants)
     files = {
-        "index.html": _page(variants, panels, shlex.join(words), refresh_s),
+        "index.html": _page(variants, panels, shlex.join(words)),
         "loss.svg": chart.document(
             [*panels.values()],
             title=loss.caption(variants),
@@ -79,31 +75,6 @@ def write(
     }
     page.write_files(folder, files)
     return folder / "index.html"
-
-
-def watch(
-    runs: Sequence[str | os.PathLike[str]],
-    folder: str | os.PathLike[str],
-    *,
-    labels: Sequence[str] | None = None,
-) -> None:
-    """Write the report whenever a ledger grows, once each run has a round, until all have ended.
-
-    The runs' folders need not exist yet. The other arguments and errors are those of `write`.
-    """
-    ledgers, drawn, is_first = [Path(run) / "ledger.jsonl" for run in runs], [], True
-    while True:
-        sizes = [path.stat().st_size if path.exists() else 0 for path in ledgers]
-        read = [curves.read_run(run) for run in runs] if all(sizes) and sizes != drawn else []
-        if read and all(curves.lines(run.events, "round") for run in read):
-            drawn, goes_on = sizes, not all(map(curves.is_ended, read))
-            path = write(runs, folder, labels=labels, refresh_s=_REFRESH_S if goes_on else None)
-            if is_first:
-                print(f"report: {path}; Ctrl-C ends the command", flush=True)
-            is_first = False
-            if not goes_on:
-                return
-        time.sleep(_REFRESH_S)
 
 
 def conclude(workdir: str | os.PathLike[str]) -> None:
@@ -171,9 +142,7 @@ def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) 
     return curves.variants(read, labels=labels)
 
 
-def _page(
-    variants: Sequence[Variant], panels: Mapping[str, Panel], command: str, refresh_s: int | None
-) -> str:
+def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str) -> str:
     runs = [run for variant in variants for run in variant.runs]
     screen = page.figure(page.tabs("loss", panels), loss.caption(variants))
     screen += _totals_table(variants)
@@ -204,7 +173,6 @@ def _page(
             for number, part in enumerate(parts.items())
         ),
         num_curves=0 if len(runs) == 1 else len(variants),
-        refresh_s=refresh_s,
     )
 
 
