@@ -22,6 +22,7 @@ if __name__ == "__main__":
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from kernels import Work, count  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from adloco_jax.cli.names import load_config  # noqa: E402
@@ -29,7 +30,6 @@ from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.sharding import bytes_here, num_turns, placement, workers_spec  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
-from adloco_jax.engine.work import Work, count  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
 from adloco_jax.run.assemble import spec_of  # noqa: E402
 from adloco_jax.run.choose import Mode  # noqa: E402
@@ -177,23 +177,19 @@ def row(title: str, name: str, changes: dict[str, Any], device: str) -> dict:
 def table(rows: list[dict]) -> str:
     """Format the rows as a table in Markdown, without configs that have not been compiled."""
     lines = [
-        "| config | devices | mode | micro-batch | attention | largest, GB | share of memory"
-        " | kernels | TFLOP | GB moved | tokens/s at most |",
-        f"|{'---|' * 11}",
+        "| config | devices | mode | micro-batch | attention | largest, GB | share of memory |",
+        f"|{'---|' * 7}",
     ]
     for line in rows:
         about = [line["config"], line["device"]]
         if "error" in line:
-            about += [f"does not compile: {line['error']}", *[""] * 8]
+            about += [f"does not compile: {line['error']}", *[""] * 4]
         elif not line["fits"]:
-            about += [f"does not fit: {line['change']}", "", line["attention"], *[""] * 6]
+            about += [f"does not fit: {line['change']}", "", line["attention"], *[""] * 2]
         else:
             share = line["largest_bytes"] / line["device_bytes"]
             about += [line["mode"], str(line["max_batch_size"]), line["attention"]]
             about += [f"{line['largest_bytes'] / 1e9:.2f}", f"{share:.0%}"]
-            how = next(tried for tried in line["tried"] if tried["mode"] == line["mode"])
-            about += [f"{how['kernels']:,.0f}", f"{how['operations'] / 1e12:.3g}"]
-            about += [f"{how['num_bytes'] / 1e9:.3g}", f"{how['most_tokens_per_s']:,.0f}"]
         lines.append(f"| {' | '.join(about)} |")
     left = len(list(cases())) - len(rows)
     lines += ["", f"Not compiled yet: {left} of {len(list(cases()))}.", ""]

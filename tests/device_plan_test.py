@@ -13,12 +13,11 @@ import pytest
 from adloco_jax import main as main_module
 from adloco_jax.config import default_config
 from adloco_jax.engine.spec import TAKEN, Machine, here
-from adloco_jax.engine.work import Work
 from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.choose import MODES, Choice, NothingFits, Tried
-from adloco_jax.run.plan import described, device_plan, kinds, more_chips, rates
+from adloco_jax.run.plan import described, device_plan, kinds, more_chips
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -45,12 +44,7 @@ def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
     assert record["fits"] and record["max_batch_size"] == 4
     assert record["mode"] == "workers one after another"  # the default on a CPU
     (tried,) = record["tried"]
-    assert tried["operations"] > 0 and tried["num_bytes"] > 0 and tried["kernels"] > 0
-    # Of six workers that run one after another, one has four sequences of 16 tokens at a time.
-    work = Work(*(tried[name] for name in Work._fields))
-    expected = 4 * 16 / rates("h100").least_seconds(work)
-    assert tried["most_tokens_per_s"] == pytest.approx(expected)
-    assert f"at most {expected:,.0f} tokens/s, by the compiler's figures; not run." in lines[-1]
+    assert lines[-1] == "Tried: workers one after another: micro-batch 4."
     kinds = {name.split()[0] for name in tried["programs"]}
     assert kinds == {"stats", "start", "steps", "outer", "loss", "merge"}
     sums = [p["program"] + p["beside"] for p in tried["programs"].values()]
@@ -168,8 +162,7 @@ def test_device_alone_lists_the_kinds_and_others_are_refused_with_them(capsys, m
     names = [line.split()[0] for line in kinds()]
     consumer = [f"rtx{number}" for number in (4060, 3060, 4080, 3090, 4090)]
     assert names == ["a100-40", "a100-80", "h100", "h200", "b200", *consumer, "v5e", "v5p", "v6e"]
-    assert rates("rtx4090").operations == 165.2e12  # the x belongs to the name
-    assert more_chips("rtx4060x7") == ["rtx4060x8"]
+    assert more_chips("rtx4060x7") == ["rtx4060x8"]  # the first x belongs to the name
     words = ["plan", "quickstart", "--device=t4", "--config.data.path=nowhere"]
     assert main(words) == 2 and "--device t4" in capsys.readouterr().err
     for name in ("h100x9", "h100x0", "v5ex2", "v5p", "t4", "x8", "h100x"):

@@ -1,7 +1,6 @@
 """Objects of a bucket, drivers and learners that share one, and what is refused; on a folder."""
 
 import concurrent.futures
-import importlib
 import importlib.util
 import itertools
 import json

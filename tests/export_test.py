@@ -21,7 +21,6 @@ from adloco_jax.config import completed, validate
 from adloco_jax.data.corpus import load_corpus, readable
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
-from adloco_jax.engine.work import Rates
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models import llama
 from adloco_jax.models.layers import param_shapes
@@ -234,7 +233,7 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(
     trained, tmp_path, monkeypatch, capsys
 ):
     here_too = {"name": here().devices[0].device_kind}
-    monkeypatch.setitem(plan._KINDS, "here", (0, Rates(1e6, 0, 0), {}, here_too))
+    monkeypatch.setitem(plan._KINDS, "here", (0, 1e6, {}, here_too))
     far = jax.tree.map(lambda x: 10 * np.asarray(x), trained.params)
     hf.save(far, tmp_path / "far", network=hf.load(trained.workdir / "export").network)
     config = tiny(init_from=str(tmp_path / "far"))

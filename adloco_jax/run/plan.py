@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
-from adloco_jax.engine.sharding import num_turns
 from adloco_jax.engine.spec import (
     TAKEN,
     Compiled,
@@ -27,7 +26,6 @@ from adloco_jax.engine.spec import (
     here,
     num_values,
 )
-from adloco_jax.engine.work import Rates, count
 from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run import processes
@@ -39,7 +37,6 @@ from adloco_jax.run.choose import (
     NothingFits,
     Tried,
     choose,
-    first_keys,
     peak,
     reachable_keys,
 )
@@ -129,7 +126,11 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
             record |= facts
             header = run_header(settings, spec, settings.batching.max_batch_size)
             lines += [*(f"- {line}" for line in header), *found]
-    record["tried"] = [_record(settings, each, device) for each in tried]
+    record["tried"] = [
+        {"mode": str(each.mode), "max_batch_size": each.max_batch_size}
+        | {"programs": {name: peak._asdict() for name, peak in each.peaks.items()}}
+        for each in tried
+    ]
     record["compile_s"] = time.perf_counter() - start_s
     lines += [f"- Compiled in {record['compile_s']:.0f} s.", "", *_table(record, tried, budget)]
     return lines, record
@@ -202,22 +203,6 @@ def _changes(
         yield f"ensemble.num_workers={pool}", fewer, machine
 
 
-def _record(settings: Settings, tried: Tried, device: str) -> dict:
-    """Return what was found for a mode; if the run fits, also a bound of the inner steps' speed."""
-    peaks = {name: peak._asdict() for name, peak in tried.peaks.items()}
-    record = {"mode": str(tried.mode), "max_batch_size": tried.max_batch_size, "programs": peaks}
-    if tried.programs is None or tried.max_batch_size is None:
-        return record
-    spec, size = tried.programs.spec, tried.max_batch_size
-    control = start(settings, size, whole_pool=True)
-    keys = first_keys(control, settings, spec, size, accumulates=False)
-    key = next(key for key in keys if key.kind in ("steps", "fragment"))
-    at_once = sum(key.sizes) // num_turns(spec, key.layout)
-    work = count(tried.programs[key].as_text()).times(1 / spec.num_micro_batches)
-    tokens_per_s = at_once * size * spec.sequence_length / rates(device).least_seconds(work)
-    return record | work._asdict() | {"most_tokens_per_s": tokens_per_s}
-
-
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
     named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
     rows = [
@@ -235,19 +220,11 @@ def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
         f" {budget / 1e9:.2f} | | | **{largest / 1e9:.2f}** |",
         "",
         *(
-            f"Tried: {t.mode}: " + (_speed(found) if t.max_batch_size else f"{t.fault}.")
-            for t, found in zip(tried, record["tried"], strict=True)
+            f"Tried: {t.mode}: "
+            + (f"micro-batch {t.max_batch_size}." if t.max_batch_size else f"{t.fault}.")
+            for t in tried
         ),
     ]
-
-
-def _speed(found: dict) -> str:
-    return (
-        f"micro-batch {found['max_batch_size']}; an update takes {found['operations'] / 1e12:.3g}"
-        f" TFLOP, {found['num_bytes'] / 1e9:.3g} GB and {found['kernels']:,.0f} kernels on each"
-        f" device: at most {found['most_tokens_per_s']:,.0f} tokens/s, by the compiler's figures;"
-        " not run."
-    )
 
 
 @contextlib.contextmanager
@@ -292,11 +269,10 @@ _RTX_40 = _RTX_30 | {"minor": 9, "clock": 2.5}
 _HOST = {n: f"1x1x{n}" for n in range(1, 9)}
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
-# By kind: usable bytes, rates, numbers of chips, figures of a GPU's description. Operations are
-# dense bfloat16 products by the data sheets; 1 us to start a kernel is XLA's model, and
-# for a TPU no such time is known.
-_KINDS: dict[str, tuple[int, Rates, dict[int, str], dict]] = {
-    kind: (memory, Rates(peak, rate, 1e-6), _HOST, figures | {"name": name, "bandwidth": rate})
+# By kind: usable bytes, dense bfloat16 operations per second by the data sheets, numbers of chips,
+# figures of a GPU's description.
+_KINDS: dict[str, tuple[int, float, dict[int, str], dict]] = {
+    kind: (memory, peak, _HOST, figures | {"name": name, "bandwidth": rate})
     for kind, memory, peak, rate, name, figures in (
         ("a100-40", 42331013120, 312e12, 1555200000000, "NVIDIA A100-SXM4-40GB", _AMPERE),
         ("a100-80", 85100068864, 312e12, 2039040000000, "NVIDIA A100-SXM4-80GB", _AMPERE),
@@ -316,9 +292,9 @@ _KINDS: dict[str, tuple[int, Rates, dict[int, str], dict]] = {
         ),
     )
 } | {
-    "v5e": (16911433728, Rates(197e12, 819e9, 0), _FLAT, {}),
-    "v5p": (102738427904, Rates(459e12, 2765e9, 0), _CUBE, {}),
-    "v6e": (33550237696, Rates(918e12, 1640e9, 0), _FLAT, {}),
+    "v5e": (16911433728, 197e12, _FLAT, {}),
+    "v5p": (102738427904, 459e12, _CUBE, {}),
+    "v6e": (33550237696, 918e12, _FLAT, {}),
 }
 
 
@@ -349,11 +325,6 @@ def _parts(name: str) -> tuple[str, int]:
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
-def rates(name: str) -> Rates:
-    """Return how fast a device is at most that a name such as `h100x8` describes."""
-    return _KINDS[_parts(name)[0]][1]
-
-
 def most_tokens_per_s(spec: Spec) -> float:
     """Return a model's tokens per second at the peak of the devices; NaN if that is not known.
 
@@ -361,7 +332,7 @@ def most_tokens_per_s(spec: Spec) -> float:
     none for a table of embeddings beside a head.
     """
     devices, table = spec.machine.devices, _KINDS.values()
-    known = {figures["name"]: rate.operations for _, rate, _, figures in table if figures}
+    known = {figures["name"]: peak for _, peak, _, figures in table if figures}
     peak = len(devices) * known.get(devices[0].device_kind, math.nan)
     trained, frozen = (
         num_values(tree) - ("head" in tree and num_values(tree.get("embed")))

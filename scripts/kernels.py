@@ -1,4 +1,4 @@
-"""Count operations, bytes and kernels in a compiled program's text, and bound its seconds."""
+"""Count kernels and their bytes in the text of a compiled program."""
 
 import functools
 import math
@@ -9,26 +9,12 @@ from typing import NamedTuple, TypeAlias
 class Work(NamedTuple):
     """What a device does in one call of a program."""
 
-    operations: float = 0  # of matrix products; a multiplication and an addition are two
     num_bytes: float = 0  # operands and results of all kernels
     kernels: float = 0  # instructions that run by themselves; a fusion is one
 
     def times(self, factor: float) -> "Work":
         """Return the work of `factor` calls."""
         return Work(*(factor * number for number in self))
-
-
-class Rates(NamedTuple):
-    """How fast a device is at most."""
-
-    operations: float  # per second: dense products of bfloat16 matrices
-    num_bytes: float  # per second: of the memory
-    kernel_s: float  # seconds to start a kernel
-
-    def least_seconds(self, work: Work) -> float:
-        """Return a lower bound of the time that the work takes."""
-        products_s, memory_s = work.operations / self.operations, work.num_bytes / self.num_bytes
-        return max(products_s, memory_s) + self.kernel_s * work.kernels
 
 
 _COMPUTATION = re.compile(r"(?ms)^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\s*\n(.*?)^\}")
@@ -39,8 +25,6 @@ _INSTRUCTION = re.compile(
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _FREE = ("parameter", "get-tuple-element", "tuple", "constant", "bitcast", "after-all")
 _SLICES = ("slice", "dynamic-slice", "gather", "dynamic-update-slice")
-# How many products a kernel of cuDNN's attention computes. The causal mask halves each of them.
-_ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 
 _Instruction: TypeAlias = re.Match[str]
 
@@ -72,8 +56,7 @@ def count(text: str | None) -> Work:
             largest = max(map(work_of, called), key=lambda work: work.num_bytes)
             return largest.times(int(trips[1]) if trips else 1)
         inner = computations[called[0]] if one["kind"] == "fusion" else {}
-        operations = _operations(one, own) + sum(_operations(i, inner) for i in inner.values())
-        return Work(operations, _bytes(one, own, inner), 1)
+        return Work(_bytes(one, own, inner), 1)
 
     return work_of([*computations][-1])  # the program's own computation
 
@@ -89,23 +72,6 @@ def _integers(text: str) -> list[int]:
 def _num_bytes(one: _Instruction) -> float:
     arrays = _ARRAY.findall(one["result"])
     return sum(int(bits or 8) / 8 * math.prod(_integers(sizes)) for bits, sizes in arrays)
-
-
-def _operations(one: _Instruction, own: dict[str, _Instruction]) -> float:
-    """Count the operations of a matrix product; other instructions have none."""
-    target = "".join(re.findall(r'custom_call_target="([^"]*)"', one["attributes"]))
-    is_product = one["kind"] in ("dot", "convolution") or "gemm" in target
-    if not is_product and target not in _ATTENTION:
-        return 0
-    arrays = [one, *(own[name] for name in _names(one["operands"]))]
-    result, left, right, *_ = (_integers(_ARRAY.findall(a["result"])[0][1]) for a in arrays)
-    if target in _ATTENTION:  # the result is [B, H, L, K]
-        return _ATTENTION[target] * math.prod(result) * result[2]
-    if one["kind"] == "convolution":  # a TPU's products
-        (labels,) = re.findall(r"dim_labels=\w+_(\w+)->", one["attributes"])
-        return 2 * math.prod(result) * math.prod(right) / right[labels.index("o")]
-    (axes,) = re.findall(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', one["attributes"])
-    return 2 * math.prod(result) * math.prod(left[axis] for axis in _integers(axes))
 
 
 def _bytes(
