@@ -19,7 +19,6 @@ from adloco_jax.run.choose import (
     NothingFits,
     Tried,
     choose,
-    find_max_batch,
     modes,
     program_peaks,
 )
@@ -115,33 +114,6 @@ def test_a_cpu_rematerialises_only_if_it_must():
         else:
             assert chosen().remat == expected.remat
         assert not chosen(size=4).remat  # nothing is compiled
-
-
-@pytest.mark.parametrize("busy", [1, 5, 99])
-@pytest.mark.parametrize("fixed", [0, 7])
-@pytest.mark.parametrize("budget", [99, 100, 101, 104, 130, 163, 164, 259, 260, 409, 420, 999])
-def test_the_largest_micro_batch_is_found_in_three_compilations(fixed, budget, busy):
-    tried = []
-
-    def peak(size):
-        tried.append(size)
-        return 90 + fixed + 10 * size
-
-    found = find_max_batch(peak, sizes=SIZES, budget=budget, resting=90, busy=busy)
-    largest = max((n for n in SIZES if 90 + fixed + 10 * n <= budget), default=None)
-    assert found == largest or (busy == 1 and found <= largest)  # from one size: no more
-    assert len(tried) <= 3 and len(set(tried)) == len(tried)
-
-
-@pytest.mark.parametrize("budget", [110, 130, 170, 410])
-def test_memory_that_activations_do_not_decide_at_first_is_not_taken_for_constant(budget):
-    """The gradient and slices of one worker need 20 units, each sequence 1."""
-
-    def peak(size):
-        return 90 + max(20, size)
-
-    found = find_max_batch(peak, sizes=(1, 8, 32, 64, 128, 1024), budget=budget, resting=90, busy=8)
-    assert found == {110: 8, 130: 8, 170: 32, 410: 128}[budget]
 
 
 def test_the_table_of_modes_in_the_docs_is_the_one_here():

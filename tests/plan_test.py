@@ -84,8 +84,7 @@ def test_the_largest_micro_batch_is_found_from_memory():
     }
     assert sorted(needs.values()) == list(needs.values())
     for size, need in needs.items():
-        # One per cent of tolerance: padding of small arrays bends the line of the prediction.
-        device = int(1.01 * need / 0.8)
+        device = -(-need * 10 // 8)  # of which a run may use exactly this much
         assert largest(settings, of_bytes(spec, device)) == size
     with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
         largest(settings, of_bytes(spec, needs[2]))

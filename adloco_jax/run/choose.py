@@ -4,6 +4,7 @@ A mode says whether workers run at once or in turn, and whether the backward pas
 (docs/guides/devices.md). What it needs is known by compiling its programs.
 """
 
+import bisect
 import dataclasses
 import math
 import re
@@ -172,10 +173,9 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         return max(peak.total for peak in needs[size].values())
 
     if least <= budget:
-        moves, resting = _moves(settings, spec), held_bytes(spec, workers)
-        busy = max(STEP_TOKENS // tokens_of_a_row(spec, workers), 1)
-        how = {"sizes": sizes, "budget": budget, "resting": resting, "busy": busy}
-        if (largest := find_max_batch(largest_peak, **how)) is not None:
+        moves = _moves(settings, spec)
+        if num_fit := bisect.bisect_right(sizes, budget, key=largest_peak):
+            largest = sizes[num_fit - 1]
             return Tried(mode, largest, needs[largest], programs=programs)
     needed = max([least, *(peak.total for peak in needs[first].values())])
     return Tried(
@@ -187,38 +187,6 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         f" {budget} of {machine.device_bytes}; use fewer workers, a smaller batch or model"
         + ("" if mode.remat or settings.model.remat is None else ", or model.remat"),
     )
-
-
-def find_max_batch(
-    peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int, busy: int
-) -> int | None:
-    """Find the largest micro-batch in `sizes` that fits, by compiling at most three; or None.
-
-    The smallest, then the smallest with `busy` sequences, then the largest that should fit on the
-    line through both. Memory is convex in the size, so the line is an upper bound between them.
-    Beyond them, if it is less than half as steep as if all memory but `resting` grew in proportion
-    to the size, that growth is assumed.
-    """
-    first = sizes[0]
-    peaks = {first: peak(first)}
-    if peaks[first] > budget:
-        return None
-    second = next((n for n in sizes if n >= busy), sizes[-1])
-    if second > first:
-        peaks[second] = peak(second)
-        slope = (peaks[second] - peaks[first]) / (second - first)
-        most = (peaks[second] - resting) / second
-        room = budget
-        if peaks[second] > budget:
-            room = 1.01 * budget  # a margin for padding of small arrays; the size is compiled next
-            sizes = [n for n in sizes if n < second]
-        elif slope < most / 2:
-            slope = most
-        fits = [n for n in sizes if peaks[second] + slope * (n - second) <= room]
-        third = max(fits, default=first)
-        if third not in peaks:
-            peaks[third] = peak(third)
-    return max(size for size, need in peaks.items() if need <= budget)
 
 
 def program_peaks(
