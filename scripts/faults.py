@@ -9,7 +9,6 @@ bit. A trial that fails keeps its folder.
 """
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -37,10 +36,13 @@ import orbax.checkpoint as ocp
 from filelock import FileLock
 from jax.sharding import SingleDeviceSharding
 
-from adloco_jax.run import checkpoint
-from adloco_jax.run.ledger import deterministic_lines, read
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from adloco_jax.run import checkpoint  # noqa: E402
+from adloco_jax.run.ledger import deterministic_lines, read  # noqa: E402
+from probes.crashes import POINTS  # noqa: E402
+
 Trial = tuple[bool, str]  # whether it passed, and what was done
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _ENVIRONMENT = {
@@ -150,7 +152,7 @@ class Bench:
         """Copy a run that was killed after its fifth round, with two checkpoints."""
         base, copy = self.folder / "half", self.fresh()
         if not base.exists():
-            self.run(base, ADLOCO_CRASH_AT="round.decided:5")
+            self.run(base, program=at("round.decided:5"))
         shutil.copytree(base, copy)
         return copy
 
@@ -176,14 +178,9 @@ def state_of(workdir: Path) -> dict:
     }
 
 
-def points() -> list[str]:
-    """The names of all crash points in the package's source."""
-    names = set()
-    for path in (ROOT / "adloco_jax").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "crash_point":
-                names.add(ast.literal_eval(node.args[0]))
-    return sorted(names)
+def at(fault: str) -> tuple[str, ...]:
+    """The program that is killed, or whose write fails, at a point of `probes.crashes`."""
+    return "-m", "probes.crashes", fault
 
 
 def differences(found: dict, expected: dict) -> str:
@@ -221,20 +218,20 @@ def k1(bench: Bench, _: int) -> Iterator[Trial]:
 def k2(bench: Bench, case: tuple[str, int]) -> Iterator[Trial]:
     """SIGKILL at every named point, at its first three arrivals."""
     crash = f"{case[0]}:{case[1]}"
-    workdir, code, _ = _with_fault(bench, "ADLOCO_CRASH_AT", crash)
+    workdir, code, _ = _with_fault(bench, crash)
     if code == 0 and case[1] > 1:
         return  # the point has fewer arrivals
     difference = bench.ends_alike(workdir) if code == -9 else f"never reached ({code})"
     yield verdict(difference, f"{crash}, {workdir}")
 
 
-def _with_fault(bench: Bench, variable: str, fault: str) -> tuple[Path, int, str]:
+def _with_fault(bench: Bench, fault: str) -> tuple[Path, int, str]:
     """Run with a fault; return folder, exit code, stderr. Some faults need a resumed run."""
     workdir = bench.fresh()
-    code, err = bench.run(workdir, **{variable: fault})
+    code, err = bench.run(workdir, program=at(fault))
     if code == 0 and not _events(workdir, "fault"):
         workdir = bench.half_way()
-        code, err = bench.run(workdir, **{variable: fault})
+        code, err = bench.run(workdir, program=at(fault))
     return workdir, code, err
 
 
@@ -292,7 +289,7 @@ def k5(bench: Bench, case: tuple[str, str] | int) -> Iterator[Trial]:
         name, error = case
         fault = f"{error} at {name}"
         allowed = (5,) if name.split(".")[0] in ("save", "ledger", "config") else (0, 5)
-        workdir, code, err = _with_fault(bench, "ADLOCO_FAIL_AT", f"{name}:1:{error}")
+        workdir, code, err = _with_fault(bench, f"{name}:1:{error}")
     difference = bench.ends_alike(workdir) + _unexpected(code, err, allowed)
     yield verdict(difference, f"{fault}, gave {code}, {workdir}")
 
@@ -389,7 +386,7 @@ def r3(bench: Bench, devices: tuple[int, int]) -> Iterator[Trial]:
     device_count = "--xla_force_host_platform_device_count"
     before, after = (f"{_ENVIRONMENT['XLA_FLAGS']} {device_count}={n}" for n in devices)
     workdir = bench.fresh()
-    bench.run(workdir, ADLOCO_CRASH_AT="round.decided:5", XLA_FLAGS=before)
+    bench.run(workdir, program=at("round.decided:5"), XLA_FLAGS=before)
     code, err = bench.run(workdir, XLA_FLAGS=after)
     measured = {"perplexity", "noise", "signal", "test_value", "pseudo_grad_norm"}
     measured |= {"train_loss", "train_losses", "loss", "loss_before", "loss_after", "barrier"}
@@ -548,14 +545,14 @@ def _shuffled(*choices: Sequence) -> Callable[[Bench], list]:
 
 
 def _full_disks(bench: Bench) -> list:
-    return [*_shuffled(points(), ("ENOSPC", "EIO"))(bench), 1000, 5000, 9000]
+    return [*_shuffled(sorted(POINTS), ("ENOSPC", "EIO"))(bench), 1000, 5000, 9000]
 
 
 _FILES = ("manifest.json", "host.json", "arrays/manifest.ocdbt")
 _FOLDERS = ("a file in the folder's place", "checkpoints elsewhere", "a dead process's lock")
 ROWS = {
     "K1": Row(k1, _numbers, 5, 300),
-    "K2": Row(k2, _shuffled(points(), (1, 2, 3)), 1, 10**9),
+    "K2": Row(k2, _shuffled(sorted(POINTS), (1, 2, 3)), 1, 10**9),
     "K3": Row(k3, _numbers, 0, 20),
     "K4": Row(k4, _numbers, 2, 50),
     "K5": Row(k5, _full_disks, 2, 10**9),

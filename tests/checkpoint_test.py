@@ -1,6 +1,5 @@
 """Checkpoint folders: complete or reported as damaged, kept and deleted by rule, never trusted."""
 
-import collections
 import contextlib
 import hashlib
 import json
@@ -15,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adloco_jax import crashpoints
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
+from probes import crashes
 
 
 @flax.struct.dataclass
@@ -76,8 +75,7 @@ def reseal(path, change):
 
 
 def fail_at(monkeypatch, point):
-    monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
-    monkeypatch.setenv("ADLOCO_FAIL_AT", f"{point}:1:ENOSPC")
+    crashes.install(point, lambda: crashes.fail("ENOSPC"), patch=monkeypatch.setattr)
 
 
 def test_a_saved_state_is_restored_though_its_arrays_are_donated_at_once(tmp_path):
@@ -211,12 +209,11 @@ def test_a_save_that_fails_says_so_and_keeps_the_one_before(tmp_path, monkeypatc
 
 
 def test_a_save_reads_back_what_the_disk_has_kept(tmp_path, monkeypatch):
-    def lose(point):
-        if point == "save.committed":
-            (tmp_path / "2" / "host.json").write_text("{}")
+    def lose():
+        (tmp_path / "2" / "host.json").write_text("{}")
 
     save(tmp_path, 1)
-    monkeypatch.setattr(checkpoint, "crash_point", lose)
+    crashes.install("save.committed", lose, patch=monkeypatch.setattr)
     with pytest.raises(ResourceError, match="2: the checkpoint cannot be written .*host.json"):
         save(tmp_path, 2, keep=1)
     assert verify(tmp_path / "1").round == 1

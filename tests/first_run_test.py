@@ -29,9 +29,11 @@ SHORT = {
 }
 
 
-def adloco(environment, *words, cwd, **more) -> subprocess.CompletedProcess:
+def adloco(
+    environment, *words, cwd, program=("adloco_jax.main",), **more
+) -> subprocess.CompletedProcess:
     """Runs a command as a user types it."""
-    command = [sys.executable, "-m", "adloco_jax.main", *map(str, words)]
+    command = [sys.executable, "-m", *program, *map(str, words)]
     env = os.environ | environment | more
     how = {"cwd": cwd, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run(command, env=env, **how)
@@ -59,7 +61,8 @@ def hub(tmp_path_factory, hub_root):
 def test_the_card_runs_is_killed_and_resumes_without_the_hub(hub, tmp_path):
     environment, folder = hub
     words = [*CARD, *options(), "--workdir", "run"]
-    killed = adloco(environment, *words, cwd=tmp_path, ADLOCO_CRASH_AT="save.begin:2")
+    crash = {"program": ("probes.crashes", "save.begin:2"), "PYTHONPATH": str(ROOT)}
+    killed = adloco(environment, *words, cwd=tmp_path, **crash)
     assert killed.returncode == -signal.SIGKILL and killed.stderr == ""
     asked = (folder / "log").read_text()
     for file in (f"{MODEL}//model.safetensors", f"{TOKENIZER}//tokenizer.json"):

@@ -25,13 +25,13 @@ BELOW = {
     "errors": set(),
     "__version__": set(),
 }
-BELOW["crashpoints"] = BELOW["files"] = {"errors"}
+BELOW["files"] = {"errors"}
 BELOW["loop"] = {"core", "contrib", "models", "settings"}
 BELOW["hub"] = {"errors"}
 BELOW["data"] = {"core", "models", "settings", "errors", "files", "hub"}
 BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["config"] = BELOW["hf"] | {"hf"}
-BELOW["engine"] = BELOW["hf"] | BELOW["loop"] | {"hf", "loop", "crashpoints"}
+BELOW["engine"] = BELOW["hf"] | BELOW["loop"] | {"hf", "loop"}
 BELOW["run"] = BELOW["engine"] | {"config", "engine", "__version__"}
 BELOW["study"] = BELOW["run"] | {"run"}
 BELOW["elastic"] = BELOW["run"] | {"run"}

@@ -1,4 +1,3 @@
-import collections
 import contextlib
 import importlib
 import json
@@ -17,7 +16,7 @@ import jax
 import pytest
 from filelock import FileLock
 
-from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
+from adloco_jax import BATCH_TESTS, __version__, errors
 from adloco_jax import main as cli
 from adloco_jax.cli import parser
 from adloco_jax.cli import train as train_command
@@ -29,6 +28,7 @@ from adloco_jax.run import folder as run_folder
 from adloco_jax.run.assemble import build_model
 from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, default_of, meaning
+from probes import crashes
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -556,11 +556,10 @@ def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, mo
         for done, planned in ((3, [str(run)]), (4, [*fresh[1:], f"--workdir={run}"])):
             assert cli.main(["plan", *planned]) == 0
             paste(capsys.readouterr().out, done)
-        monkeypatch.setenv("ADLOCO_FAIL_AT", "save.begin:1:ENOSPC")
-        monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
-        assert cli.main(["train", str(run)]) == 5
+        with monkeypatch.context() as full:
+            crashes.install("save.begin", lambda: crashes.fail("ENOSPC"), patch=full.setattr)
+            assert cli.main(["train", str(run)]) == 5
         full_disk = capsys.readouterr().err
-        monkeypatch.delenv("ADLOCO_FAIL_AT")
         paste(full_disk, 5)
         assert len([*Path("runs").iterdir()]) == 1
         other = [word.replace("num_rounds=9", "num_rounds=8") for word in fresh]

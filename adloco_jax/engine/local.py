@@ -19,7 +19,6 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.types import Ensemble, GradientStats, put
-from adloco_jax.crashpoints import crash_point
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.engine.evaluate import guard_losses
 from adloco_jax.engine.inputs import (
@@ -132,7 +131,6 @@ class LocalEngine:
         control, decisions = decide(control, _by_trainer(batch.tests, stats), plans)
         if not is_over(control, settings):
             self._look_ahead(control)
-        crash_point("round.decided")
         self._report(0)
         jax.block_until_ready(norms)
         step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s

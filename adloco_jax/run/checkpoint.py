@@ -23,7 +23,6 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError, reason, remedy
 from adloco_jax.files import Count, Format, checked, file_sha256, read_json, sync
 from adloco_jax.run import processes
@@ -133,7 +132,6 @@ class Saver:
             ) from error
 
     def _make_staging(self, staging: Path) -> None:
-        crash_point("save.begin")
         if processes.is_first():
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -143,7 +141,6 @@ class Saver:
         if not processes.is_first():
             return 0
         staging, target = self.folder / _STAGING, self.folder / str(round_index)
-        crash_point("save.arrays")
         (staging / _HOST).write_bytes(_encode(host))
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
@@ -152,11 +149,8 @@ class Saver:
         (staging / _MANIFEST).write_bytes(_seal({"format": FORMAT, **described}))
         sync(staging / _MANIFEST)
         sync(staging)
-        crash_point("save.manifest")
         os.rename(staging, target)
-        crash_point("save.renamed")
         sync(self.folder)
-        crash_point("save.committed")
         verify(target)
         self._delete_old()
         return sum(file.size for file in files.values())
@@ -172,7 +166,6 @@ class Saver:
         for number in [number for number in losses if number not in kept]:
             # Renamed first: what a kill leaves does not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
-            crash_point("retention.renamed")
             shutil.rmtree(self.folder / _STAGING)
 
 

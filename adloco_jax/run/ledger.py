@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.files import Format, checked, replaced_file, write_errors
 from adloco_jax.loop.adloco import Control
@@ -63,7 +62,6 @@ class Ledger(contextlib.AbstractContextManager):
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
             with write_errors(self._path):
-                crash_point("ledger.write")
                 rest = memoryview(text)
                 while rest:  # if the disk is full, it first accepts a part of the line, then raises
                     rest = rest[self._file.write(rest) :]
