@@ -36,19 +36,20 @@ _TINY = """model.width=16 model.num_layers=2 model.num_heads=2 model.num_kv_head
     model.mlp_width=32 model.max_length=16 data.sequence_length=16 data.num_sequences=500
     eval.num_sequences=4"""
 _SHORT = "num_rounds=6 inner.steps_per_round=4 eval.every_rounds=2 checkpoint.every_rounds=1"
+_FAULTS = f"{ROOT}/probes/faults.py"
 # Round lengths of learners depend on their speed if there are several trainers.
 _LEARNERS = "ensemble.num_trainers=1 ensemble.num_workers=2 ensemble.initial_workers=none"
-_LEARNERS += " merge.policy=none batching.test=constant engine.kind="
+_LEARNERS += " merge.policy=none batching.test=constant engine.heartbeat_s=120 engine.kind="
 CASES = {
     "quickstart": f"quickstart {_TINY} {_SHORT} merge.every_rounds=3",
-    "growing pool": f"recommended_quick {_TINY} {_SHORT} num_tokens=none batching.eta=0.1",
+    "growing pool": f"growing_pool {_TINY} {_SHORT} num_tokens=none batching.eta=0.1",
     "streaming": f"streaming_diloco {_TINY} {_SHORT} num_tokens=none",
     "chats": f"finetune {_SHORT} model.init_from={DATA}/cases/chatml inner.warmup_updates=2"
     f" data.path={DATA}/cases/qa.jsonl data.sequence_length=64 batching.initial_batch_size=2"
     " batching.batch_cap=2 batching.max_batch_size=2 eval.num_sequences=4 ensemble.num_workers=2",
-    "two processes": "faults",
-    "ray": f"faults {_LEARNERS}ray",
-    "bucket": f"faults {_LEARNERS}bucket",
+    "two processes": _FAULTS,
+    "ray": f"{_FAULTS} {_LEARNERS}ray",
+    "bucket": f"{_FAULTS} {_LEARNERS}bucket",
 }
 
 
@@ -142,7 +143,7 @@ def main() -> int:
             whole, killed = json.loads(json.dumps([whole, killed]))
             expected = whole if given.what == "record" else recorded[case]
             for kind, found in (("whole", whole), ("killed", killed)):
-                names = [n for n in expected | found if expected.get(n) != found.get(n)]
+                names = [n for n in found | expected if expected.get(n) != found.get(n)]
                 num_different += len(names)
                 print(f"{case}, {kind}: {len(found)} values, {len(names)} differ", flush=True)
                 for name in names[:20]:
