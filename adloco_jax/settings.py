@@ -406,7 +406,7 @@ class BatchingSettings(SettingsGroup):
             yield "growth", "must name some of workers, rounds, batch; list each once"
         for key, limit in (("max_batch_size", largest), ("batch_cap", cap)):
             if limit is not None and first > limit:
-                need = f"the first is larger; set --config.batching.{key}={first}"
+                need = f"the first is larger; set batching.{key}={first}"
                 yield f"initial_batch_size {key}", need
         if self.buckets and largest not in (None, max(self.buckets)):
             yield "buckets max_batch_size", "the largest bucket must be the second; change one"

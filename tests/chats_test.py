@@ -237,10 +237,13 @@ def test_what_is_missing_is_one_line(tmp_path, tokenizer):
     path = write_documents(tmp_path, [{"messages": [USER, ANSWER]}] * 9)
     with pytest.raises(ConfigError, match=r"docs.jsonl:1: the tokenizer has no chat template; set"):
         load(path, "bytes")
-    with pytest.raises(DataError, match="set --config.data.text_column=messages$"):
+    with pytest.raises(DataError, match="set data.text_column=messages$"):
         load(path, tokenizer, text_column="text")
     with pytest.raises(DataError, match="^data.template=nowhere: unreadable"):
         load(path, tokenizer, template="nowhere")
+    questions = write_documents(tmp_path, [{"messages": [USER]}] * 9)
+    with pytest.raises(DataError, match=r"no answer to learn in 9 chats; each needs a turn of the"):
+        load(questions, tokenizer)
     given = {"source": "jsonl", "path": str(path), "sequence_length": toy.LENGTH}
     settings = toy.settings_of(data=given | {"text_column": "messages"})
     functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}

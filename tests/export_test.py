@@ -360,7 +360,7 @@ def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_contex
         train(config, tmp_path / "r")
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["model.width = 32", "model.norm_eps = 1e-06"]
-    assert "has 16; unset it: --config.model.width=none" in lines[0]
+    assert "has 16; unset it: model.width=none" in lines[0]
     with pytest.raises(DataError, match="no such folder"):
         train(tiny(init_from="./nowhere"), tmp_path / "r")
     assert list(tmp_path.iterdir()) == []

@@ -182,7 +182,7 @@ GUESSES = {
     "compare quickstart": "write: adloco train ",
     "train quickstart --data=x.txt": "did you mean --config.data.source or --config.data.path?",
     "train quickstart --config.batching.initial_batch_size=16 --config.batching.max_batch_size=8": (
-        "set --config.batching.max_batch_size=16"
+        "set batching.max_batch_size=16"
     ),
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
     "exprt runs/first": "did you mean adloco export runs/first?",
@@ -606,7 +606,7 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
     command = ["export", f"--workdir={elsewhere}", "--out=model"]
     assert cli.main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "batching.test = 'own': no entry of this library; give --config the file" in line
+    assert "batching.test = 'own': no entry of this library; run the config file" in line
     assert cli.main([*command, "--config=own.py"]) == 2  # the run has no checkpoint
     assert "no checkpoint, have none" in capsys.readouterr().err
     assert recorded_settings(elsewhere) == settings
@@ -628,10 +628,10 @@ def test_a_folder_that_is_taken_is_refused_before_data_are_loaded(elsewhere, cap
     (elsewhere / "run").mkdir()
     with FileLock(elsewhere / "run" / ".lock"):
         assert cli.main(TINY) == 2
-    assert "--workdir run: another process runs there" in capsys.readouterr().err
+    assert "workdir run: another process runs there" in capsys.readouterr().err
     monkeypatch.setattr("tempfile.mkdtemp", mock.Mock(side_effect=PermissionError(13, "denied")))
     assert cli.main([*TINY, "--workdir=other"]) == 2
-    assert "--workdir other: cannot be written (denied)" in capsys.readouterr().err
+    assert "workdir other: cannot be written (denied)" in capsys.readouterr().err
 
 
 def test_no_option_that_names_something_to_write_takes_an_address(elsewhere, capsys):
@@ -646,6 +646,6 @@ def test_no_option_that_names_something_to_write_takes_an_address(elsewhere, cap
     for wanted in ("train --workdir", "prepare --out", "export --out", "plan --save"):
         assert wanted in found
     for workdir in ("gs://bucket/run1", Path("gs://bucket/run1"), "file:///run1"):
-        with pytest.raises(ConfigError, match="--workdir .*: an address"):
+        with pytest.raises(ConfigError, match="workdir .*: an address"):
             check_workdir(workdir)
     assert list(elsewhere.iterdir()) == []

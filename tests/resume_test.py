@@ -156,7 +156,7 @@ def test_changes_that_alter_the_run_need_the_flag(stopped):
     batching = {"eta": 0.5, "max_batch_size": 8, "buckets": (2, 4, 8)}
     changed = settings_of(**GROWING | {"inner": inner, "batching": batching})
     before = (stopped / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match="--accept-config-change") as error:
+    with pytest.raises(ConfigError, match="accept_config_change=True") as error:
         run(stopped, changed)
     assert "inner.learning_rate: was 0.05, is 0.01" in str(error.value)
     assert "inner.clip_norm: was None, is 1.0" in str(error.value)
@@ -227,7 +227,7 @@ def test_another_optimizer_than_the_checkpoints_is_named(stopped):
 
 def test_other_data_are_refused_unless_accepted(stopped):
     other = dataclasses.replace(corpus(), fingerprint="another")
-    with pytest.raises(DataError, match="--accept-data-change"):
+    with pytest.raises(DataError, match="accept_data_change=True"):
         run(stopped, corpus=other)
     assert run(stopped, corpus=other, accept_data_change=True).controller.round == 7
 

@@ -512,6 +512,11 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     paths = [whole / name for name in names]
     with contextlib.ExitStack() as stack:
         shapes = write(job, kept, [stack.enter_context(open(p, "wb")) for p in paths], masks)
+    if job.data.is_chat and not (about["length"] > 0).any():
+        raise DataError(
+            f"{job.where[0]}: no answer to learn in {len(about)} chats; each needs a turn of the"
+            " assistant that counts (data.loss, a turn's weight, a row's label)"
+        )
     unread = f" and {dropped + rejected} chats without an answer" * bool(dropped + rejected)
     for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
         if have[0] < least:

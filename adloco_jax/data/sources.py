@@ -213,7 +213,7 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
         if column not in columns:
             likely = (*CHATS, *_TEXTS) if key == "text_column" else ()
             other = next((name for name in likely if {*name.split("+")} <= {*columns}), "NAME")
-            need = f"have {', '.join(columns)}; set --config.data.{key}={other}"
+            need = f"have {', '.join(columns)}; set data.{key}={other}"
             raise MissingColumn(f"{where}: no field {column!r}, {need}", columns)
 
 

@@ -205,7 +205,7 @@ def tokenizer_of(
             raise ConfigError(
                 f"data.tokenizer={name}: {tokenizer.vocab_size} ids, and other ids for a text than"
                 f" the tokenizer of model.init_from={source} with {own.vocab_size}, for which the"
-                " weights were made; leave --config.data.tokenizer unset (=none)"
+                " weights were made; leave data.tokenizer unset (=none)"
             )
         fingerprint = tokenizer.fingerprint
         tokenizer = dataclasses.replace(own, name=tokenizer.name, fingerprint=fingerprint)

@@ -280,7 +280,7 @@ def require_same_network(settings: Settings, found: hf.Description | hf.Loaded) 
     faults = [
         f"model.{ours} = {getattr(network, ours)}: {model.init_from} has"
         f" {getattr(found.network, ours)}"
-        + (f"; unset it: --config.model.{ours}=none" if ours in sizes else "")
+        + (f"; unset it: model.{ours}=none" if ours in sizes else "")
         for ours in names.attributes(found.config)
         if ours not in free and getattr(network, ours) != getattr(found.network, ours)
     ]

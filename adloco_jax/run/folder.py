@@ -48,12 +48,12 @@ def require_utf8(option: str, path: Path) -> None:
 def check_workdir(workdir: str | Path) -> None:
     """Raise ConfigError, with what to do, if a run cannot be stored in a folder."""
     folder = Path(workdir)
-    require_utf8("--workdir", folder)
-    local_path(workdir, "--workdir ")
+    require_utf8("workdir", folder)
+    local_path(workdir, "workdir ")
     for name in ("ledger.jsonl", "config.json", "checkpoints"):
         if (folder / name).is_symlink():
             raise ConfigError(
-                f"--workdir {folder}: {name} is a symbolic link; a run keeps its files in its"
+                f"workdir {folder}: {name} is a symbolic link; a run keeps its files in its"
                 " folder (the folder itself may be a link)"
             )
 
@@ -99,11 +99,11 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
         yield
     except Timeout:
         raise InUse(
-            f"--workdir {workdir}: another process runs there; wait for it, or name another folder"
+            f"workdir {workdir}: another process runs there; wait for it, or name another folder"
         ) from None
     except OSError as error:
         kind = ResourceError if error.errno in _DISK_FULL else ConfigError
-        raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
+        raise kind(f"workdir {workdir}: cannot be written ({error.strerror})") from error
 
 
 class Recorded(files.Format):
@@ -179,7 +179,8 @@ def _resumable(workdir: Path) -> Recorded:
     if before is None:
         raise CheckpointError(f"{path}: missing; name the folder of a run")
     faults = [
-        f"{path}: {key} = {name!r}: no entry of this library; give --config the file that adds it"
+        f"{path}: {key} = {name!r}: no entry of this library; run the config file that adds it"
+        " (--config FILE)"
         for key, entry in ENTRIES.items()
         if (name := attrgetter(key)(before.config)) not in known[entry.table]
     ]
@@ -251,7 +252,8 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     if changed["accepted"] and not accept:
         lines += changed["accepted"]
         lines.append(
-            f"{workdir}: these change the run from here on; --accept-config-change to do so"
+            f"{workdir}: these change the run from here on; to do so:"
+            " accept_config_change=True (--accept-config-change)"
         )
     if lines:
         raise ConfigError("\n".join(lines))

@@ -283,7 +283,7 @@ def require_shared(folder: Path) -> None:
     def look() -> None:
         if not mark.exists():
             raise ConfigError(
-                f"--workdir {folder}: not the folder that process 0 has under this name; name one"
+                f"workdir {folder}: not the folder that process 0 has under this name; name one"
                 " that all machines share"
             )
 

@@ -121,7 +121,7 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
         changes = shard_changes(recorded.shards, list(run.corpus.shards))
         advice = (
             f"{run.workdir}: the data have changed since this run began; restore them, or"
-            " --accept-data-change to resume with these"
+            " resume with these: accept_data_change=True (--accept-data-change)"
         )
         raise DataError("\n".join([*changes, advice]))
     return restored, damage, finish(events)
