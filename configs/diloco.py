@@ -46,7 +46,7 @@ def get_config(size: str | None = None) -> ConfigDict:
         _resize(config, size)
     config.inner.tx = "muon"
     config.inner.learning_rate = 0.006
-    config.outer.learning_rate = 0.8
+    config.outer.learning_rate = 1.0
     config.outer.momentum = 0.6
     config.outer.average = 0.5  # the reported model is a running average over rounds
     return config
