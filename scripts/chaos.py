@@ -1,4 +1,4 @@
-"""Kill, stop and slow learners of real runs, and measure the results (RELIABILITY.md).
+"""Kill, stop and slow learners of real runs, and measure the results (studies/reliability.md).
 
 python scripts/chaos.py single                90 faults of learners: all of them recovered from?
 python scripts/chaos.py nodes                 10 nodes lost, of a cluster of two

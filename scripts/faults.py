@@ -1,4 +1,4 @@
-"""Kill runs, fill disks and damage files, and check that nothing is lost (docs/RELIABILITY.md).
+"""Kill runs, fill disks and damage files, and check that nothing is lost (studies/reliability.md).
 
 python scripts/faults.py --scale long     takes hours; the same command continues a stopped test
 python scripts/faults.py --rows K1,K6     some rows only
