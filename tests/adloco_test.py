@@ -19,7 +19,7 @@ from toy import settings_of
 
 from adloco_jax.core.types import GradientStats
 from adloco_jax.engine import inputs as batches
-from adloco_jax.engine.local import _by_trainer, without_broken
+from adloco_jax.engine.local import by_trainer, without_broken
 from adloco_jax.engine.spec import here
 from adloco_jax.loop import adloco
 from adloco_jax.loop import control as accounting
@@ -264,7 +264,7 @@ def test_a_trainers_statistics_are_its_own_whatever_class_it_was_tested_in():
         stats(np.array([30.0, 50.0]), np.ones(2), workers=2),
         stats(np.array([10.0, 1e9, 70.0]), np.ones(3), workers=3),
     ]
-    tested = _by_trainer(tests, measured)
+    tested = by_trainer(tests, measured)
     control = a_control(batches=(4, 4, 4, 4), sizes=(1, 2, 1, 1))
     settings = settings_of(batching=FREELY)
     _, decisions = adloco.with_batch_sizes(control, tested, settings, control.trainers)

@@ -13,7 +13,7 @@ from toy_runs import events, run
 
 from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
 from adloco_jax.engine.inputs import Group, calls_of
-from adloco_jax.engine.programs import _keyed
+from adloco_jax.engine.programs import add_keys
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan
@@ -111,7 +111,7 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     stream_R3 = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)[2].stream_R3
     assert stream_R3.tolist() == [[0, 0, 8], [0, 1, 8], [1, 2, 8], [2, 3, 58]]
     for shape in ((3, 4, 4, 9), (6, 4, 2, 9)):
-        _, key_TRB = _keyed(spec, jnp.zeros(shape), jnp.asarray(stream_R3))
+        _, key_TRB = add_keys(spec, jnp.zeros(shape), jnp.asarray(stream_R3))
         expected = folded(jax.random.key(settings.seed), 2, 3, 58 + 6)
         assert key_TRB[6 // shape[2], 3, 6 % shape[2]] == expected
     assert spec_of(settings).key_seed is None

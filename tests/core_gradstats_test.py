@@ -10,7 +10,7 @@ import pytest
 from ensembles import draw
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from nets import per_example_products
+from nets import assert_same, in_true_units
 from trees import at
 
 from adloco_jax import (
@@ -78,31 +78,6 @@ def grads_by_hand(batch):
     residual = (x @ w) * gain - y
     of_w = x[:, :, None] * (residual * gain)[:, None]
     return np.concatenate([of_w.reshape(len(x), -1), residual * (x @ w)], axis=1)
-
-
-def in_true_units(stats):
-    """The statistics with the oracle's names and units; the scale is multiplied in."""
-    s = {name: np.float64(value) for name, value in vars(stats).items()}
-    return {
-        "examples": s["num_examples"],
-        "noise": s["noise_sum"] * s["scale"],
-        "noise_weight": s["noise_weight"],
-        "signal": s["signal_sum"] * s["scale"],
-        "signal_weight": s["signal_weight"],
-        "ip": s["ip_sum"] * s["scale"] ** 2,
-        "ip_weight": s["ip_weight"],
-        "plugin_ip": s["plugin_ip_sum"] * s["scale"] ** 2,
-        "plugin_orth": s["plugin_orth_sum"] * s["scale"],
-    }
-
-
-def assert_same(actual, expected, rtol=2e-5):
-    assert actual.keys() == expected.keys()
-    # Noise and signal are float32 differences of sums of this size.
-    size = abs(expected["noise"]) + abs(expected["signal"])
-    for name in expected:
-        atol = 1e-6 * size if name in ("noise", "signal") else 0.0
-        np.testing.assert_allclose(actual[name], expected[name], rtol=rtol, atol=atol, err_msg=name)
 
 
 @functools.cache
@@ -183,17 +158,6 @@ def test_estimators_keep_workers_apart_under_vmap():
     for r, t in enumerate(counts):
         got = in_true_units(jax.tree.map(lambda leaf, r=r: leaf[r], pooled))
         assert_same(got, in_true_units(stats(batches[r], t)), rtol=1e-4)
-
-
-@pytest.mark.parametrize("estimator", ["vmap", "taps"])
-def test_norms_and_products_of_single_examples(estimator):
-    grads = grads_by_hand(batch_of(9))
-    measure = functools.partial(
-        per_example_products, tapped_loss, estimator=estimator, chunk_size=2
-    )
-    norms_B, products_B = jax.jit(measure)(PARAMS, batch_of(9))
-    np.testing.assert_allclose(norms_B, (grads**2).sum(axis=1), rtol=1e-5)
-    np.testing.assert_allclose(products_B, grads @ grads.mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
 def test_auto_is_taps_for_a_loss_that_takes_them_and_vmap_for_another():

@@ -63,7 +63,7 @@ def test_a_length_of_whole_rows_keeps_its_last_row(tmp_path, num_chars, num_rows
 
 
 def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 2**10)
+    monkeypatch.setattr(rows, "CHUNK_CHARS", 2**10)
     path = write_documents(tmp_path, [f"{i:03}" + str(i % 10) * 97 for i in range(200)])
     corpus, everything = load(path, num_sequences=50), load(path, num_sequences=10**9)
     assert sum(documents_of(corpus)) < 100 and sum(documents_of(everything)) == 200
@@ -73,7 +73,7 @@ def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path, monkeyp
 
 
 def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 1)  # reading may stop after every document
+    monkeypatch.setattr(rows, "CHUNK_CHARS", 1)  # reading may stop after every document
     texts = [f"<{n}>" * 8 for n in range(24)]
     texts[1] = texts[3] = texts[0]  # this text is held out
     path = write_documents(tmp_path, texts)
@@ -83,7 +83,7 @@ def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatc
 
 
 def test_num_sequences_reads_on_until_something_is_held_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 2**10)
+    monkeypatch.setattr(rows, "CHUNK_CHARS", 2**10)
     texts = [f"{i:02}" + "x" * (2**10 - 2) for i in range(12)]
     corpus = load(write_documents(tmp_path, texts), num_sequences=5)
     assert len(corpus.rows) == 5 and len(corpus.heldout_rows) == 2**10 // 16

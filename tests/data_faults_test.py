@@ -89,7 +89,7 @@ DAMAGED = {
 def test_a_damaged_file_is_refused_also_behind_the_limit(
     tmp_path, monkeypatch, fault, message, num_sequences
 ):
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 1)  # reading may stop after every document
+    monkeypatch.setattr(rows, "CHUNK_CHARS", 1)  # reading may stop after every document
     bad = "b" if num_sequences is None else "a"
     for name in "abc":
         (tmp_path / f"{name}.json.gz").write_bytes(fault if name == bad else WHOLE)

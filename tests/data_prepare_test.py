@@ -1,5 +1,6 @@
 """Prepared rows: equal bytes after interruptions; who owns the folder; damage is found."""
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -28,13 +29,13 @@ from adloco_jax.data import corpus as corpus_module
 from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
-LENGTH = 15
+LENGTH, BYTES = 15, load_tokenizer("bytes")
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Tokens are saved, and reading may stop, after every few documents."""
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 6000)
+    monkeypatch.setattr(rows, "CHUNK_CHARS", 6000)
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ class Stopped(BaseException):
 
 
 def stop_at(patch, number, calls):
-    """Makes the n-th disk operation fail."""
+    """Makes the n-th disk operation fail, or call of the tokenizer that is returned."""
 
     def stopping(real):
         def step(*arguments, **options):
@@ -99,10 +100,25 @@ def stop_at(patch, number, calls):
 
     for owner, name in [
         *((os, name) for name in ("replace", "rename", "unlink", "fsync")),
-        *((rows, name) for name in ("sync", "file_sha256", "_encode")),
-        *((shutil, name) for name in ("rmtree",)),
+        *((rows, name) for name in ("sync", "file_sha256")),
+        (shutil, "rmtree"),
     ]:
         patch.setattr(owner, name, stopping(getattr(owner, name)))
+    return dataclasses.replace(BYTES, encode_batch=stopping(BYTES.encode_batch))
+
+
+def reading(patch, stop_at=""):
+    """The names of the files that are read from now on; a kill comes before `stop_at`."""
+    read, entry = [], DATA_SOURCES["jsonl"]
+
+    def documents(file, data):
+        if file.name == stop_at:
+            raise Stopped
+        read.append(file.name)
+        return entry.documents(file, data)
+
+    patch.setitem(DATA_SOURCES, "jsonl", dataclasses.replace(entry, documents=documents))
+    return read
 
 
 # -- Interruptions ---------------------------------------------------------------------------
@@ -127,8 +143,7 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch, kind):
         options["heldout_path"] = str(shards_in(tmp_path / "held", count=2, documents=9))
     data = settings_of(source, **options).data
 
-    def make(folder):
-        encoder = load_tokenizer("bytes")
+    def make(folder, encoder=BYTES):
         job = corpus_module.make_job(data, encoder, num_classes=classes)
         return rows.prepare(job, folder, note=lambda line: None)
 
@@ -139,11 +154,8 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch, kind):
         number, out = number + 1, tmp_path / f"out{number}"
         calls.clear()
         with monkeypatch.context() as patch:
-            stop_at(patch, number, calls)
-            try:
-                make(out)
-            except Stopped:
-                pass
+            with contextlib.suppress(Stopped):
+                make(out, stop_at(patch, number, calls))
         make(out)
         assert content(out) == content(tmp_path / "whole")
         assert not Path(f"{out}.partial").exists()
@@ -152,37 +164,21 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch, kind):
 
 def test_a_file_that_was_read_is_not_read_again(tmp_path, source, monkeypatch):
     prepare(source, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        calls, real = [], rows._file_record
-
-        def second(*record):
-            calls.append(record)
-            if len(calls) == 3:
-                raise Stopped
-            return real(*record)
-
-        patch.setattr(rows, "_file_record", second)
-        with pytest.raises(Stopped):
-            prepare(source, tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        reading(patch, "part-2.json.gz")
+        prepare(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    lines, read, entry = [], [], DATA_SOURCES["jsonl"]
-
-    def documents(file, data):
-        read.append(file.name)
-        return entry.documents(file, data)
-
-    monkeypatch.setitem(DATA_SOURCES, "jsonl", dataclasses.replace(entry, documents=documents))
+    lines, read = [], reading(monkeypatch)
     prepare(source, tmp_path / "out", note=lines.append)
-    assert lines[0].startswith("continuing after 2 of 4 files, ")
-    assert read == ["part-2.json.gz", "part-3.json.gz"]
+    assert lines[0].startswith("continuing after 1 of 4 files, ")
+    assert read == [f"part-{number}.json.gz" for number in (1, 2, 3)]
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(rows, "_write_folder", lambda *_: (_ for _ in ()).throw(Stopped))
-        with pytest.raises(Stopped):
-            prepare(source, tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        reading(patch, "part-3.json.gz")
+        prepare(source, tmp_path / "out")
     piece = tmp_path / "out.partial" / "1.npz"
     whole = piece.read_bytes()
     for damaged in (whole[:-1], whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]):
@@ -194,7 +190,7 @@ def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, monkeypatch)
 def test_a_line_mended_after_a_refusal_lets_the_same_call_begin_again(
     tmp_path, source, monkeypatch
 ):
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 300)  # pieces are saved before the refusal
+    monkeypatch.setattr(rows, "CHUNK_CHARS", 300)  # pieces are saved before the refusal
     file, first = source / "part-3.json.gz", source / "part-0.json.gz"
     good = file.read_bytes()
     file.write_bytes(good + gzip.compress(b'{"text": \n'))
@@ -218,7 +214,7 @@ def test_a_line_mended_after_a_refusal_lets_the_same_call_begin_again(
 
 
 def test_of_two_processes_one_makes_the_rows_and_the_other_waits_with_a_line(source, cache):
-    job = corpus_module.make_job(settings_of(source).data, load_tokenizer("bytes"))
+    job = corpus_module.make_job(settings_of(source).data, BYTES)
     partial = cache / f"{job.key}.partial"
     partial.mkdir(parents=True)
     lines, found = [], []

@@ -20,7 +20,7 @@ from toy import data_settings
 
 from adloco_jax import hf
 from adloco_jax.cli.prepare import guess_source
-from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer, rows
+from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer
 from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import ConfigError, DataError, ResourceError
@@ -58,6 +58,14 @@ def bucket(server, monkeypatch, tmp_path):
     yield upload
     created.objects.delete()
     fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """The names of the files that are downloaded, in order."""
+    names, real = [], files.download
+    monkeypatch.setattr(files, "download", lambda f, to: (names.append(f.name), real(f, to)))
+    return names
 
 
 def load(path, note=lambda line: None, **changes):
@@ -128,15 +136,15 @@ def write_chats(path):
     ],
 )
 def test_chats_at_an_address_are_known_by_their_columns(
-    tmp_path, bucket, web, monkeypatch, source, name, column
+    tmp_path, bucket, web, copied, source, name, column
 ):
-    monkeypatch.setattr(files, "_copy", None)  # no file is copied for that
     if column != "text":
         write_chats(tmp_path / "web" / name)
     addresses = [bucket(tmp_path / "web", "data") + f"/{name}", f"{web}/{name}"]
     for address in addresses[: 1 if name.endswith("parquet") else 2]:  # it has no ranges
         given = {"source": source, "path": address}
         assert column_of_texts(DataSettings().model_copy(update=given)) == column
+    assert copied == []
 
 
 def test_an_object_beside_a_folder_of_its_name_and_a_question_mark_are_read(tmp_path, bucket):
@@ -151,9 +159,7 @@ def test_an_object_beside_a_folder_of_its_name_and_a_question_mark_are_read(tmp_
     assert str(DataError(f"{address}/what?.jsonl:1: bad")) == f"{address}/what?.jsonl:1: bad"
 
 
-def test_rows_are_kept_until_an_object_is_rewritten(tmp_path, bucket, monkeypatch):
-    copied, real = [], files._copy
-    monkeypatch.setattr(files, "_copy", lambda file, to: (copied.append(file.name), real(file, to)))
+def test_rows_are_kept_until_an_object_is_rewritten(tmp_path, bucket, copied):
     write_jsonl(tmp_path / "folder")
     address = bucket(tmp_path / "folder", "data")
     first = load(address)
@@ -164,25 +170,6 @@ def test_rows_are_kept_until_an_object_is_rewritten(tmp_path, bucket, monkeypatc
     changed = load(address)
     assert changed.fingerprint != first.fingerprint
     assert shard_changes(first.shards, changed.shards) == ["part-0.jsonl: edited"]
-
-
-def test_a_killed_preparation_continues_with_the_next_file(tmp_path, bucket, monkeypatch):
-    write_jsonl(tmp_path / "folder")
-    address = bucket(tmp_path / "folder", "data")
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 500)
-    copied, real = [], files._copy
-
-    def copy(file, to):
-        copied.append(file.name)
-        real(file, to)
-        if len(copied) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(files, "_copy", copy)
-    with pytest.raises(KeyboardInterrupt):
-        load(address)
-    assert load(address).fingerprint == load(tmp_path / "folder").fingerprint
-    assert copied[3:] == ["part-1.jsonl.gz", "part-2.jsonl.gz"]
 
 
 REFUSED = {
@@ -291,15 +278,13 @@ def test_a_missing_extra_and_an_unknown_kind_are_one_line(monkeypatch):
         load("ftp://host/a.jsonl")
 
 
-def test_weights_come_from_an_address(tmp_path, bucket, monkeypatch):
+def test_weights_come_from_an_address(tmp_path, bucket, copied):
     sizes = dict(vocab_size=257, width=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=8)
     network = Llama(**sizes, max_length=8)
     params = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), param_shapes(network))
     hf.save(params, tmp_path / "model", load_tokenizer("bytes"), network=network)
     (tmp_path / "model" / "notes.txt").write_text("not copied")
     address = bucket(tmp_path / "model", "model")
-    copied, real = [], files._copy
-    monkeypatch.setattr(files, "_copy", lambda file, to: (copied.append(file.name), real(file, to)))
     assert hf.inspect(address)[:3] == (network, True, False) and copied == ["config.json"]
     for _ in range(2):
         jax.tree.map(np.testing.assert_array_equal, hf.load(address).params, params)

@@ -157,7 +157,7 @@ def test_text_gives_a_document_per_file_that_is_not_empty(tmp_path):
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 def test_too_many_open_files_are_not_damage(tmp_path, monkeypatch, number):
     fault = OSError(number, "Too many open files", "a.txt")
-    monkeypatch.setattr(sources, "_opened", mock.Mock(side_effect=fault))
+    monkeypatch.setattr(sources, "open", mock.Mock(side_effect=fault), raising=False)
     write(tmp_path / "a.txt", "a line\n\n" * 400)
     with pytest.raises(ResourceError, match="a.txt.*raise the limit of open files .ulimit -n"):
         corpus(tmp_path)

@@ -61,14 +61,11 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
 
 def coordinates(html):
     """The points of each curve's path, as fractions from the left and from the bottom."""
-    paths = [e for e in ET.fromstring(html).iter("path") if e.get("class") == "line"]
-    return [
-        [
-            (int(a) / chart._UNITS, 1 - int(b) / chart._UNITS)
-            for a, b in re.findall(r"(\d+),(\d+)", e.get("d"))
-        ]
-        for e in paths
-    ]
+    root = ET.fromstring(html)
+    size = int(next(e for e in root.iter("svg") if e.get("viewBox")).get("viewBox").split()[-1])
+    paths = [e.get("d") for e in root.iter("path") if e.get("class") == "line"]
+    pairs = [re.findall(r"(\d+),(\d+)", path) for path in paths]
+    return [[(int(a) / size, 1 - int(b) / size) for a, b in path] for path in pairs]
 
 
 def test_a_chart_has_each_point_where_its_axes_say():

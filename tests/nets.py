@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adloco_jax.core import gradstats
-from adloco_jax.core.types import trainable
 from adloco_jax.models import Bert, Llama, classification_loss, next_token_loss
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import LayerKind, RopeScaling
@@ -90,15 +88,26 @@ def stack(*trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-def per_example_products(loss_fn, params, batch, *, estimator="vmap", chunk_size=None):
-    """Squared norm of each example's gradient, and its product with the mean gradient; [B] each.
+def in_true_units(stats):
+    """The statistics with the oracle's names and units; the scale is multiplied in."""
+    s = {name: np.float64(value) for name, value in vars(stats).items()}
+    return {
+        "examples": s["num_examples"],
+        "noise": s["noise_sum"] * s["scale"],
+        "noise_weight": s["noise_weight"],
+        "signal": s["signal_sum"] * s["scale"],
+        "signal_weight": s["signal_weight"],
+        "ip": s["ip_sum"] * s["scale"] ** 2,
+        "ip_weight": s["ip_weight"],
+        "plugin_ip": s["plugin_ip_sum"] * s["scale"] ** 2,
+        "plugin_orth": s["plugin_orth_sum"] * s["scale"],
+    }
 
-    They are what `gradient_stats` adds up.
-    """
-    resolved = gradstats.resolve_estimator(estimator, loss_fn)
-    loss_of, params = gradstats._scalar_loss(loss_fn, params), trainable(params)
-    examples = gradstats._examples(batch, chunk_size, None, True)
-    sums_3, norms_B = gradstats._sum_gradients(loss_of, params, examples, resolved)
-    one = jnp.ones(())
-    products_3B = gradstats._multiply(loss_of, params, examples, resolved, sums_3, one)
-    return jnp.square(norms_B), products_3B[0]
+
+def assert_same(actual, expected, rtol=2e-5):
+    assert actual.keys() == expected.keys()
+    # Noise and signal are float32 differences of sums of this size.
+    size = abs(expected["noise"]) + abs(expected["signal"])
+    for name in expected:
+        atol = 1e-6 * size if name in ("noise", "signal") else 0.0
+        np.testing.assert_allclose(actual[name], expected[name], rtol=rtol, atol=atol, err_msg=name)

@@ -301,7 +301,7 @@ def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | 
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    _copy(file, folder / file.name)
+    download(file, folder / file.name)
     with _named(folder / file.name, file.address):
         yield folder / file.name
     shutil.rmtree(folder)
@@ -363,11 +363,16 @@ def _copied(
         if not folder.exists():
             with replaced_folder(folder) as partial:
                 for name, file in files.items():
-                    _copy(file, partial / name)
+                    download(file, partial / name)
     return folder
 
 
-def _copy(file: RemoteFile, path: Path) -> None:
+def download(file: RemoteFile, path: Path) -> None:
+    """Copy a remote file.
+
+    Raises:
+      DataError: If its size is not that of the listing.
+    """
     with hub.faults(file.address):
         system, name = _file_system(file.address, "address")
         system.get_file(name, str(path))

@@ -39,7 +39,7 @@ from adloco_jax.settings import DataSettings
 MIN_HELDOUT_ROWS = 2  # one for each use
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
-_CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
+CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 # How many documents, and how many characters of each, `check_round_trip` encodes and decodes.
 _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14
 _OF_FILES = ("files", "heldout_files")  # keys of `Job.request` that change with the text
@@ -333,7 +333,7 @@ def _tokenise_side(
                     raise DataError(f"{document.fault}; {why}")
                 pending.append(document)
                 num_chars += len(document.text)
-                if num_chars >= _CHUNK_CHARS:
+                if num_chars >= CHUNK_CHARS:
                     keep(index, number)
                     num_chars, enough = 0, _is_enough(job, kept, side)
                     if enough:

@@ -128,7 +128,7 @@ class LocalEngine:
         self._begun, self._clock_s = state, self._now_s()
         ensemble, measured, norms = self._dispatch(state, batch)
         self._flushed.clear()
-        control, decisions = decide(control, _by_trainer(batch.tests, stats), plans)
+        control, decisions = decide(control, by_trainer(batch.tests, stats), plans)
         if not is_over(control, settings):
             self._look_ahead(control)
         self._report(0)
@@ -337,7 +337,8 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
     return State(ensemble, control), changes
 
 
-def _by_trainer(tests: Sequence[Test], measured: Sequence[GradientStats]) -> Stats:
+def by_trainer(tests: Sequence[Test], measured: Sequence[GradientStats]) -> Stats:
+    """Give each trainer that was tested the statistics of its workers, in float64."""
     stats = {}
     for test, stats_R in zip(tests, measured, strict=True):
         fields = (np.asarray(value, np.float64) for value in vars(stats_R).values())

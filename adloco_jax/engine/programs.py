@@ -229,7 +229,7 @@ def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     advance = _inner_steps(spec, at) if turns == 1 else _turn(spec, at)
 
     def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3, *turn):
-        return advance(workers, _keyed(spec, tokens_TRBL, stream_R3), rate_TR, update_T, *turn)
+        return advance(workers, add_keys(spec, tokens_TRBL, stream_R3), rate_TR, update_T, *turn)
 
     turn = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
     arguments = (workers, *_batch_spec(spec, key, at, turns), *[turn] * (turns > 1))
@@ -265,7 +265,7 @@ def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
     def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, stream_R3, fragment):
-        inputs_T = (_keyed(spec, tokens_TRBL, stream_R3), rate_TR, update_T)
+        inputs_T = (add_keys(spec, tokens_TRBL, stream_R3), rate_TR, update_T)
         return fragment_steps(
             ensemble,
             workers,
@@ -360,7 +360,7 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 }
 
 
-def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
+def add_keys(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
     """Pair tokens with random keys [T, R, B], one a sequence; None if the loss takes no key."""
     if spec.key_seed is None or stream_R3 is None:
         return tokens_TRBL, None
