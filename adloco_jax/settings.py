@@ -377,7 +377,8 @@ class BatchingSettings(SettingsGroup):
     initial_batch_size: Annotated[Count, "refused"] = 1
     """Sequences per worker at the start (AdLoCo table A.2)."""
     max_batch_size: Annotated[Count | None, AUTO] = None
-    """Largest micro-batch per worker. auto: the largest that fits in memory."""
+    """Largest micro-batch per worker. auto: the largest that fits in memory; on a CPU at most what
+    a pass takes at once."""
     memory_frac: Annotated[PartOrAll | None, "harmless"] = None
     """Fraction of a device's memory that a run uses. Unset: 0.92; on a CPU, 0.8 of the RAM."""
     batch_cap: Count = 1024

@@ -147,3 +147,21 @@ def test_a_policy_that_awaits_losses_plans_no_merge(monkeypatch):
     )
     assert len(plan._pools(settings, 4)) == 1
     assert choose_module._moves(settings, spec_of(tiny())) == {}
+
+
+def test_a_cpu_begins_with_the_programs_of_the_first_round_and_a_pass_of_rows(monkeypatch):
+    settings = tiny()
+    batching = {"buckets": (1, 4, 16, 64, 1024), "batch_cap": 1024, "initial_batch_size": 1}
+    changed = settings.batching.model_copy(update=batching | {"test": "norm"})
+    settings = settings.model_copy(update={"batching": changed})
+    spec, compiled = dataclasses.replace(spec_of(settings), examples_per_pass=20), []
+    monkeypatch.setattr(Programs, "__getitem__", lambda self, key: compiled.append(key) or key)
+    monkeypatch.setattr(choose_module, "needed_bytes", lambda key: 2**20)
+    choice = choose(settings, spec, lambda *_: spec.loss_fn)
+    assert choice.max_batch_size == 16
+    assert [str(key) for key in dict.fromkeys(compiled)] == [
+        "stats M=2 R=2 B=0",
+        "start M=2 R=2 B=0",
+        "steps M=1 R=2 B=1",
+        "outer M=2 R=2 B=0",
+    ]

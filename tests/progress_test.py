@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from toy import settings_of
 
-from adloco_jax.engine.spec import Compiling
+from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
 from adloco_jax.loop.control import Size
 from adloco_jax.loop.growth import Decision
 from adloco_jax.run.terminal import Progress, describe_growth, describe_round
@@ -75,11 +75,45 @@ def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_las
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     file = io.TextIOWrapper(io.BytesIO(), write_through=False)
     progress = Progress(10, file=file)
-    for index in (1, 2, 3):  # the first round compiles for ten minutes
+    for index in (1, 2, 3):  # the first round takes ten minutes
         progress.round(index, index / 10, "")
     # Tenths of the run take 600, 10 and 10 s: estimates of the whole are 6000, 3050 and 1575 s.
     left = [line.rpartition(b", ")[2] for line in file.buffer.getvalue().splitlines()]
     assert left == [b"1:30:00 left", b"40:40 left", b"18:22 left"]
+
+
+def test_the_time_left_leaves_out_compilation_and_is_said_after_the_first_updates(monkeypatch):
+    now, stalled = [0.0], [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    progress = Progress(10, file=(file := io.StringIO()))
+    now[0] = 500.0  # compiled before the first round
+    progress.begin(0.0, lambda: stalled[0])
+    now[0], stalled[0] = 905.0, 400.0
+    progress.call(0.01, np.ones(2))  # a hundredth of the run in 5 s
+    progress.call(0.02, np.ones(2))
+    now[0] = 950.0
+    progress.round(1, 0.1, "loss 2")
+    progress.call(0.11, np.ones(2))
+    assert file.getvalue().splitlines() == [
+        "1.0% of the run, 08:15 left",
+        "round 1/10: loss 2, 07:30 left",
+    ]
+    progress = Progress(10, file=(file := io.StringIO()))
+    now[0] += 0.5
+    progress.call(0.01, np.ones(2))  # a run of 50 s
+    assert file.getvalue() == ""
+
+
+def test_without_a_bar_lines_count_programs_a_few_seconds_apart(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    progress = Progress(10, file=(file := io.StringIO()))
+    for number in range(1, 12):
+        progress.compiling(Compiling(number, 11))
+        progress.compiling(Compiled(ProgramKey("steps", (1,)), 3.0, False, False, None))
+        now[0] += 3
+    counts = [f"compiling {number} of 11" for number in (1, 4, 7, 10)]
+    assert file.getvalue().splitlines() == counts
 
 
 def test_a_terminal_gets_a_bar_under_the_same_lines():
@@ -95,7 +129,7 @@ def test_the_bar_moves_within_a_round_and_counts_programs():
     progress._bar.mininterval = 0
     progress.call(0.25, np.array([[2.4, math.nan], [math.inf, 2.42698]]))
     progress.call(0.5, np.ones(2))  # too soon to be shown
-    assert re.search(r" 25%.*00:00, loss 2.413, compiling 3 of 6$", terminal.getvalue())
+    assert re.search(r" 25%.*00:00, loss 2.413, 00:00 left, compiling 3 of 6$", terminal.getvalue())
     progress.round(1, 0.5, "", "12 tok/s")
     words = r" 50%.*, round 1/2, loss 2.413, 12 tok/s, 00:00 left, compiling 3 of 6\r"
     assert re.search(words, terminal.getvalue())

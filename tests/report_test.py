@@ -39,6 +39,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "programs        2 compiled, 1 from the cache; rounds waited 0.0 s",
         "memory          host 1.5 GiB peak, device 3 GiB peak, largest program 2.25 GiB",
         "wall time       0:01:15",
+        "of which        start 0.0 s, compiling 0.0 s, rounds 1.2 s, evaluation 0.0 s",
         "held-out loss   2.0000 nats/token (chance 5.55), the best trainer after round 6",
         "perplexity      7.3891",  # e squared
         "nats per byte   0.5000",  # a quarter of a token per byte

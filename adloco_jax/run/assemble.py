@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -489,6 +490,7 @@ class Run:
     by_fit: bool  # whether the caller gave model and data, so that the config describes neither
     accept_data_change: bool
     unit: str  # unit of the loss; empty for a plain number
+    began_s: float  # this process's clock when it began to put the run together
 
 
 def assemble(
@@ -526,6 +528,7 @@ def assemble(
       command: As in `train`.
       accept_data_change: As in `train`.
     """
+    began_s = time.perf_counter()
     by_fit, model = model is not None, model or configured_model(settings, machine)
     txs = {"inner_tx": inner_tx, "outer_tx": outer_tx}
     spec = program_spec(settings, model, machine, must_fit=trains, **txs)
@@ -571,6 +574,7 @@ def assemble(
         by_fit=by_fit,
         accept_data_change=accept_data_change,
         unit=unit,
+        began_s=began_s,
     )
 
 

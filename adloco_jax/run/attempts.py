@@ -76,7 +76,8 @@ def begin(
     run, its programs, the held-out rows, a callback, whether a signal came, and `Ledger.write`.
     Raises UserError as `train` does.
     """
-    settings, spec, start_s = run.settings, run.spec, time.perf_counter()
+    settings, spec = run.settings, run.spec
+    start_s = time.perf_counter() if failures.faults else run.began_s
     sample = sampler(run)
     restored, damage, end = restore(run)
     num_rounds = int(settings.last_round) if settings.num_tokens is None else None
@@ -96,8 +97,7 @@ def begin(
     stack.callback(programs.close)
     spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
-    on_call = progress.call if progress.shows_bar else None
-    engine = make_engine(run, programs, heldout, on_call, stop.is_set, ledger.write)
+    engine = make_engine(run, programs, heldout, progress.call, stop.is_set, ledger.write)
     stack.callback(engine.close)
     engine.underway = control
     earlier_s, loss = (restored.host.wall_s, restored.host.loss) if restored else (0.0, None)
@@ -109,7 +109,8 @@ def begin(
     ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
     ended = ended and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again
-        observers.write_start(run, ledger, control, damage, failures.faults)
+        begun_s = time.perf_counter() - start_s
+        observers.write_start(run, ledger, control, damage, failures.faults, begun_s)
     notes = [f"damaged, and set aside: {line}" for line in damage]
     notes += [f"resuming after round {control.round}"] if control.round else []
     notes += ["stopped before its first save: the run begins again"] if begins_again else []
@@ -132,6 +133,7 @@ def begin(
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
     )
+    progress.begin(done, lambda: programs.stall_s)
     return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
 
 

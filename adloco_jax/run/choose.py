@@ -119,13 +119,16 @@ def choose(
     """Choose the mode of a run and the largest micro-batch, by compiling its programs.
 
     The first mode that fits the largest candidate, or `STEP_TOKENS` tokens at a time (which keep a
-    device busy); else the one with the most tokens; on a CPU the first that fits. `size` is a
-    micro-batch that is already known; on a CPU nothing is then compiled. Raises NothingFits.
+    device busy); else the one with the most tokens; on a CPU the first that fits, by the programs
+    of the first round if it has room to spare. `size` is a micro-batch that is already known; on a
+    CPU nothing is then compiled. Raises NothingFits.
     """
     batching, platform = settings.batching, spec.machine.platform
     allowed = modes(settings, platform) if allowed is None else allowed
     sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
     sizes = sizes if size is None else [size]
+    if spec.examples_per_pass is not None:  # on a CPU: more rows than a pass takes gain nothing
+        sizes = [n for n in sizes if n <= max(spec.examples_per_pass, sizes[0])]
     tried: list[Tried] = []
     fits: list[tuple[float, Choice]] = []
     for mode in allowed:
@@ -173,7 +176,12 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         return max(peak.total for peak in needs[size].values())
 
     if least <= budget:
-        moves = _moves(settings, spec)
+        moves, resting = _moves(settings, spec), held_bytes(spec, workers)
+        if machine.platform == "cpu" and len(sizes) > 1:
+            first_peaks = _first_peaks(settings, programs, first) | moves
+            most = max(peak.total for peak in first_peaks.values())
+            if resting + (most - resting) * sizes[-1] / first <= budget:
+                return Tried(mode, sizes[-1], first_peaks, programs=programs)
         if num_fit := bisect.bisect_right(sizes, budget, key=largest_peak):
             largest = sizes[num_fit - 1]
             return Tried(mode, largest, needs[largest], programs=programs)
@@ -187,6 +195,13 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
         f" {budget} of {machine.device_bytes}; use fewer workers, a smaller batch or model"
         + ("" if mode.remat or settings.model.remat is None else ", or model.remat"),
     )
+
+
+def _first_peaks(settings: Settings, programs: Programs, size: int) -> dict[str, Peak]:
+    """Compile only the programs of the first round; on a CPU others wait until they are needed."""
+    control, whole = start(settings, size), settings.ensemble.sizes(whole_pool=True)
+    keys = first_keys(control, settings, programs.spec, size, accumulates=False)
+    return {str(key): peak(programs, key, whole) for key in keys}
 
 
 def program_peaks(

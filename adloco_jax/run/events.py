@@ -35,6 +35,7 @@ class Start(Format):
     tokens_per_byte: float | None = None
     round: Count = 0
     buckets: list[Count] = []
+    start_s: Seconds = 0.0
     heldout_rows: list[Count] = []  # positions of the held-out rows that reported losses use
     guard_rows: list[Count] = []  # those of the decision set
 
@@ -111,6 +112,7 @@ class Eval(Format):
     average: float | None = None
     perplexity: float | None = None
     wall_s: Seconds | None = None
+    eval_s: Seconds | None = None
     accuracy: float | None = None
     classes: list[ClassScores] = []
     sample: Pair[str, str] = ("", "")

@@ -167,6 +167,7 @@ class Evaluator:
     # Continues a held-out text with a model; None: no evaluation has a sample.
     sample: Callable[[PyTree, PyTree], tuple[str, str]] | None = None
     params: PyTree | None = None  # parameters of the last consensus model
+    _since_s: float = 0.0  # when the last loss was recorded, or the evaluation began
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Evaluate if due by `eval.every_rounds`, and at the end; then show the round."""
@@ -175,6 +176,7 @@ class Evaluator:
         recorder, control = self.recorder, state.control
         is_due = control.round % recorder.settings.eval.every_rounds == 0
         if is_due or is_over(control, recorder.settings):
+            self._since_s = time.perf_counter()
             losses, ensemble = [], evaluate.reported(state.ensemble)
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(ensemble, position)
@@ -228,6 +230,8 @@ class Evaluator:
         fields |= _totals(control) | more
         if average := self.recorder.settings.outer.average:
             fields["average"] = average
+        before_s, self._since_s = self._since_s, time.perf_counter()
+        fields["eval_s"] = round(self._since_s - before_s, 6)
         self.recorder.ledger.write("eval", **fields, wall_s=self.recorder.wall_s())
         return loss
 
@@ -312,9 +316,17 @@ def on_compile(ledger: Ledger, progress: Progress, event: Compiling | Compiled) 
 
 
 def write_start(
-    run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
+    run: Run,
+    ledger: Ledger,
+    control: Control,
+    damage: list[str],
+    faults: Sequence[dict],
+    begun_s: float,
 ) -> None:
-    """Write the `start` line, and a `fault` line for each damaged checkpoint and failure."""
+    """Write the `start` line, and a `fault` line for each damaged checkpoint and failure.
+
+    `begun_s` are the seconds until here in which data, weights and programs were made.
+    """
     settings, spec, heldout = run.settings, run.spec, run.heldout
     ledger.write(
         "start",
@@ -335,6 +347,7 @@ def write_start(
         guard_rows=heldout.guard_E.tolist(),
         round=control.round,
         max_batch_size=control.max_batch_size,
+        start_s=round(begun_s, 3),
         buckets=settings.batching.buckets,
     )
     found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]

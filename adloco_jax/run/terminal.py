@@ -1,10 +1,11 @@
 """Write the terminal output of a run: lines about rounds and events, above a progress bar."""
 
 import importlib.util
+import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -20,6 +21,8 @@ with warnings.catch_warnings():  # without ipywidgets the first import in a note
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
+_LONG_S = 60.0  # a longer run says without a bar, after its first updates, how long it will take
+_COMPILING_S = 8.0  # without a bar, seconds from one line about compilation to the next
 _MOST_LISTED = 2  # with more sizes of batches, the line of a round has the range
 # The line for each kind of change at the end of a round.
 _CHANGES = {
@@ -75,10 +78,10 @@ class Progress:
         self._file = sys.stdout if file is None else file
         self._num_rounds = num_rounds
         self._every = every
-        self._last_s, self._last_share = time.perf_counter(), share_done
         self._seconds_per_run: float | None = None
         self._bar = None
-        self._next_call_s = 0.0
+        self._next_call_s = self._next_compile_s = 0.0
+        self.begin(share_done)
         # The words beside the bar.
         self._shown = dict.fromkeys(("round", "loss", "speed", "left", "compiling"), "")
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
@@ -94,27 +97,44 @@ class Progress:
                 how |= {"file": _Cell(), "dynamic_ncols": False, "ncols": 100}
             self._bar = tqdm(total=1.0, initial=min(share_done, 1.0), **how)
 
-    @property
-    def shows_bar(self) -> bool:
-        """Whether there is a bar, which `call` and `compiling` change."""
-        return self._bar is not None
+    def begin(self, share_done: float, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Start the clock of the time left, without the seconds that `stalled_s` has counted."""
+        self._stalled_s = stalled_s
+        self._last_s, self._last_share = self._clock_s(), share_done
+
+    def _clock_s(self) -> float:
+        return time.perf_counter() - self._stalled_s()
 
     def call(self, share_done: float, losses: Array | np.ndarray) -> None:
-        """Move the bar within a round, at most ten times a second, to a share of the whole run."""
-        now_s = time.perf_counter()
-        if now_s < self._next_call_s:
+        """Move the bar within a round, at most ten times a second, to a share of the whole run.
+
+        Without a bar a line says once, after the first updates, how long a long run will take.
+        """
+        now_s, share = time.perf_counter(), min(share_done, 1.0)
+        if now_s < self._next_call_s or (self._bar is None and self._seconds_per_run):
             return
         self._next_call_s = now_s + 0.1
+        pace = self._seconds_per_run
+        if pace is None:
+            pace = (self._clock_s() - self._last_s) / max(share - self._last_share, 1e-9)
+        left_s = (1 - share) * pace
+        left = f"{tqdm.format_interval(left_s)} left"
+        if self._bar is None:
+            self._next_call_s = math.inf
+            if left_s > _LONG_S:
+                self.note(f"{share:.1%} of the run, {left}")
+            return
         made = np.asarray(losses)[np.isfinite(losses)]
         loss = np.mean(made) if made.size else np.nan
-        share, pace = min(share_done, 1.0), self._seconds_per_run
-        left = "" if pace is None else f"{tqdm.format_interval((1 - share) * pace)} left"
         self._draw(share, loss=f"loss {loss:.4g}", left=left)
 
     def compiling(self, event: Compiling | Compiled) -> None:
-        """Show that a program is being compiled, until its compilation has ended."""
+        """Show that a program is being compiled; without a bar, in a line every few seconds."""
         words = f"compiling {event.number} of {event.of}" if isinstance(event, Compiling) else ""
         self._draw(compiling=words)
+        if self._bar is None and words and time.perf_counter() >= self._next_compile_s:
+            self._next_compile_s = time.perf_counter() + _COMPILING_S
+            self.note(words)
 
     def _draw(self, share: float | None = None, **words: str) -> None:
         if self._bar is not None:
@@ -147,7 +167,7 @@ class Progress:
             self._bar.close()
 
     def _seconds_left(self, share: float) -> float:
-        now_s = time.perf_counter()
+        now_s = self._clock_s()
         pace = (now_s - self._last_s) / max(share - self._last_share, 1e-9)
         before = pace if self._seconds_per_run is None else self._seconds_per_run
         self._seconds_per_run = (pace + before) / 2

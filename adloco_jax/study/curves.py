@@ -236,3 +236,22 @@ def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
         ends = {(e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in group}
         seconds[number] = (sum(step_s for step_s, _ in ends), sum(stall_s for _, stall_s in ends))
     return seconds
+
+
+def seconds_by_use(events: Sequence[dict]) -> dict[str, float]:
+    """Seconds of a run by what they were spent on, all processes together.
+
+    The names: start (without compilation), compile (before the first round of each process),
+    rounds (with their compilation) and eval.
+    """
+    seconds, waiting = dict.fromkeys(("start", "compile", "rounds", "eval"), 0.0), 0.0
+    for event in events:
+        if event["event"] == "compile":
+            waiting += event["seconds"] * (event["where"] == "foreground")
+            continue
+        if event["event"] == "start":
+            seconds["compile"] += waiting
+            seconds["start"] += max(event.get("start_s", 0.0) - waiting, 0.0)
+        seconds["eval"] += event.get("eval_s") or 0.0
+        waiting = 0.0
+    return seconds | {"rounds": sum(step_s for step_s, _ in stalls(events).values())}

@@ -228,9 +228,11 @@ def times(run: RunRecord) -> str:
     across = _across(drawn[0].x)
     up = chart.axis("wall-clock time (s)", [0.0, *drawn[0].y])
     total_s, stall_s = map(sum, zip(*rounds.values(), strict=True))
+    found = summary.totals(run.events)
     text = (
         f"Measured seconds of each round, {total_s:.4g} s in all, of which {stall_s:.4g} s were"
-        " spent waiting for compilation. Evaluations and checkpoints are not included."
+        f" spent waiting for compilation. The whole run: {summary.seconds(found['wall_s'])};"
+        f" {summary.time_used(found)}; the rest is saving."
     )
     panel = chart.chart(across, up, drawn, title="Seconds of each round")
     return figure(panel.html(), text)

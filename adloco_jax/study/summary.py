@@ -17,6 +17,7 @@ from adloco_jax.study.curves import (
     last,
     lines,
     read_run,
+    seconds_by_use,
     stalls,
 )
 
@@ -108,6 +109,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "host_peak_bytes": max((e["host_peak_bytes"] for e in memory), default=None),
         "device_peak_bytes": max(device, default=None),
         "program_bytes": max((e.get("needed_bytes") or 0 for e in programs), default=0) or None,
+        **{f"{name}_s": value for name, value in seconds_by_use(events).items()},
         "tokens_per_s": end.get("tokens_per_s"),
         "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
         "loss": loss,
@@ -163,6 +165,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
         "compiled": totals["num_programs"] - totals["num_programs_cached"],
         "waited": seconds(totals["stall_s"]),
         "wall": seconds(totals["wall_s"]),
+        "used": time_used(totals),
     }
     peaks = {"host {} peak": "host_peak_bytes", "device {} peak": "device_peak_bytes"}
     peaks |= {"largest program {}": "program_bytes"}
@@ -181,6 +184,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
         " {waited}",
         "memory": ", ".join(known) or "-",
         "wall time": "{wall}",
+        "of which": "{used}",
         "speed": "{tokens_per_s:,.0f} tokens/s",
     }
     if t["participation"] is not None:
@@ -194,6 +198,13 @@ def described(totals: dict) -> list[tuple[str, str]]:
     if t["tokens_per_s"] is None:
         del facts["speed"]
     return [(name, text.format(**t)) for name, text in facts.items()] + _heldout(totals)
+
+
+def time_used(totals: dict) -> str:
+    """Say what a run's seconds were used for; compiling in rounds counts as rounds."""
+    names = ("start", "compile", "rounds", "eval")
+    start, compiling, rounds, evaluating = (seconds(totals[f"{name}_s"]) for name in names)
+    return f"start {start}, compiling {compiling}, rounds {rounds}, evaluation {evaluating}"
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
