@@ -545,16 +545,51 @@ class Settings(SettingsGroup):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1), "refused"] = 0
     """Random seed of the parameters, the data order, and the keys of a loss."""
     num_rounds: Annotated[Count | None, "harmless"] = None
-    """Outer steps after which the run ends. Unset: 20 (AdLoCo table A.2), unless num_tokens is
-    set."""
+    """Outer steps after which the run ends. Unset: 20 (AdLoCo table A.2), unless num_tokens or
+    num_epochs is set."""
     num_tokens: Annotated[int | None, Field(ge=1, le=4 * 10**18), "harmless"] = None
     """Number of tokens, of all trainers together, after which the run ends. With num_rounds set
     too, the first to come ends it, and learning-rate schedules end with it."""
+    num_epochs: Annotated[Positive | None, "harmless"] = None
+    """Passes over the training rows, of all trainers together, after which the run ends, unless
+    num_rounds or num_tokens ends it before. Rounds of a fixed length then divide it evenly."""
+    # Not a knob: the rows that trainers draw from, once they are read; 0: not yet.
+    num_rows: Annotated[Number, RECORDED] = 0
 
     @property
     def last_round(self) -> float:
         """The round after which the run ends at the latest; infinite if only tokens end it."""
-        return self.num_rounds or (math.inf if self.num_tokens else 20)
+        return self.num_rounds or (math.inf if self.num_tokens or self.num_epochs else 20)
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens of the first round, of all workers together."""
+        sequences = self.batching.initial_batch_size * sum(self.ensemble.sizes())
+        return self.inner.steps_per_round * sequences * self.data.sequence_length
+
+    @property
+    def last_token(self) -> float:
+        """The tokens after which the run ends at the latest; infinite if only rounds end it."""
+        passes = (self.num_epochs or 0.0) * self.num_rows * self.data.sequence_length
+        return min(self.num_tokens or math.inf, passes or math.inf)
+
+    def with_rows(self, num_rows: int) -> "Settings":
+        """Return settings that know the rows of a pass; num_epochs may shorten their rounds.
+
+        The fewest rounds of at most steps_per_round updates then divide the run evenly, if all
+        rounds have this length and their parameters are sent at once. Called again with the same
+        rows, it changes nothing.
+        """
+        inner, known = self.inner, self.model_copy(update={"num_rows": num_rows})
+        is_fixed = (inner.max_steps_per_round, inner.round_length) == (None, "fixed")
+        if not (self.num_epochs and num_rows and is_fixed) or self.outer.own_params:
+            return known
+        at_once = self.batching.initial_batch_size * sum(self.ensemble.sizes())
+        updates = max(math.ceil(self.num_epochs * num_rows / at_once), 1)
+        steps = -(-updates // -(-updates // inner.steps_per_round))
+        return known.model_copy(
+            update={"inner": inner.model_copy(update={"steps_per_round": steps})}
+        )
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about knobs of several groups."""

@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     The command line must set `model.init_from` and `data.path`.
     """
     config = default_config()
-    config.num_rounds = 20
+    config.num_epochs = 1.0  # passes over the rows, as many rounds as they take
 
     config.model.dtype = config.model.base_dtype = "bfloat16"
     config.model.loss_chunk = 1  # the logits of one sequence of Qwen3 take 311 MB
@@ -34,7 +34,6 @@ def get_config() -> ConfigDict:
 
     config.inner.steps_per_round = 50
     config.inner.learning_rate = 2e-4  # ten times that of all weights, as usual for adapters
-    config.inner.warmup_updates = 50
     config.inner.clip_norm = 1.0
     config.outer.tx = "nesterov"  # with DiLoCo's learning rate of 0.7 and momentum of 0.9
 

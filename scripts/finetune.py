@@ -44,7 +44,7 @@ BASE = {
     "inner.steps_per_round": 5,
     "inner.learning_rate": 5e-4,
     "inner.weight_decay": 0.0,
-    "inner.warmup_updates": 0,
+    "num_epochs": "none",  # num_rounds decides
     "outer.tx": "sgd",  # with rate 1: the average of the workers
     "outer.learning_rate": 1.0,
     "batching.initial_batch_size": 8,  # 16 chats: most rows hold two

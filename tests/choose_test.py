@@ -156,6 +156,7 @@ def test_a_cpu_begins_with_the_programs_of_the_first_round_and_a_pass_of_rows(mo
     settings = settings.model_copy(update={"batching": changed})
     spec, compiled = dataclasses.replace(spec_of(settings), examples_per_pass=20), []
     monkeypatch.setattr(Programs, "__getitem__", lambda self, key: compiled.append(key) or key)
+    monkeypatch.setattr(Programs, "prefetch", lambda self, keys: None)
     monkeypatch.setattr(choose_module, "needed_bytes", lambda key: 2**20)
     choice = choose(settings, spec, lambda *_: spec.loss_fn)
     assert choice.max_batch_size == 16

@@ -92,14 +92,10 @@ def test_training_points_are_means_over_trainers_and_know_the_same_costs(tmp_pat
     assert alone[2]["tokens"] == 2816  # all trainers together
 
 
-def test_seconds_are_divided_by_use_and_no_compilation_counts_twice():
-    def compiled(seconds, where="foreground"):
-        return {"event": "compile", "seconds": seconds, "where": where}
-
-    round_1, evaluation = round_line(1, step_s=20.0, stall_s=9.0), {"event": "eval", "eval_s": 2.5}
-    events = [compiled(4.0), compiled(1.0), compiled(64.0, "background")]
-    events += [{"event": "start", "start_s": 7.0}, compiled(9.0), round_1, evaluation, evaluation]
-    events += [{"event": "end"}, compiled(0.5), {"event": "start", "start_s": 1.0}]  # resumed
-    events += [round_1 | {"round": 2}, {"event": "eval"}]  # of an earlier version
+def test_seconds_are_divided_by_use():
+    start, evaluation = {"event": "start"}, {"event": "eval", "eval_s": 2.5}
+    events = [start | {"start_s": 7.0, "stall_s": 5.0}, round_line(1, step_s=20.0, stall_s=9.0)]
+    events += [evaluation, evaluation, start | {"start_s": 1.0, "stall_s": 0.5}]  # resumed
+    events += [start, round_line(2, step_s=20.0), {"event": "eval"}]  # by an earlier version
     used = {"start": 2.0 + 0.5, "compile": 5.0 + 0.5, "rounds": 40.0, "eval": 5.0}
     assert curves.seconds_by_use(events) == used

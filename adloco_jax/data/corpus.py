@@ -39,6 +39,10 @@ from adloco_jax.settings import CHATS, DataSettings, Settings
 
 Note = Callable[[str], None]
 
+# What `check_corpus` leaves to `load_corpus`, of files that are here.
+AFTER_FIRST = "its content after the first text"
+_SMALL_BYTES = 2**24  # of text that a plan reads in seconds
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
@@ -283,7 +287,18 @@ def check_corpus(settings: Settings, run: Path | None = None) -> list[str]:
             )
             if parts and next(documents, None) is None:
                 raise DataError(rows.no_text(where))
-    return [f"{_where_of(data)}: its content after the first text"]
+    return [f"{_where_of(data)}: {AFTER_FIRST}"]
+
+
+def is_small(settings: Settings, run: Path | None = None) -> bool:
+    """Whether the files of a text are on this machine, and read in seconds. `run` as above."""
+    data, source = settings.data, DATA_SOURCES[settings.data.source]
+    if source.is_folder or "path" not in source.needs:
+        return True
+    job = make_job(data, tokenizer_of(settings, run=run), commit="any")
+    files: list[Any] = [] if job.is_on_hub else [part.file for side in job.parts() for part in side]
+    is_here = bool(files) and all(isinstance(file, Path) for file in files)
+    return is_here and sum(os.path.getsize(str(file)) for file in files) <= _SMALL_BYTES
 
 
 def _where_of(data: DataSettings) -> str:

@@ -49,16 +49,19 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
     """Make the `RowOrder` of a run; `where` is the "key=value" that names the rows.
 
     Raises:
-      DataError: If a trainer's subset has fewer rows than there are workers.
+      DataError: If a trainer's subset has fewer rows than all workers' first batches.
     """
     num_streams, frac = settings.ensemble.num_workers, settings.data.subset_frac
     order = RowOrder(settings.seed, num_rows, num_streams, frac)
-    if min(num_rows, order.subset_size) < num_streams:
+    have, first = min(num_rows, order.subset_size), settings.batching.initial_batch_size
+    if have < num_streams * first:
+        fewer = f"ensemble.num_workers={have // first}" if have >= first else "a smaller batch"
         raise DataError(
-            f"{where}: have {min(num_rows, order.subset_size)} rows for a trainer ({num_rows} rows"
-            f" in all, data.subset_frac={frac}), need {num_streams}, one per worker stream; give"
-            " more text, fewer workers (ensemble.num_workers), a larger data.subset_frac or"
-            " data.num_sequences, or a smaller data.sequence_length"
+            f"{where}: have {have} rows for a trainer ({num_rows} rows in all,"
+            f" data.subset_frac={frac}), need {num_streams * first}, a batch of {first} for each of"
+            f" {num_streams} worker streams; give more text, {fewer}, a smaller"
+            " batching.initial_batch_size or data.sequence_length, or a larger data.subset_frac or"
+            " data.num_sequences"
         )
     return order
 

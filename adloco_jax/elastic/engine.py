@@ -460,4 +460,4 @@ def _changes_now(control: Control, settings: Settings) -> bool:
 
 def _keep_together(settings: Settings) -> bool:
     """Whether all trainers must have ended a round before any of them starts the next."""
-    return settings.ensemble.initial_workers is not None or settings.num_tokens is not None
+    return settings.ensemble.initial_workers is not None or math.isfinite(settings.last_token)

@@ -17,7 +17,7 @@ AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # least and largest number of sequences o
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
     """Return the fraction of the run that is done: of rounds or of tokens, the larger."""
-    return max(rounds / settings.last_round, tokens / (settings.num_tokens or math.inf))
+    return max(rounds / settings.last_round, tokens / settings.last_token)
 
 
 def is_over(control: Control, settings: Settings) -> bool:
@@ -67,14 +67,14 @@ def _micro_batches(control: Control, trainer: int, settings: Settings) -> tuple[
 
 
 def _base_rounds_left(control: Control, settings: Settings) -> float:
-    if settings.num_tokens is None:
+    if math.isinf(settings.last_token):
         return math.inf
     sequences = sum(  # of one update of all workers
         math.prod(_micro_batches(control, m, settings)) * len(trainer.streams)
         for m, trainer in control.trainers.items()
     )
     tokens = settings.inner.steps_per_round * sequences * settings.data.sequence_length
-    return (settings.num_tokens - control.tokens_total) / tokens
+    return (settings.last_token - control.tokens_total) / tokens
 
 
 def learning_rate(
@@ -90,7 +90,7 @@ def learning_rate(
     warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
     horizon = max(settings.last_round * inner.steps_per_round - inner.warmup_updates, 1)
     by_updates = (updates - inner.warmup_updates) / horizon
-    by_tokens = tokens / (settings.num_tokens or math.inf)
+    by_tokens = tokens / settings.last_token
     done = np.clip(np.maximum(by_updates, by_tokens), 0.0, 1.0)
     curves = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
     final = inner.final_lr_frac

@@ -27,13 +27,14 @@ from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.outer import Aggregator
 from adloco_jax.core.types import Ensemble, LossFn, label_by_name
 from adloco_jax.data import Corpus, load_corpus
-from adloco_jax.data.corpus import readable
+from adloco_jax.data.corpus import is_small, readable
+from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.sharding import ensemble_spec, fetch, first_ensemble, placement
 from adloco_jax.engine.spec import Kernel, Layout, Machine, Spec
-from adloco_jax.errors import ConfigError, DataError, own_code
+from adloco_jax.errors import ConfigError, DataError, counted, own_code
 from adloco_jax.loop.adloco import Control
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import AUTO_TEST_MAX
@@ -551,6 +552,7 @@ def assemble(
         corpus = load_corpus(settings, num_classes=model.num_classes, commit=commit, run=workdir)
         if trains:
             print(*notes, corpus.describe(), sep="\n")
+    settings = with_rows(settings, corpus)
     if unit is None:
         is_text = model.num_classes is None and corpus.tokens_per_byte is not None
         unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
@@ -560,15 +562,14 @@ def assemble(
     return Run(
         settings=settings,
         model=model,
-        spec=dataclasses.replace(spec, row_length=spec.row_length - unused, sequence_length=length),
-        corpus=corpus,
-        heldout=split_heldout(
-            corpus.heldout_rows,
-            num_sequences=settings.eval.num_sequences,
-            batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
-            num_classes=model.num_classes,
-            num_trainers=settings.ensemble.num_trainers,
+        spec=dataclasses.replace(
+            spec,
+            num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
+            row_length=spec.row_length - unused,
+            sequence_length=length,
         ),
+        corpus=corpus,
+        heldout=heldout_of(settings, corpus.heldout_rows, model.num_classes),
         workdir=workdir,
         command=command,
         by_fit=by_fit,
@@ -576,6 +577,45 @@ def assemble(
         unit=unit,
         began_s=began_s,
     )
+
+
+def heldout_of(
+    settings: Settings, rows_EL: np.ndarray | DocumentRows, num_classes: int | None = None
+) -> HeldOut:
+    """Divide held-out rows as a run does; an attempt replaces the size of their batch."""
+    return split_heldout(
+        rows_EL,
+        num_sequences=settings.eval.num_sequences,
+        batch_size=settings.batching.initial_batch_size,
+        num_classes=num_classes,
+        num_trainers=settings.ensemble.num_trainers,
+    )
+
+
+def small_corpus(settings: Settings, run: Path | None) -> Corpus | None:
+    """Load the rows of a configured text if they are here, and small enough for a plan."""
+    if not is_small(settings, run):
+        return None
+    return load_corpus(settings, num_classes=class_count(settings), run=run, note=lambda line: None)
+
+
+def with_rows(settings: Settings, corpus: Rows) -> Settings:
+    """Return settings that know the rows from which the trainers draw; 0 if `corpus` has none.
+
+    Raises ConfigError if `num_epochs` needs them, or the warm-up would outlast its updates.
+    """
+    rows, inner, epochs = len(getattr(corpus, "rows", ())), settings.inner, settings.num_epochs
+    if epochs and not rows:
+        raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
+    subset = max(1, int(settings.data.subset_frac * rows)) * settings.ensemble.num_trainers
+    settings = settings.with_rows(min(rows, subset))
+    tokens = inner.warmup_updates * settings.round_tokens / settings.inner.steps_per_round
+    if epochs and inner.warmup_updates and tokens >= settings.last_token:
+        raise ConfigError(
+            f"inner.warmup_updates = {inner.warmup_updates}, num_epochs = {epochs:g}: the warm-up"
+            f" would outlast the passes over {counted(rows, 'row')}; shorten it"
+        )
+    return settings
 
 
 def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:

@@ -30,7 +30,7 @@ from adloco_jax.run.assemble import (
 )
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
-from adloco_jax.run.describe import label_lines, run_header
+from adloco_jax.run.describe import label_lines, length_lines, run_header
 from adloco_jax.run.folder import (
     flat_settings,
     how_to_resume,
@@ -38,7 +38,7 @@ from adloco_jax.run.folder import (
     write_config,
 )
 from adloco_jax.run.ledger import Ledger, open_ledger
-from adloco_jax.run.plan import most_tokens_per_s
+from adloco_jax.run.plan import most_tokens_per_s, peak_here
 from adloco_jax.run.restore import begin_control, host_record, restore
 from adloco_jax.run.terminal import Progress
 
@@ -80,7 +80,7 @@ def begin(
     start_s = time.perf_counter() if failures.faults else run.began_s
     sample = sampler(run)
     restored, damage, end = restore(run)
-    num_rounds = int(settings.last_round) if settings.num_tokens is None else None
+    num_rounds = int(settings.last_round) if math.isinf(settings.last_token) else None
     before = restored.state.control if restored else None
     done = share_done(before.round, before.tokens_total, settings) if before else 0.0
     progress = Progress(num_rounds, every=settings.log.every_rounds, share_done=done)
@@ -109,8 +109,8 @@ def begin(
     ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
     ended = ended and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again
-        begun_s = time.perf_counter() - start_s
-        observers.write_start(run, ledger, control, damage, failures.faults, begun_s)
+        used = {"start_s": time.perf_counter() - start_s, "stall_s": programs.stall_s}
+        observers.write_start(run, ledger, control, damage, failures.faults, **used)
     notes = [f"damaged, and set aside: {line}" for line in damage]
     notes += [f"resuming after round {control.round}"] if control.round else []
     notes += ["stopped before its first save: the run begins again"] if begins_again else []
@@ -119,7 +119,10 @@ def begin(
     notes.append(run.heldout.describe(run.model.num_classes))
     notes += label_lines(settings, parameter_labels(settings, run.model))
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {to_resume(run)}")
-    for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
+    known = most_tokens_per_s(spec, peak_here(spec)) if is_known else math.nan
+    notes += run_header(settings, spec, control.max_batch_size)
+    notes += length_lines(settings, known, len(run.heldout.report_EL))
+    for line in notes:
         progress.note(line)
     ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)
 

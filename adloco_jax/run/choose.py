@@ -201,6 +201,7 @@ def _first_peaks(settings: Settings, programs: Programs, size: int) -> dict[str,
     """Compile only the programs of the first round; on a CPU others wait until they are needed."""
     control, whole = start(settings, size), settings.ensemble.sizes(whole_pool=True)
     keys = first_keys(control, settings, programs.spec, size, accumulates=False)
+    programs.prefetch(keys)
     return {str(key): peak(programs, key, whole) for key in keys}
 
 

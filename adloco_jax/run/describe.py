@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.inputs import classes
@@ -16,6 +17,9 @@ from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import least_test_sequences
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
+
+# More passes over the rows than this, and fewer held-out rows, have a line of their own.
+_MANY_PASSES, _FEW_HELDOUT = 10, 16
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
@@ -61,10 +65,49 @@ def label_lines(settings: Settings, labels: Mapping[str, str]) -> list[str]:
 
 
 def _ends(settings: Settings) -> str:
-    last, tokens = settings.last_round, f"until {settings.num_tokens or 0:,} tokens"
-    if settings.num_tokens is None:
-        return counted(int(last), "round")
-    return f"{tokens}, rounds" if last == math.inf else f"{tokens} or round {last}, rounds"
+    ends = [f"{settings.num_tokens:,} tokens"] if settings.num_tokens else []
+    if epochs := settings.num_epochs:
+        ends.append(f"{epochs:g} pass{'es' * (epochs != 1)} over the rows")
+    if not ends:
+        return counted(int(settings.last_round), "round")
+    ends += [f"round {settings.num_rounds}"] if settings.num_rounds else []
+    return f"until {' or '.join(ends)}, rounds"
+
+
+def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | None) -> list[str]:
+    """Describe how often a run reads its rows, and how long it takes at least.
+
+    `tokens_per_s` is a bound, or NaN; `num_heldout`, the rows of the reported loss, if known. A
+    line each is about rows that are read too often, and about too few held-out rows.
+    """
+    tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
+    batching, inner = settings.batching, settings.inner
+    grows = (batching.test, inner.round_length) != ("constant", "fixed")
+    grows = math.isinf(settings.last_token) and (grows or settings.ensemble.initial_workers)
+    read, lines = tokens / settings.data.sequence_length, []
+    passes = read / settings.num_rows if settings.num_rows else 0.0
+    if math.isfinite(tokens):
+        line = f"length: {'at least ' * bool(grows)}{read:,.0f} rows"
+        if passes:
+            shown = f"{passes:,.0f}" if passes >= _MANY_PASSES else f"{passes:.2g}"
+            line += (
+                f", {shown} pass{'es' * (shown != '1')} over the {settings.num_rows:,} to train on"
+            )
+        if tokens / tokens_per_s >= 1:  # NaN: not known
+            least = timedelta(seconds=round(tokens / tokens_per_s))
+            line += f"; at least {least}, at the peak of the devices"
+        lines.append(line)
+    if passes > _MANY_PASSES:
+        lines.append(
+            f"note: each row is read {passes:,.0f} times; num_epochs=1 reads it once (or give more"
+            " text, or fewer rounds)"
+        )
+    if num_heldout is not None and num_heldout < _FEW_HELDOUT:
+        lines.append(
+            f"note: the held-out loss is of {counted(num_heldout, 'row')} only; hold out more"
+            " (data.heldout_frac, data.heldout_path)"
+        )
+    return lines
 
 
 def _growth(settings: Settings) -> str:
@@ -123,9 +166,9 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     total = f"{least * last:,} to {most * last:,} in the run"
     if inner.round_length != "fixed" and inner.max_steps_per_round is None:
         total = f"{least * last:,} or more in the run"
-    if settings.num_tokens is not None:
-        total = f"the run ends with the round that reaches {settings.num_tokens:,}"
-        total += f", or with round {last}" if math.isfinite(last) else ""
+    if settings.num_tokens is not None or settings.num_epochs is not None:
+        total = "the run ends with the round that reaches "
+        total += _ends(settings).removeprefix("until ").removesuffix(", rounds")
     return [
         *run_header(settings, spec, batching.max_batch_size),
         f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"

@@ -35,7 +35,8 @@ class Start(Format):
     tokens_per_byte: float | None = None
     round: Count = 0
     buckets: list[Count] = []
-    start_s: Seconds = 0.0
+    start_s: Seconds = 0.0  # until here, in this process
+    stall_s: Seconds = 0.0  # of these, spent waiting for compilation
     heldout_rows: list[Count] = []  # positions of the held-out rows that reported losses use
     guard_rows: list[Count] = []  # those of the decision set
 

@@ -217,6 +217,9 @@ def finished(
     check_config(folder, settings, accept=accept_config_change)
     ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
     end = finish(read(ledger)) if ledger.exists() else None
+    settings = (
+        settings.with_rows(before.config.num_rows) if (before := recorded(folder)) else settings
+    )
     if not end or share_done(end["rounds"], end["tokens_total"], settings) < 1:
         return None
     if not (folder / "export").exists():
@@ -261,7 +264,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 
 def changes(recorded: Settings, settings: Settings) -> dict[Change, list[str]]:
     """Describe the settings that differ from a record, by kind: harmless, accepted, refused."""
-    before, now = flat_settings(recorded), flat_settings(settings)
+    before, now = flat_settings(recorded), flat_settings(settings.with_rows(recorded.num_rows))
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
         if before[key] != now[key]:
@@ -308,6 +311,6 @@ def _class(key: str, settings: Settings) -> Change:
     inner = settings.inner
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
     lasting = lasting and not settings.outer.leaves_unsynchronised
-    if key in ("num_rounds", "num_tokens") and not lasting:
+    if key in ("num_rounds", "num_tokens", "num_epochs") and not lasting:
         return "accepted"
     return change(key)

@@ -321,12 +321,9 @@ def write_start(
     control: Control,
     damage: list[str],
     faults: Sequence[dict],
-    begun_s: float,
+    **seconds: float,
 ) -> None:
-    """Write the `start` line, and a `fault` line for each damaged checkpoint and failure.
-
-    `begun_s` are the seconds until here in which data, weights and programs were made.
-    """
+    """Write the `start` line, and a `fault` line for each damaged checkpoint and failure."""
     settings, spec, heldout = run.settings, run.spec, run.heldout
     ledger.write(
         "start",
@@ -347,7 +344,7 @@ def write_start(
         guard_rows=heldout.guard_E.tolist(),
         round=control.round,
         max_batch_size=control.max_batch_size,
-        start_s=round(begun_s, 3),
+        **{name: round(value, 3) for name, value in seconds.items()},
         buckets=settings.batching.buckets,
     )
     found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]

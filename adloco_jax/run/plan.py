@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
+from adloco_jax.data.corpus import AFTER_FIRST
 from adloco_jax.engine.spec import (
     TAKEN,
     Compiled,
@@ -30,7 +32,14 @@ from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.assemble import configured_model, program_spec, spec_of
+from adloco_jax.run.assemble import (
+    configured_model,
+    heldout_of,
+    program_spec,
+    small_corpus,
+    spec_of,
+    with_rows,
+)
 from adloco_jax.run.choose import (
     Choice,
     Mode,
@@ -40,7 +49,7 @@ from adloco_jax.run.choose import (
     peak,
     reachable_keys,
 )
-from adloco_jax.run.describe import plan_lines, round_bytes, run_header
+from adloco_jax.run.describe import length_lines, plan_lines, round_bytes, run_header
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
 
@@ -52,7 +61,9 @@ def plan(
     accept_config_change: bool = False,
     memory: bool = False,
 ) -> str:
-    """Describe the memory, communication and tokens of a run, without training or reading text.
+    """Describe the memory, communication and tokens of a run, without training it.
+
+    Of the text only a little is read: what is here and small.
 
     With `memory`, the first rounds' programs are compiled for the micro-batch and each program's
     bytes. The last lines name what only the run can check. Raises UserError as `check_inputs` does.
@@ -62,7 +73,15 @@ def plan(
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
-    lines = plan_lines(settings, spec_of(settings, here()))
+    corpus = processes.run_on_all(lambda: small_corpus(settings, folder))
+    num_heldout = None
+    if corpus is not None:
+        settings = with_rows(settings, corpus)
+        num_heldout = len(heldout_of(settings, corpus.heldout_rows).report_EL)
+        unchecked = [line for line in unchecked if not line.endswith(AFTER_FIRST)]
+    spec = spec_of(settings, here())
+    lines = plan_lines(settings, spec)
+    lines += length_lines(settings, most_tokens_per_s(spec, peak_here(spec)), num_heldout)
     if memory:
         lines += _memory_lines(settings, configured_choice(settings, here()))
     else:
@@ -325,20 +344,34 @@ def _parts(name: str) -> tuple[str, int]:
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
-def most_tokens_per_s(spec: Spec) -> float:
+def most_tokens_per_s(spec: Spec, peak: float = math.nan) -> float:
     """Return a model's tokens per second at the peak of the devices; NaN if that is not known.
 
+    `peak` are operations per second of all devices, if they are of no known kind.
     Six operations for each parameter (Kaplan et al. 2020, arXiv 2001.08361), four for a frozen one,
     none for a table of embeddings beside a head.
     """
     devices, table = spec.machine.devices, _KINDS.values()
-    known = {figures["name"]: peak for _, peak, _, figures in table if figures}
-    peak = len(devices) * known.get(devices[0].device_kind, math.nan)
+    known = {figures["name"]: rate for _, rate, _, figures in table if figures}
+    if devices[0].device_kind in known:
+        peak = len(devices) * known[devices[0].device_kind]
     trained, frozen = (
         num_values(tree) - ("head" in tree and num_values(tree.get("embed")))
         for tree in (spec.params, spec.base or {})
     )
     return peak / (6 * trained + 4 * frozen)
+
+
+def peak_here(spec: Spec) -> float:
+    """Measure the operations per second of a CPU in a product of matrices; NaN elsewhere."""
+    if spec.machine.platform != "cpu":
+        return math.nan
+    matrix, seconds = np.ones((768, 768), np.float32), []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - start_s)
+    return 2 * len(matrix) ** 3 / min(seconds)
 
 
 def described(name: str) -> Machine:

@@ -239,19 +239,16 @@ def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
 
 
 def seconds_by_use(events: Sequence[dict]) -> dict[str, float]:
-    """Seconds of a run by what they were spent on, all processes together.
+    """Seconds of a run by what they were used for, all processes together.
 
     The names: start (without compilation), compile (before the first round of each process),
     rounds (with their compilation) and eval.
     """
-    seconds, waiting = dict.fromkeys(("start", "compile", "rounds", "eval"), 0.0), 0.0
-    for event in events:
-        if event["event"] == "compile":
-            waiting += event["seconds"] * (event["where"] == "foreground")
-            continue
-        if event["event"] == "start":
-            seconds["compile"] += waiting
-            seconds["start"] += max(event.get("start_s", 0.0) - waiting, 0.0)
-        seconds["eval"] += event.get("eval_s") or 0.0
-        waiting = 0.0
-    return seconds | {"rounds": sum(step_s for step_s, _ in stalls(events).values())}
+    starts = lines(events, "start")
+    waited_s = sum(e.get("stall_s", 0.0) for e in starts)
+    return {
+        "start": sum(e.get("start_s", 0.0) for e in starts) - waited_s,
+        "compile": waited_s,
+        "rounds": sum(step_s for step_s, _ in stalls(events).values()),
+        "eval": sum(e.get("eval_s") or 0.0 for e in lines(events, "eval")),
+    }
