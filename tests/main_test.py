@@ -185,6 +185,9 @@ GUESSES = {
         "set batching.max_batch_size=16"
     ),
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
+    "train quickstart --memory": "--memory: plans a run; write adloco plan",
+    "train quickstart --device h100": "--device: plans a run; write adloco plan",
+    "plan quickstart --save x.json": "add --device KINDxN",
     "exprt runs/first": "did you mean adloco export runs/first?",
 }
 

@@ -193,6 +193,9 @@ def train(options: argparse.Namespace, command: str) -> None:
     if options.plan:
         plan(options, command)
         return
+    for name in ("memory", "device", "save"):
+        if vars(options)[name] not in (None, False):
+            raise ConfigError(f"--{name}: plans a run; write adloco plan, or leave it out")
     path, _, settings = configure(options)
     _connect(options, needs_folder=True)
     # Imported only here, so that an error in the config is reported before JAX is imported.
@@ -225,6 +228,8 @@ def train(options: argparse.Namespace, command: str) -> None:
 
 def plan(options: argparse.Namespace, command: str) -> None:
     """Print the plan of a run."""
+    if options.save is not None and not options.device:
+        raise ConfigError("--save: saves a plan for devices; add --device KINDxN")
     if options.device == "":
         from adloco_jax.run.plan import kinds
 
