@@ -552,7 +552,7 @@ class Settings(SettingsGroup):
     too, the first to come ends it, and learning-rate schedules end with it."""
     num_epochs: Annotated[Positive | None, "harmless"] = None
     """Passes over the training rows, of all trainers together, after which the run ends, unless
-    num_rounds or num_tokens ends it before. Rounds of a fixed length then divide it evenly."""
+    num_rounds or num_tokens ends it before. Rounds of a fixed length then divide a pass evenly."""
     # Not a knob: the rows that trainers draw from, once they are read; 0: not yet.
     num_rows: Annotated[Number, RECORDED] = 0
 
@@ -576,16 +576,16 @@ class Settings(SettingsGroup):
     def with_rows(self, num_rows: int) -> "Settings":
         """Return settings that know the rows of a pass; num_epochs may shorten their rounds.
 
-        The fewest rounds of at most steps_per_round updates then divide the run evenly, if all
-        rounds have this length and their parameters are sent at once. Called again with the same
-        rows, it changes nothing.
+        The fewest rounds of at most steps_per_round updates then divide a pass evenly, if all
+        rounds have this length and their parameters are sent at once. So more passes change no
+        round. Called again with the same rows, it changes nothing.
         """
         inner, known = self.inner, self.model_copy(update={"num_rows": num_rows})
         is_fixed = (inner.max_steps_per_round, inner.round_length) == (None, "fixed")
         if not (self.num_epochs and num_rows and is_fixed) or self.outer.own_params:
             return known
         at_once = self.batching.initial_batch_size * sum(self.ensemble.sizes())
-        updates = max(math.ceil(self.num_epochs * num_rows / at_once), 1)
+        updates = max(math.ceil(min(self.num_epochs, 1.0) * num_rows / at_once), 1)
         steps = -(-updates // -(-updates // inner.steps_per_round))
         return known.model_copy(
             update={"inner": inner.model_copy(update={"steps_per_round": steps})}
