@@ -171,8 +171,8 @@ def test_too_little_text_to_split_is_a_data_error(tmp_path, texts, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_streams=11, subset_frac=0.5), "have 10 rows .*need 11, one per"),
-        (dict(num_streams=4, num_sequences=3), "have 3 rows .*need 4, one per"),
+        (dict(num_streams=11, subset_frac=0.5), "have 10 rows .*need 11, a batch of 1 for each"),
+        (dict(num_streams=4, num_sequences=3), "have 3 rows .*need 4, a batch of 1 for each"),
         (dict(sequence_length=400), "have 0 rows of 401 tokens to train on.*need 1"),
         (dict(sequence_length=600), "have 0 rows of 601 tokens to train on"),
         (dict(sequence_length=300), None),
