@@ -89,7 +89,7 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
         "\nprograms: 8 for 3 trainers and 4 workers",
         "\npeak: ",
         "; until 123,456 tokens or round 4, rounds of 3 updates",
-        "the run ends with the round that reaches 123,456, or with round 4\n",
+        "the run ends with the round that reaches 123,456 tokens or round 4\n",
         "\nnot checked: data.source=stdlib: ",
     ):
         assert part in text
