@@ -90,7 +90,7 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
         "\npeak: ",
         "; until 123,456 tokens or round 4, rounds of 3 updates",
         "the run ends with the round that reaches 123,456 tokens or round 4\n",
-        "\nnot checked: data.source=stdlib: ",
+        "\nlength: at least ",
     ):
         assert part in text
     run(tmp_path / "r", validate(config))
