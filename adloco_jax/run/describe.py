@@ -83,7 +83,7 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
     tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
     batching, inner = settings.batching, settings.inner
     grows = (batching.test, inner.round_length) != ("constant", "fixed")
-    grows = math.isinf(settings.last_token) and (grows or settings.ensemble.initial_workers)
+    grows = tokens < settings.last_token and (grows or settings.ensemble.initial_workers)
     read, lines = tokens / settings.data.sequence_length, []
     passes = read / settings.num_rows if settings.num_rows else 0.0
     if math.isfinite(tokens):
