@@ -1,7 +1,6 @@
 """The rows of studies/conformance.md on clusters: tables, formulas, and measured times.
 
-`python -m studies.conformance_clusters` prints the table of docs/guides/comparing.md, which states
-what the paper says and what we assume.
+`python -m studies.conformance_clusters` prints its table of simulated seconds.
 """
 
 import math

@@ -88,6 +88,6 @@ def test_a_transfer_that_is_hidden_costs_nothing():
 
 
 def test_the_table_in_the_docs_is_what_is_computed():
-    page = Path(__file__).parents[1] / "docs" / "guides" / "comparing.md"
+    page = Path(__file__).parents[1] / "studies" / "conformance.md"
     (table,) = re.findall(r"^\| Gbit/s for 95 % .*?(?=\n\n)", page.read_text("utf-8"), re.M | re.S)
     assert table == conformance_clusters.table()
