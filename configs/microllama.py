@@ -4,7 +4,7 @@ Command:   python -m adloco_jax.main --config configs/microllama.py
            The model, the tokenizer and the text come from the Hugging Face hub. For your own files
            add --config.model.init_from=FOLDER --config.data.path='c4/en/*.json.gz'
            --config.data.tokenizer=FILE (see docs/guides/data.md)
-Hardware:  one GPU of 80 GB; no other option is needed. docs/guides/renting.md has the run's plan
+Hardware:  one GPU of 80 GB; no other option is needed. docs/guides/devices.md says how to plan it
 Model:     304.6 M parameters, from keeeeenw/MicroLlama
 Data:      200,000 rows of C4, prepared once in a few minutes. The paper has 3.6 M rows:
            --config.data.num_sequences=3600000

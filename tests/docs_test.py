@@ -72,6 +72,24 @@ def test_files_that_the_pages_name_exist():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+def test_files_that_the_code_names_exist():
+    """Docstrings, comments and messages send a reader to pages and scripts that are there."""
+    folders = "adloco_jax|configs|docs|notebooks|probes|scripts|studies|tests"
+    pattern = rf"(?<![\w/.])(?:{folders})/[\w/]+\.(?:md|ipynb|py|toml|jsonl)\b"
+    files = [ROOT / name for name in ("Makefile", "pyproject.toml")]
+    for folder in ("adloco_jax", "configs", "scripts", "studies", "probes", "docs", "tests"):
+        files += (ROOT / folder).rglob("*.py")
+    files += (ROOT / "scripts").glob("*.[!p]*")
+    named = {
+        (name, file.name)
+        for file in files
+        for name in re.findall(pattern, file.read_text("utf-8"))
+        if "NAME" not in name
+    }
+    assert len(named) > 80
+    assert [each for each in sorted(named) if not (ROOT / each[0]).exists()] == []
+
+
 def test_the_address_of_the_repository_is_written_once():
     """Until there is one, pages say ADDRESS and a notebook asks for it."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
