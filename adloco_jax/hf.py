@@ -1,14 +1,11 @@
 """Read and write models in Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-Without safetensors, a `pytorch_model.bin` is read by PyTorch, tensors only. Every tensor's name,
-shape and type is checked; `models.weight_maps` has the names.
+Every tensor's name, shape and type is checked; `models.weight_maps` has the names.
 """
 
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import math
 import mmap
@@ -31,7 +28,7 @@ from safetensors.numpy import save_file
 
 from adloco_jax.data.files import fetched, is_address, is_on_hub
 from adloco_jax.data.tokenizers import GENERATION, Tokenizer, stop_ids
-from adloco_jax.errors import ConfigError, DataError, UserError, reason
+from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.files import Format, checked, read_json, replaced_folder
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_adapter
@@ -39,15 +36,13 @@ from adloco_jax.models.weight_maps import WeightMap
 
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-_PICKLED = "pytorch_model.bin"
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The files that may have the weights, or an index of other files; the first that exists is read.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_WEIGHTS += (_PICKLED, f"{_PICKLED}.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Buffers (constant tensors) that old versions of transformers saved; config.json determines them.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
-_TORCH = "pytorch_model.bin is read by PyTorch 2.6 or later: pip install torch"
+_CONVERT = "convert with `save_pretrained(..., safe_serialization=True)`"
 _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
 
@@ -179,8 +174,8 @@ def load(
 
     Args:
       path_or_name: A folder, its address (`data.files`), or a repository on the hub, with
-        `config.json` and `model.safetensors`, safetensors files with an index, or
-        `pytorch_model.bin`. What is in the cache is not downloaded again.
+        `config.json` and `model.safetensors`, or safetensors files with an index. What is in the
+        cache is not downloaded again.
       head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
         classes). If False, the returned parameters may lack it; a head of another kind is not read.
       merges: Whether an adapter is added to the weights that it belongs to.
@@ -193,14 +188,13 @@ def load(
       them tied, unless both are stored and differ.
 
     Raises:
-      ConfigError: If the hub has no such repository, or PyTorch is needed and not installed.
+      ConfigError: If the hub has no such repository, or it has no safetensors.
       ResourceError: If the hub cannot be reached.
       DataError: If the architecture is another, or tensors are missing, unexpected, stored twice,
         of a wrong shape, not of a float dtype or not finite, or an adapter's base has other weights
         than recorded. The message names all faults.
     """
-    one_of = ["*.safetensors", "pytorch_model*.bin"] if _has_torch() else ["*.safetensors"]
-    with _folder(str(path_or_name), one_of, key=key, revision=revision) as folder:
+    with _folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
             return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
         network, stored, left_out, config = _checked(folder, needs_head=head)
@@ -495,9 +489,9 @@ def _folder(
     name: str, one_of: Sequence[str], *, key: str, revision: str | None = None
 ) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
-    files, hint = ("config.json", "*.index.json", _ADAPTER), "" if _has_torch() else _TORCH
-    files += (GENERATION,)
-    with fetched(name, files, one_of=one_of, key=key, hint=hint, revision=revision) as folder:
+    how: Any = {"one_of": one_of, "key": key, "hint": _CONVERT, "revision": revision}
+    files = ("config.json", "*.index.json", _ADAPTER, GENERATION)
+    with fetched(name, files, **how) as folder:
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")
         yield folder
@@ -547,21 +541,19 @@ def _stored(folder: Path) -> dict[str, _Stored]:
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
         have = f"have {', '.join(pickled[:3])}, which is never read" if pickled else "have neither"
         raise DataError(
-            f"{folder}: need model.safetensors, or an index and its shards; {have}; convert with"
-            " `save_pretrained(..., safe_serialization=True)`"
+            f"{folder}: need model.safetensors, or an index and its shards; {have}; {_CONVERT}"
         )
-    opened = _unpickled if file.name.startswith(_PICKLED) else _open
     if file.suffix != ".json":
-        return opened(_inside(folder, file.name))
+        return _open(_inside(folder, file.name))
     index = checked(read_json(file, DataError, **_JSON), _Index, f"{file}: index", DataError)
-    shards = [opened(_inside(folder, name)) for name in sorted({*index.weight_map.values()})]
+    shards = [_open(_inside(folder, name)) for name in sorted({*index.weight_map.values()})]
     return _joined((name, where) for shard in shards for name, where in shard.items())
 
 
 class _Index(Format):
     """What is read of an index: the file of each tensor, beside the index."""
 
-    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\\x00]+\.(safetensors|bin)$")]]
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\\x00]+\.safetensors$")]]
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -599,47 +591,6 @@ def _open(file: Path) -> dict[str, _Stored]:
         )
         found[name] = _Stored(file, name, shape, kind, read)
     return found
-
-
-def _has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
-
-
-def _unpickled(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a `pytorch_model.bin` by name; no other pickle is ever opened.
-
-    `weights_only` refuses anything but tensors and runs no code; it is safe from PyTorch 2.6 on.
-    """
-    version = importlib.metadata.version("torch") if _has_torch() else "0.0"
-    if tuple(map(int, version.split(".")[:2])) < (2, 6):
-        raise ConfigError(f"{file}: PyTorch {version} is installed; {_TORCH}")
-    import torch
-
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # deliberately broad: zip, pickle and PyTorch raise their own kinds
-        why = reason(error, 120)
-        raise DataError(f"{file}: damaged, or holds more than tensors ({why})") from error
-    for name, tensor in content.items() if isinstance(content, dict) else [("", None)]:
-        if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)) or (
-            tensor.device.type,
-            tensor.layout,
-        ) != ("cpu", torch.strided):
-            raise DataError(f"{file}: need a mapping from names to tensors, have {name!r:.40}")
-
-    def read(tensor: torch.Tensor) -> np.ndarray:
-        if tensor.dtype == torch.bfloat16:  # NumPy does not know this type
-            return tensor.detach().view(torch.int16).numpy().view(jnp.bfloat16)
-        return tensor.detach().numpy()
-
-    kinds = {jnp.dtype(dtype).name: kind for kind, dtype in _FLOATS.items()}
-
-    def stored(name: str, tensor: torch.Tensor) -> _Stored:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        shape, kind = tuple(tensor.shape), kinds.get(kind, kind)
-        return _Stored(file, name, shape, kind, functools.partial(read, tensor))
-
-    return {name: stored(name, tensor) for name, tensor in content.items()}
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:

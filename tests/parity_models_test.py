@@ -329,24 +329,6 @@ def test_tied_and_untied_tensors_are_those_of_hugging_face(tmp_path, is_tied, st
         assert_same_logits(loaded.network, loaded.params, model, make_rows(loaded.network))
 
 
-def test_shards_of_pickled_tensors_are_read(tmp_path):
-    drawn(CONFIGS["grouped heads"]).save_pretrained(tmp_path)
-    whole, file = hf.load(tmp_path), tmp_path / "model.safetensors"
-    tensors = {name: torch.from_numpy(array) for name, array in load_file(file).items()}
-    file.unlink()
-    names = {name: f"pytorch_model-0000{i % 2}.bin" for i, name in enumerate(tensors)}
-    for shard in {*names.values()}:
-        part = {name: tensor for name, tensor in tensors.items() if names[name] == shard}
-        torch.save(part, tmp_path / shard)
-    index = tmp_path / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": names}))
-    pair = (hf.load(tmp_path).params, whole.params)
-    assert all(map(np.array_equal, *map(jax.tree.leaves, pair)))
-    index.write_text(json.dumps({"weight_map": names | {HEAD: "../pytorch_model.bin"}}))
-    with pytest.raises(DataError, match="index.weight_map.*pytorch_model.bin"):
-        hf.load(tmp_path)
-
-
 def test_logits_and_perplexity_of_a_checkpoint_of_a_foreign_tool(data_dir):
     """The perplexity on rows of contiguous text agrees with torch's to 1e-4."""
     folder = data_dir / "fixtures" / "opendiloco_llama-2m-fresh"
