@@ -103,8 +103,7 @@ def end_of(case: str, folder: Path, *, kill: bool) -> dict:
         code = group[0].wait(timeout=900)
     log = workdir.with_suffix(".log")
     # Ray's cluster may outlive a driver that was killed; it ends by itself.
-    with open(log, "a") as file, contextlib.redirect_stdout(file):
-        code = code or cli.main(["export", str(workdir), "--out", f"{workdir}.export"])
+    code = code or cli.main(["export", str(workdir), "--out", f"{workdir}.export"])
     if code:
         return {"ended with": f"{code}: {log.read_text()[-2000:]}"}
     checkpoints = workdir / "checkpoints"
