@@ -137,7 +137,9 @@ def merged_by(settings, control, members, merged_loss=0.0, **how):
     """Merges: the engine, the control after the merge, and the ledger's line."""
     engine = host_engine(settings, merged_loss=merged_loss, **how)
     losses = dict.fromkeys(control.trainers, 0.0)
-    state, changes = adloco.merge_trainers(State(None, control), members, losses, settings, engine)
+    state, changes = adloco.merge_trainers(
+        State(None, control), members, losses, settings.merge, engine
+    )
     return engine, state.control, changes[-1]
 
 
@@ -240,14 +242,14 @@ def test_a_test_batch_is_4_percent_within_8_and_256_or_as_declared_and_two_per_w
     settings = settings_of(inner={"steps_per_round": micro_batches}, batching=batching)
     control = a_control(batches=(4,), sizes=(num_workers,))
     (plan,) = plans_of(control, settings).values()
-    assert planning.test_count(plan, num_workers, settings) == count
+    assert planning.test_count(plan, num_workers, settings.batching) == count
 
 
 def test_a_round_too_short_for_a_test_skips_it_and_says_so():
     batching = {"initial_batch_size": 1, "buckets": (1, 4)}
     settings = settings_of(inner={"steps_per_round": 1}, batching=batching)
     control = a_control(batches=(1,), sizes=(1,))
-    assert planning.test_count(plans_of(control, settings)[0], 1, settings) == 0
+    assert planning.test_count(plans_of(control, settings)[0], 1, settings.batching) == 0
     after, (decision,) = adloco.with_batch_sizes(control, {}, settings, control.trainers)
     assert decision.reason == "skipped" and decision.size.batch_size == 1
     assert after.counts == {"skipped": 1}
@@ -297,7 +299,7 @@ def test_a_request_is_spent_in_the_declared_order_up_to_each_cap(
         batching={"growth": tuple(growth.split()), "batch_cap": 12, "max_growth": 100},
     )
     how = {"limit": limit, "free_workers": free}
-    grown = batch_sizes.grown(Size(2, 1, 4), request_, settings, **how)
+    grown = batch_sizes.grown(Size(2, 1, 4), request_, settings.batching, settings.inner, **how)
     assert grown == size
 
 
@@ -316,7 +318,8 @@ def test_growth_is_limited_as_a_product_of_workers_rounds_and_batch(
         inner={"max_steps_per_round": 27}, batching={"growth": tuple(by), "batch_cap": 99}
     )
     limit = factor * now.total
-    grown = batch_sizes.grown(now, request_, settings, limit=limit, free_workers=free)
+    how = {"limit": limit, "free_workers": free}
+    grown = batch_sizes.grown(now, request_, settings.batching, settings.inner, **how)
     assert now.total <= grown.total <= limit
     assert all(before <= after for before, after in zip(now, grown, strict=True))
 
@@ -332,7 +335,7 @@ def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads()
     engine = host_engine(settings)
     state, events = State(None, control), []
     for trainer, num_workers in adloco.joining_workers(control, settings):
-        state, event = adloco.spawn_workers(state, trainer, num_workers, settings, engine)
+        state, event = adloco.spawn_workers(state, trainer, num_workers, settings.ensemble, engine)
         events.append(event)
     assert streams_of(state.control) == {0: [0, 2], 1: [1, 3]}
     assert asked(engine.spawn) == [[0, 2], [1, 2]]

@@ -166,7 +166,9 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state, monkeypat
         monkeypatch.setattr(engine, "_look_ahead", lambda control: None)
         after, boundary = engine.round(round_state, undecided)
         metrics = boundary.metrics
-        assert set(engine.programs._programs) == set(round_keys(control, plans, settings, chosen))
+        assert set(engine.programs._programs) == set(
+            round_keys(control, plans, settings.batching, chosen)
+        )
         num_calls = 6 if in_turn else 5
         assert list(calls) == pytest.approx(
             np.arange(1, num_calls + 1) / num_calls / settings.num_rounds

@@ -191,7 +191,7 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
     if not adloco.merge_due(control, settings):
         assert len(ids) == 1
         return
-    members = adloco.choose_members(control, dict.fromkeys(control.trainers, 0.0), settings)
+    members = adloco.choose_members(control, dict.fromkeys(control.trainers, 0.0), settings.merge)
     positions = oracle.merge_members(demands, policy=policy, width=width)
     assert list(members) == [10 + m for m in positions]
     control = adloco.after_merge(control, members)

@@ -286,7 +286,7 @@ class ElasticEngine:
             if settings.engine.steps == "by_speed":
                 speeds = {s: self.fleet.learners[n].sequence_s for s, n in free.items()}
                 updates = decisions.updates_by_speed(plan.num_updates, speeds)
-            count = test_count(plan, len(starts), settings)
+            count = test_count(plan, len(starts), settings.batching)
             for number in sorted(set(free.values())):
                 streams = [stream for stream, host in free.items() if host == number]
                 tested = {s: min(count, order.sequences(updates[s])) for s in streams}

@@ -33,7 +33,7 @@ from adloco_jax.loop.plans import (
     test_count,
     update_flags,
 )
-from adloco_jax.settings import Settings
+from adloco_jax.settings import BatchingSettings, Settings
 
 # The first `_COMPARED` rows of a worker are compared with those of all other workers. Equal rows
 # are an error only if at least `_FEWEST_COMPARED` of them are distinct.
@@ -173,11 +173,11 @@ def whole_pool(control: Control) -> Group:
 
 
 def round_keys(
-    control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec
+    control: Control, plans: Mapping[int, RoundPlan], batching: BatchingSettings, spec: Spec
 ) -> list[ProgramKey]:
     """List the keys of the programs that a round may call, in the order of their first calls."""
     keys = []
-    if measures_gradients(settings):
+    if measures_gradients(batching):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
     groups = group_trainers(control, plans, spec)
     if spec.by_position:
@@ -203,16 +203,17 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
     If measured gradients grow the batch, the later round is listed for the fastest growth and for
     none. Merges are predicted as in `foreseen`.
     """
-    keys = round_keys(control, round_plans(control, settings), settings, spec)
+    batching = settings.batching
+    keys = round_keys(control, round_plans(control, settings), batching, spec)
     later = dataclasses.replace(control, round=control.round + 1)
     last = is_over(later, settings)
     if settings.outer.leaves_unsynchronised:
         owed = later.trainers if last else _members(later, settings)
         keys += [group.key("flush") for group in classes(later, owed, spec)]
-    if not last and measures_gradients(settings):
-        for growth in (settings.batching.max_growth, 1):
+    if not last and measures_gradients(batching):
+        for growth in (batching.max_growth, 1):
             ahead = foreseen(with_growth(later, growth, settings), settings)
-            keys += round_keys(ahead, round_plans(ahead, settings), settings, spec)
+            keys += round_keys(ahead, round_plans(ahead, settings), batching, spec)
     return list(dict.fromkeys(keys))
 
 
@@ -228,7 +229,7 @@ def foreseen(control: Control, settings: Settings) -> Control:
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:
     if not merge_due(control, settings):
         return ()
-    return choose_members(control, dict.fromkeys(control.trainers, 0.0), settings)
+    return choose_members(control, dict.fromkeys(control.trainers, 0.0), settings.merge)
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
@@ -248,7 +249,8 @@ def make_batch(
         group.plan.num_sequences * sum(group.sizes) for group in groups
     )
     count = {
-        m: test_count(plan, control.size(m).num_workers, settings) for m, plan in plans.items()
+        m: test_count(plan, control.size(m).num_workers, settings.batching)
+        for m, plan in plans.items()
     }
     tested = [g for g in classes(control, plans, spec) if any(count[m] for m in g.trainers)]
     tested_here = set()

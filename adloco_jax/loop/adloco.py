@@ -26,7 +26,7 @@ from adloco_jax.loop.control import (
 )
 from adloco_jax.loop.growth import Decision, Stats, free_workers, with_batch_sizes
 from adloco_jax.loop.plans import is_over, share_done
-from adloco_jax.settings import Settings, even_sizes
+from adloco_jax.settings import EnsembleSettings, MergeSettings, Settings, even_sizes
 
 
 class State(NamedTuple):
@@ -141,16 +141,18 @@ def adloco(
         if is_over(state.control, settings):
             state, flushed = engine.flush(state, [*state.control.trainers])
             changes += flushed
-        state = with_average(state, before, settings)  # not in the paper
+        state = with_average(state, before, settings.outer.average)  # not in the paper
         if advanced and merge_due(state.control, settings):
             losses = guard_losses(state, engine)
-            members = choose_members(state.control, losses, settings)  # algorithm 2, CheckMerge
+            members = choose_members(
+                state.control, losses, settings.merge
+            )  # algorithm 2, CheckMerge
             if members:  # algorithm 3, DoMerge
-                state, merging = merge_trainers(state, members, losses, settings, engine)
+                state, merging = merge_trainers(state, members, losses, settings.merge, engine)
                 changes += merging
         for trainer, size in joining_workers(state.control, settings):  # not in the paper
             state, spawned = spawn_workers(
-                state, trainer, size, settings, engine, merged_now=bool(merging)
+                state, trainer, size, settings.ensemble, engine, merged_now=bool(merging)
             )
             changes.append(spawned)
         for observer in observers:
@@ -161,15 +163,18 @@ def adloco(
 _running_average = jax.jit(running_average, donate_argnums=0)
 
 
-def with_average(state: State, before: Control, settings: Settings) -> State:
-    """Update the running averages of the trainers that completed a round since `before`."""
+def with_average(state: State, before: Control, average: float) -> State:
+    """Update the running averages of the trainers that completed a round since `before`.
+
+    `average` is the share of the old; 0: off.
+    """
     ensemble, control = state
-    if not settings.outer.average:
+    if not average:
         return state
     share_M = np.ones(len(control.trainers), np.float32)  # trainers that are still in a round
     for position, m in enumerate(control.trainers):
         if (done := control.rounds_of(m)) > before.rounds_of(m):
-            share_M[position] = min(settings.outer.average, 1 - 1 / done)
+            share_M[position] = min(average, 1 - 1 / done)
     average_M = _running_average(ensemble.average_M, ensemble.params_M, share_M)
     return State(ensemble.replace(average_M=average_M), control)
 
@@ -202,7 +207,7 @@ def guard_losses(state: State, engine: Engine) -> dict[int, float]:
 
 
 def choose_members(
-    control: Control, guard_losses: Mapping[int, float], settings: Settings
+    control: Control, guard_losses: Mapping[int, float], rule: MergeSettings
 ) -> tuple[int, ...]:
     """Choose the trainers to merge, the representative first (CheckMerge); empty: none."""
     ids = [*control.trainers]
@@ -210,7 +215,7 @@ def choose_members(
         Candidate(trainer.demand, guard_losses[m], trainer.rounds)
         for m, trainer in control.trainers.items()
     ]
-    chosen = MERGE_POLICIES[settings.merge.policy](candidates, width=settings.merge.width)
+    chosen = MERGE_POLICIES[rule.policy](candidates, width=rule.width)
     return tuple(ids[position] for position in chosen)
 
 
@@ -218,18 +223,18 @@ def merge_trainers(
     state: State,
     members: Sequence[int],
     losses: Mapping[int, float],
-    settings: Settings,
+    rule: MergeSettings,
     engine: Engine,
 ) -> tuple[State, list[dict]]:
     """Merge `members` into the first of them, and reassign the workers (the paper's DoMerge).
 
     A merge is refused if the merged loss exceeds the members' mean guard loss (`losses` has that of
-    each trainer) by more than `merge.max_barrier`. `merge.on_refusal` then decides: "keep" changes
+    each trainer) by more than `rule.max_barrier`. `rule.on_refusal` then decides: "keep" changes
     nothing; "retire" leaves only the representative, as it was, and reassigns the workers.
 
     Returns the state, and the ledger lines: flushes, then the merge or its refusal.
     """
-    rule, trainers = settings.merge, state.control.trainers
+    trainers = state.control.trainers
     state, changes = engine.flush(state, members)
     if changes:
         losses = guard_losses(state, engine)
@@ -316,7 +321,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
     ensemble, trainers = settings.ensemble, control.trainers
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
-    sizes, free = control.sizes, free_workers(control, settings)
+    sizes, free = control.sizes, free_workers(control, ensemble)
     if ensemble.spawn_frac is None:
         wanted = tuple(trainer.requested_workers for trainer in trainers.values())
     elif share_done(control.round, control.tokens_total, settings) >= ensemble.spawn_frac:
@@ -345,7 +350,7 @@ def spawn_workers(
     state: State,
     trainer: int,
     num_workers: int,
-    settings: Settings,
+    ensemble: EnsembleSettings,
     engine: Engine,
     *,
     merged_now: bool = False,
@@ -365,7 +370,7 @@ def spawn_workers(
         "trainer": trainer,
         "workers_before": before,
         "workers_after": num_workers,
-        "reason": "test" if settings.ensemble.spawn_frac is None else "spawn_frac",
+        "reason": "test" if ensemble.spawn_frac is None else "spawn_frac",
         **cost,
     }
     control = with_cost(with_workers(state.control, trainer, num_workers), cost)

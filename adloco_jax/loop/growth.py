@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from adloco_jax.core.batching import BATCH_TESTS, next_batch_size
 from adloco_jax.core.gradstats import pool
 from adloco_jax.core.types import GradientStats
 from adloco_jax.loop.control import Control, Size, Trainer
-from adloco_jax.settings import Settings
+from adloco_jax.settings import BatchingSettings, EnsembleSettings, InnerSettings, Settings
 
 Stats: TypeAlias = Mapping[int, GradientStats]
 """By trainer, the statistics of its workers that measured some, as NumPy arrays float64 [W]."""
@@ -28,9 +28,9 @@ class Decision(NamedTuple):
     test_value: float | None = None  # the test's result before limits, in sequences per worker
 
 
-def measures_gradients(settings: Settings) -> bool:
+def measures_gradients(batching: BatchingSettings) -> bool:
     """Return whether the configured test measures gradients; schedules such as `ramp` do not."""
-    return BATCH_TESTS[settings.batching.test].needs != "nothing"
+    return BATCH_TESTS[batching.test].needs != "nothing"
 
 
 def with_batch_sizes(
@@ -41,16 +41,16 @@ def with_batch_sizes(
     The round is already counted in `control`. `trainers` have completed one; those that were not
     tested are missing in `stats`. The result has one decision for each, in their order.
     """
-    control = copy.deepcopy(control)
-    measures = measures_gradients(settings)
-    decisions, free = [], _workers_for_tests(control, settings)
+    control, inner = copy.deepcopy(control), settings.inner
+    measures = measures_gradients(settings.batching)
+    decisions, free = [], _workers_for_tests(control, settings.ensemble)
     with np.errstate(all="ignore"):  # values that are not finite keep the batch
         for m in trainers:
             trainer, now = control.trainers[m], control.size(m)
-            request = _request(control, m, settings)
+            request = _request(control, m, settings.batching)
             if measures:
                 pooled = pool(stats[m]) if m in stats else None
-                decision = _tested(trainer, pooled, request, now, free, settings)
+                decision = _tested(trainer, pooled, request, now, free, settings.batching, inner)
             else:
                 size = now._replace(batch_size=int(request(None)))
                 decision = Decision(size, "kept" if size == now else "schedule")
@@ -63,30 +63,37 @@ def with_batch_sizes(
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
     """Return a copy in which each trainer requests `growth` times its size, within its limits."""
-    control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
+    control, free = copy.deepcopy(control), _workers_for_tests(control, settings.ensemble)
     for m, trainer in control.trainers.items():
         now = control.size(m)
         limit = math.floor(growth * now.total)
-        size = grown(now, growth * trainer.demand, settings, limit=limit, free_workers=free)
+        how: Any = {"limit": limit, "free_workers": free}
+        size = grown(now, growth * trainer.demand, settings.batching, settings.inner, **how)
         free -= size.num_workers - now.num_workers
         trainer.grow_to(size)
     return control
 
 
-def free_workers(control: Control, settings: Settings) -> int:
+def free_workers(control: Control, ensemble: EnsembleSettings) -> int:
     """Return the number of workers that may still join; those of quarantined trainers may not."""
-    if settings.ensemble.initial_workers is None:
+    if ensemble.initial_workers is None:
         return 0
     retired = sum(trainer["workers"] for trainer in control.quarantined)
-    return settings.ensemble.num_workers - retired - control.num_workers
+    return ensemble.num_workers - retired - control.num_workers
 
 
-def _workers_for_tests(control: Control, settings: Settings) -> int:
-    return 0 if settings.ensemble.spawn_frac is not None else free_workers(control, settings)
+def _workers_for_tests(control: Control, ensemble: EnsembleSettings) -> int:
+    return 0 if ensemble.spawn_frac is not None else free_workers(control, ensemble)
 
 
 def grown(
-    now: Size, request: float, settings: Settings, *, limit: int, free_workers: int = 0
+    now: Size,
+    request: float,
+    batching: BatchingSettings,
+    inner: InnerSettings,
+    *,
+    limit: int,
+    free_workers: int = 0,
 ) -> Size:
     """Grow a trainer's workers, round length and batch until they provide a requested batch.
 
@@ -96,7 +103,7 @@ def grown(
     """
     if not math.isfinite(request):
         return now
-    batching, inner, size = settings.batching, settings.inner, now
+    size = now
     request = min(request, limit / now.num_workers)
     for name in batching.growth:
         # The request per worker, if the workers that have just been added share it.
@@ -126,16 +133,16 @@ def grown(
     return size
 
 
-def _request(control: Control, trainer: int, settings: Settings) -> Callable:
+def _request(control: Control, trainer: int, batching: BatchingSettings) -> Callable:
     """Return a trainer's batch-size test as a function of gradient statistics alone."""
-    is_pooled = settings.batching.scope == "trainer"
+    is_pooled = batching.scope == "trainer"
     return functools.partial(
-        BATCH_TESTS[settings.batching.test].request,
-        eta=settings.batching.eta,
-        vartheta=settings.batching.vartheta,
-        nu=settings.batching.nu,
-        mode=settings.batching.mode,
-        schedule=settings.batching.ramp,
+        BATCH_TESTS[batching.test].request,
+        eta=batching.eta,
+        vartheta=batching.vartheta,
+        nu=batching.nu,
+        mode=batching.mode,
+        schedule=batching.ramp,
         num_workers=len(control.trainers[trainer].streams) if is_pooled else 1,
         batch_size=control.trainers[trainer].requested_batch_size,
         round_index=control.rounds_of(trainer),
@@ -148,9 +155,9 @@ def _tested(
     request: Callable,
     now: Size,
     free_workers: int,
-    settings: Settings,
+    batching: BatchingSettings,
+    inner: InnerSettings,
 ) -> Decision:
-    batching = settings.batching
     if stats is None:
         return Decision(now, "skipped")
     noise, signal = float(stats.noise), float(stats.signal)
@@ -174,7 +181,7 @@ def _tested(
     if is_blind and batching.max_blind_growth is not None:
         blind = max(batching.max_blind_growth * trainer.measured_size, now.total)
         limit, is_held = min(limit, blind), blind < limit
-    size = grown(now, value, settings, limit=limit, free_workers=free_workers)
+    size = grown(now, value, batching, inner, limit=limit, free_workers=free_workers)
     if not math.isfinite(value):
         reason = "degenerate"
     elif is_blind:

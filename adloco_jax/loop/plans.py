@@ -9,7 +9,7 @@ from adloco_jax.contrib import ROUND_LENGTHS
 from adloco_jax.core.batching import BATCH_TESTS, switch_mode
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.loop.control import Control, RoundPlan
-from adloco_jax.settings import Settings
+from adloco_jax.settings import BatchingSettings, Settings
 
 AUTO_TEST_FRAC = 0.04  # share of a trainer's sequences in a round that its batch-size test uses
 AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # least and largest number of sequences of that test
@@ -118,17 +118,17 @@ def update_flags(plan: RoundPlan) -> np.ndarray:
     return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
 
 
-def least_test_sequences(settings: Settings) -> int:
+def least_test_sequences(batching: BatchingSettings) -> int:
     """Return the smallest number of sequences per worker with which the batch-size test works."""
-    needs = BATCH_TESTS[settings.batching.test].needs
+    needs = BATCH_TESTS[batching.test].needs
     return MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
 
 
-def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
+def test_count(plan: RoundPlan, num_workers: int, batching: BatchingSettings) -> int:
     """Return on how many of its first sequences a worker measures gradients; 0 without a test."""
-    if BATCH_TESTS[settings.batching.test].needs == "nothing":
+    if BATCH_TESTS[batching.test].needs == "nothing":
         return 0
-    least, total = least_test_sequences(settings), settings.batching.test_batch_size
+    least, total = least_test_sequences(batching), batching.test_batch_size
     if total is None:
         fraction = math.ceil(AUTO_TEST_FRAC * plan.num_sequences * num_workers)
         total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)

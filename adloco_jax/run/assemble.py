@@ -138,7 +138,7 @@ def attention(settings: Settings, machine: Machine, model_shards: int = 1) -> Ke
     windows = [kind.window for kind in kinds if kind.window is not None]
     # GPUs of other vendors do not report their capability as a pair of numbers.
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    is_sharded = model_shards > 1 and measures_gradients(settings)
+    is_sharded = model_shards > 1 and measures_gradients(settings.batching)
     return (
         "cudnn"
         if (

@@ -223,7 +223,7 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
     sizes, num_trainers = control.sizes, len(control.trainers)
     shape = f"M={num_trainers} R={sum(sizes)}"
     if settings.merge.policy != "none" and num_trainers > 1:
-        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), settings)
+        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), settings.merge)
         if members:  # a policy may decide by losses, which are not known yet
             plan = merge_plan(control, members, after_merge(control, members))
             weights_n = np.ones(len(members), np.float32)
@@ -275,7 +275,7 @@ def first_keys(
     for count in (1, 2) if accumulates else (1,):
         plan = RoundPlan(size, count, settings.inner.steps_per_round)
         plans = dict.fromkeys(control.trainers, plan)
-        keys += round_keys(control, plans, settings, spec)
+        keys += round_keys(control, plans, settings.batching, spec)
     return keys
 
 

@@ -112,12 +112,12 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
 
 def _growth(settings: Settings) -> str:
     batching = settings.batching
-    if not measures_gradients(settings):
+    if not measures_gradients(batching):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
     wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
     knobs = {"eta": batching.eta, "vartheta": batching.vartheta, "nu": batching.nu}
     knobs = [f"{name} {value}" for name, value in knobs.items() if name in wanted]
-    least, given = least_test_sequences(settings), batching.test_batch_size
+    least, given = least_test_sequences(batching), batching.test_batch_size
     if given is not None and given < least * settings.ensemble.num_workers:
         knobs.append(
             f"test_batch_size {given}, raised to {least} per worker for a trainer of more than"

@@ -177,7 +177,7 @@ def _pools(settings: Settings, max_batch: int) -> list[Control]:
         count, fewest = min((pools[-1].size(m).num_workers, m) for m in whole.trainers)
         pools.append(with_workers(pools[-1], fewest, count + min(count, free)))
     while settings.merge.policy != "none" and len(pools[-1].trainers) > 1:
-        members = choose_members(pools[-1], dict.fromkeys(pools[-1].trainers, 0.0), settings)
+        members = choose_members(pools[-1], dict.fromkeys(pools[-1].trainers, 0.0), settings.merge)
         if len(members) < 2:
             break
         pools.append(after_merge(pools[-1], members))
