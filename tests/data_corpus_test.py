@@ -7,6 +7,10 @@ from adloco_jax.data import DATA_SOURCES, DataSource, check_corpus, load_corpus,
 from adloco_jax.errors import ConfigError, DataError, UserError
 
 
+def check(settings):
+    return check_corpus(settings.data, settings.model)
+
+
 def settings_of(path="", **changes):
     defaults = dict(source="jsonl", sequence_length=15, heldout_frac=0.1, num_streams=3)
     return data_settings(path=str(path), **(defaults | changes))
@@ -193,7 +197,7 @@ def test_too_few_rows_is_a_data_error(tmp_path, changes, message):
 @pytest.mark.parametrize("source", ["jsonl", "tokens", "hf"])
 def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source):
     for path in ("gone/*.txt", "~no_such_user/x", "gone/deep/x.npy"):
-        for refuse in (check_corpus, load_corpus):
+        for refuse in (check, load_corpus):
             with pytest.raises(UserError, match=r"data\.path=") as error:
                 refuse(settings_of(path, source=source))
             assert "\n" not in str(error.value)
@@ -203,9 +207,7 @@ def test_the_check_opens_the_text_and_finds_missing_paths_and_tokenizers(tmp_pat
     path = write_documents(tmp_path, ["", "text"])
     with open(path, "a") as file:
         file.write("no JSON")
-    assert check_corpus(settings_of(path)) == [
-        f"data.path={path}: its content after the first text"
-    ]
+    assert check(settings_of(path)) == [f"data.path={path}: its content after the first text"]
     blank, binary = write_documents(tmp_path, [""], "blank.jsonl"), tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\x01" * 9)
     for changes, message in (
@@ -213,14 +215,14 @@ def test_the_check_opens_the_text_and_finds_missing_paths_and_tokenizers(tmp_pat
         (dict(path=path, heldout_path=str(blank)), f"data.heldout_path={blank}: no text in it"),
         (dict(path=binary, source="text"), f"{binary}: damaged or unreadable"),
     ):
-        for refuse in (check_corpus, load_corpus):
+        for refuse in (check, load_corpus):
             with pytest.raises(DataError, match=message):
                 refuse(settings_of(**changes))
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes has 257 ids.*vocab_size is 256"):
-        check_corpus(settings_of(path, vocab_size=256))
+        check(settings_of(path, vocab_size=256))
     for key in ("heldout_path", "tokenizer"):
         with pytest.raises(DataError, match=f"data.{key}=gone.json"):
-            check_corpus(settings_of(path, **{key: "gone.json"}))
+            check(settings_of(path, **{key: "gone.json"}))
 
 
 # --- The table of sources ---------------------------------------------------------------------

@@ -74,7 +74,7 @@ def load(path, *, note=lambda line: None, **changes):
 def prepare(path, folder, *, note=lambda line: None, **changes):
     """Prepares a named folder."""
     settings = settings_of(path, **changes)
-    job = corpus_module.make_job(settings.data, tokenizer_of(settings))
+    job = corpus_module.make_job(settings.data, tokenizer_of(settings.data, settings.model))
     return rows.prepare(job, folder, note=note)
 
 

@@ -110,7 +110,7 @@ def test_an_address_gives_the_rows_and_records_of_the_files(tmp_path, bucket, so
         assert found.shards == local.shards and len(local.shards[0]["sha256"]) == 64
     assert guess_source(address) == source
     settings = data_settings(source=source, path=address)
-    assert check_corpus(settings) == [f"data.path={address}: its content"]
+    assert check_corpus(settings.data, settings.model) == [f"data.path={address}: its content"]
 
 
 CHATS = {"messages": [{"role": "user", "content": "?"}], "id": "0"}

@@ -289,7 +289,7 @@ def test_the_tokenizer_of_a_run_is_its_checkpoints(tmp_path):
         for group, changes in groups.items():
             changed = getattr(settings, group).model_copy(update=changes)
             settings = settings.model_copy(update={group: changed})
-        return tokenizer_of(settings)
+        return tokenizer_of(settings.data, settings.model)
 
     for name, init_from in ((None, ""), ("bytes", bare), ("bytes", tmp_path / "gone")):
         assert of(name, init_from).name == "bytes"

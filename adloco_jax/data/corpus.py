@@ -35,7 +35,7 @@ from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, UserError, counted
-from adloco_jax.settings import CHATS, DataSettings, Settings
+from adloco_jax.settings import CHATS, DataSettings, ModelSettings, Settings
 
 Note = Callable[[str], None]
 
@@ -198,7 +198,7 @@ def load_corpus(
     """
     data = settings.data
     where = _where_of(data)
-    tokenizer = tokenizer_of(settings, num_classes, run)
+    tokenizer = tokenizer_of(data, settings.model, num_classes=num_classes, run=run)
     if not DATA_SOURCES[data.source].is_folder:
         options = {"num_classes": num_classes, "commit": commit}
         options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
@@ -257,8 +257,8 @@ def _kept_rows(
         return manifest, prepared.open_rows(folder, manifest)
 
 
-def check_corpus(settings: Settings, run: Path | None = None) -> list[str]:
-    """Check the group `data`, and that its files have a first text.
+def check_corpus(data: DataSettings, model: ModelSettings, run: Path | None = None) -> list[str]:
+    """Check the settings of data, and that its files have a first text.
 
     Returns a line for each property that only `load_corpus` can check. `run` is as there.
 
@@ -266,8 +266,7 @@ def check_corpus(settings: Settings, run: Path | None = None) -> list[str]:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
       DataError: If a path leads nowhere, or to files that are damaged, empty or of another kind.
     """
-    data, source = settings.data, DATA_SOURCES[settings.data.source]
-    tokenizer = tokenizer_of(settings, run=run)
+    source, tokenizer = DATA_SOURCES[data.source], tokenizer_of(data, model, run=run)
     if source.is_folder:
         prepared.open_named(data, tokenizer)
         return []

@@ -21,7 +21,7 @@ import numpy as np
 from adloco_jax.data.files import fetched
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.files import read_json
-from adloco_jax.settings import Settings
+from adloco_jax.settings import DataSettings, ModelSettings
 
 GENERATION = "generation_config.json"
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -173,7 +173,11 @@ def _load(name: str, text_length: int | None, template: str, key: str) -> Tokeni
 
 
 def tokenizer_of(
-    settings: Settings, num_classes: int | None = None, run: Path | None = None
+    data: DataSettings,
+    model: ModelSettings,
+    *,
+    num_classes: int | None = None,
+    run: Path | None = None,
 ) -> Tokenizer:
     """Load a run's tokenizer: that of its checkpoint, or else the configured one.
 
@@ -185,9 +189,9 @@ def tokenizer_of(
         checkpoint's, if weights have no tokenizer, or if it has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
-    name, source = settings.data.tokenizer, settings.model.init_from
-    own_options = {"text_length": None if num_classes is None else settings.data.sequence_length}
-    options: Any = own_options | {"template": settings.data.template}
+    name, source = data.tokenizer, model.init_from
+    own_options = {"text_length": None if num_classes is None else data.sequence_length}
+    options: Any = own_options | {"template": data.template}
     own = None
     # A run with a configured tokenizer resumes without the checkpoint.
     if source and name not in (None, source):
@@ -209,10 +213,10 @@ def tokenizer_of(
             )
         fingerprint = tokenizer.fingerprint
         tokenizer = dataclasses.replace(own, name=tokenizer.name, fingerprint=fingerprint)
-    if tokenizer.vocab_size > settings.model.vocab_size:
+    if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"data.tokenizer={tokenizer.name} has {tokenizer.vocab_size} ids, model.vocab_size is "
-            f"{settings.model.vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
+            f"{model.vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
         )
     return tokenizer
 

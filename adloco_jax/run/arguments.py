@@ -63,7 +63,7 @@ def check_inputs(
         require_same_network(settings, found)
         which = "whether all its numbers are finite" if found.has_tensors else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
-    unchecked += check_corpus(settings, workdir)
+    unchecked += check_corpus(settings.data, model, workdir)
     return unchecked
 
 
@@ -78,7 +78,7 @@ def check_rules(run: Run) -> None:
     with own_code(f"batching.test = {settings.batching.test}"):
         with_batch_sizes(control, stats, settings, control.trainers)
     with own_code(f"merge.policy = {settings.merge.policy}"):
-        choose_members(control, dict.fromkeys(control.trainers, 1.0), settings)
+        choose_members(control, dict.fromkeys(control.trainers, 1.0), settings.merge)
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable(run.spec.params)
     )

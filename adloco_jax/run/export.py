@@ -195,7 +195,9 @@ def read_trained(
     if trainer is not None or len(ids) == 1:
         params = evaluate.trainer_params(ensemble, 0 if trainer is None else ids.index(trainer))
         source = "only" if trainer is None else f"trainer {trainer}"
-        tokenizer = tokenizer_of(settings, class_count(settings), workdir)
+        tokenizer = tokenizer_of(
+            settings.data, settings.model, num_classes=class_count(settings), run=workdir
+        )
         return Trained(settings, params, tokenizer, control.round, source, sha256)
     refuse_fit(workdir)
     run = assemble(settings, machine, workdir)
