@@ -183,7 +183,11 @@ class Learner:
                 ("work.stream", work.stream, settings.ensemble.num_workers - 1),
                 ("work.start", work.start, INT32 - count),
                 ("work.num_updates", work.num_updates, order.num_updates),
-                ("work.num_tested", work.num_tested, min(count, test_count(plan, 1, settings))),
+                (
+                    "work.num_tested",
+                    work.num_tested,
+                    min(count, test_count(plan, 1, settings.batching)),
+                ),
                 ("work: bytes of rows", 4 * self.spec.row_length * count, self._budget),
             ]
         for name, have, most in limits:
