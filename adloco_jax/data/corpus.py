@@ -294,7 +294,7 @@ def is_small(settings: Settings, run: Path | None = None) -> bool:
     data, source = settings.data, DATA_SOURCES[settings.data.source]
     if source.is_folder or "path" not in source.needs:
         return True
-    job = make_job(data, tokenizer_of(settings, run=run), commit="any")
+    job = make_job(data, tokenizer_of(data, settings.model, run=run), commit="any")
     files: list[Any] = [] if job.is_on_hub else [part.file for side in job.parts() for part in side]
     is_here = bool(files) and all(isinstance(file, Path) for file in files)
     return is_here and sum(os.path.getsize(str(file)) for file in files) <= _SMALL_BYTES
