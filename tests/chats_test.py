@@ -14,10 +14,9 @@ import pyarrow.parquet
 import pytest
 import toy
 from nets import FAMILY, flat, loss_of, make_params, tapped_grad
-from texts import write_documents
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from texts import save_byte_tokenizer, write_documents
 from toy import data_settings
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from adloco_jax import hf
 from adloco_jax import main as cli
@@ -32,7 +31,7 @@ from adloco_jax.models import sequence_losses
 from adloco_jax.models.llama import generate
 from adloco_jax.run.assemble import build_model, load_data
 from adloco_jax.run.folder import write_config
-from adloco_jax.training import fit, train
+from adloco_jax.training import train
 
 IM = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -49,15 +48,8 @@ THINKING = CHATML.replace(
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """The folder of a tokenizer of bytes with a template, whose turns end with the end of text."""
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(letters, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    names = {"eos_token": IM[1], "additional_special_tokens": [IM[0]]}
-    folder = tmp_path_factory.mktemp("tokenizer")
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **names)
-    fast.save_pretrained(folder)
-    return folder
+    names = {"eos_token": IM[1], "additional_special_tokens": [IM[0]], "chat_template": CHATML}
+    return save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), **names)
 
 
 def turns(*contents, system=""):
@@ -209,6 +201,15 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
 FAULTS = {
     "no turns": ([], "'messages': have [], need a list of turns"),
     "text": ("?!", "'messages': have '?!', need a list of turns"),
+    "json": ("[{", "'messages': have '[{', need a list of turns"),
+    "weight": ([USER, ANSWER | {"weight": 0.5}], "turn 2: weight 0.5, need 0 or 1"),
+    "calls": ([USER, ANSWER | {"tool_calls": ["f"]}], "'tool_calls': have ['f'], need"),
+    "a picture": (
+        [{"role": "user", "content": [{"type": "image"}]}],
+        "turn 1: have [{'type': 'image'}], need parts of text only",
+    ),
+    "no answer's content": ([USER, {"role": "assistant"}], "turn 2: have {'role': 'assistant'}"),
+    "sharegpt": ([{"from": "bing", "value": "!"}], "role 'bing', need one of system, user"),
     "no content": ([USER, {"role": "user"}], "turn 2: have {'role': 'user'}, need 'role' and"),
     "no text": ([USER, ANSWER | {"content": [1]}], "turn 2: have "),
     "a role": ([{"role": "robot", "content": "?"}], "turn 1: role 'robot', need one of system"),
@@ -244,11 +245,6 @@ def test_what_is_missing_is_one_line(tmp_path, tokenizer):
     questions = write_documents(tmp_path, [{"messages": [USER]}] * 9)
     with pytest.raises(DataError, match=r"no answer to learn in 9 chats; each needs a turn of the"):
         load(questions, tokenizer)
-    given = {"source": "jsonl", "path": str(path), "sequence_length": toy.LENGTH}
-    settings = toy.settings_of(data=given | {"text_column": "messages"})
-    functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
-    with pytest.raises(ConfigError, match="^data.attention, text_column: loss_fn"):
-        fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)
 
 
 def test_long_chats_are_cut_at_their_end_and_those_without_an_answer_are_left_out(
@@ -509,23 +505,15 @@ def test_chats_as_people_have_them_are_those_of_transformers(tmp_path, tokenizer
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("line", "message"),
     [
-        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "turn 2: weight 0.5, need 0 or 1"),
-        ({"messages": [USER, ANSWER | {"tool_calls": ["f"]}]}, "'tool_calls': have ['f'], need"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "turn 1: have [{'type': 'image'}], need parts of text only",
-        ),
-        ({"messages": [USER, {"role": "assistant"}]}, "turn 2: have {'role': 'assistant'}, need"),
-        ({"messages": [{"from": "bing", "value": "!"}]}, "role 'bing', need one of system, user"),
-        ({"messages": "[{"}, "'messages': have '[{', need a list of turns"),
+        ('{"messages": "[{"}', "'messages': have '[{', need a list of turns"),
         ('{"messages": [', "not one JSON object per line"),
     ],
 )
-def test_a_bad_row_is_named_or_passes_and_is_counted(tmp_path, tokenizer, row, message):
+def test_a_bad_row_is_named_or_passes_and_is_counted(tmp_path, tokenizer, line, message):
     path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(30)])
-    rest, line = path.read_text(), row if isinstance(row, str) else json.dumps(row)
+    rest = path.read_text()
     path.write_text(f"{line}\n{rest}{line}\n")
     with pytest.raises(DataError) as error:
         load(path, tokenizer)

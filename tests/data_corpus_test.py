@@ -173,25 +173,23 @@ def test_too_little_text_to_split_is_a_data_error(tmp_path, texts, message):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("num_chars", "changes", "message"),  # characters that are held out
     [
-        (dict(num_streams=11, subset_frac=0.5), "have 10 rows .*need 11, a batch of 1 for each"),
-        (dict(num_streams=4, num_sequences=3), "have 3 rows .*need 4, a batch of 1 for each"),
-        (dict(sequence_length=400), "have 0 rows of 401 tokens to train on.*need 1"),
-        (dict(sequence_length=600), "have 0 rows of 601 tokens to train on"),
-        (dict(sequence_length=300), None),
+        (
+            1000,
+            dict(num_streams=11, subset_frac=0.5),
+            "have 10 rows .*need 11, a batch of 1 for each",
+        ),
+        (1000, dict(num_streams=4, num_sequences=3), "have 3 rows .*need 4, a batch of 1 for each"),
+        (1000, dict(sequence_length=400), "have 0 rows of 401 tokens to train on.*need 1"),
+        (500, dict(sequence_length=300, num_streams=1), "heldout_path=.*have 1 rows of 301 tokens"),
     ],
 )
-def test_too_few_rows_is_a_data_error(tmp_path, changes, message):
-    heldout = write_documents(tmp_path, ["x" * 1000], "heldout.jsonl")
+def test_too_few_rows_is_a_data_error(tmp_path, num_chars, changes, message):
+    heldout = write_documents(tmp_path, ["x" * num_chars], "heldout.jsonl")
     train = write_documents(tmp_path, ["y" * 325])
-    if message:
-        with pytest.raises(DataError, match=message):
-            load(train, heldout_path=str(heldout), **changes)
-    else:
-        short = write_documents(tmp_path, ["x" * 500], "short.jsonl")
-        with pytest.raises(DataError, match="heldout_path=.*have 1 rows of 301 tokens to hold out"):
-            load(train, heldout_path=str(short), num_streams=1, **changes)
+    with pytest.raises(DataError, match=message):
+        load(train, heldout_path=str(heldout), **changes)
 
 
 @pytest.mark.parametrize("source", ["jsonl", "tokens", "hf"])

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import toy
 from nets import FAMILY, LLAMA, flat, loss_of, make_params, make_rows, tapped_grad
-from texts import write_documents
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from texts import save_byte_tokenizer, write_documents
 from toy import data_settings
-from transformers import PreTrainedTokenizerFast
 
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
@@ -118,12 +116,8 @@ def chat(number):
 @pytest.fixture
 def chats(tmp_path):
     """Chats whose turns end with the end-of-text token, and their rows."""
-    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    backend = Tokenizer(models.BPE(letters, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     names = {"eos_token": IM[1], "pad_token": "<|endoftext|>", "additional_special_tokens": [IM[0]]}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path / "t")
+    save_byte_tokenizer(tmp_path / "t", **names)
     path = write_documents(tmp_path, [chat(number) for number in range(60)])
     given = {"source": "jsonl", "path": str(path), "tokenizer": str(tmp_path / "t")}
     return data_settings(vocab_size=259, sequence_length=200, heldout_frac=0.2, **given | DOCUMENT)
@@ -171,8 +165,10 @@ def test_a_run_limits_attention_to_documents(tmp_path, capsys):
     assert abs(float(whole(result.params, rows[:, :17])) - found) > 1e-5 * found
 
 
-def test_what_has_no_documents_is_refused_in_a_line(tmp_path):
-    settings = toy.settings_of(data=DOCUMENT | {"sequence_length": toy.LENGTH})
+@pytest.mark.parametrize("data", [DOCUMENT, {"text_column": "messages"}], ids=str)
+def test_what_has_no_documents_is_refused_in_a_line(tmp_path, data):
+    given = {"source": "jsonl", "path": "x", "sequence_length": toy.LENGTH}
+    settings = toy.settings_of(data=given | data)
     functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
     with pytest.raises(ConfigError, match="^data.attention, text_column: loss_fn"):
         fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)

@@ -205,9 +205,3 @@ def test_sharded_is_unsharded_and_all_copies_agree(precision, sizes, model_shard
         for shard in leaf.addressable_shards:
             copies.setdefault(repr(shard.index), []).append(np.asarray(shard.data))
         assert all(same(some, [some[0]] * len(some)) for some in copies.values())
-
-
-# --- What moves where trainers own unequal numbers of workers
-
-
-# --- A run

@@ -5,6 +5,8 @@ import json
 import re
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 END = 256
 
@@ -17,6 +19,16 @@ def write_documents(folder, documents, name="docs.jsonl"):
     path = folder / name
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     return path
+
+
+def save_byte_tokenizer(folder, **names):
+    """Writes a Hugging Face folder of a tokenizer of bytes with special tokens or a template."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
+    return folder
 
 
 def numbered_documents(count):
