@@ -17,7 +17,6 @@ from adloco_jax.core.compress import pack, unpack
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey
-from adloco_jax.errors import ConfigError
 from adloco_jax.run.assemble import aggregator
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
@@ -144,11 +143,3 @@ def test_a_rule_that_takes_labels_gets_those_of_the_architecture():
     labels = ARCHITECTURES["llama"].label_params
     assert aggregator(settings_of(outer={"aggregator": "rda"})).keywords == {"label_params": labels}
     assert aggregator(settings_of()) is AGGREGATORS["mean"]
-
-
-def test_rules_of_whole_tensors_are_refused_with_fragments():
-    with pytest.raises(
-        ConfigError,
-        match="outer.fragments = 3, .*outer.aggregator = 'rda': fragments need the mean",
-    ):
-        settings_of(outer={"aggregator": "rda", "fragments": 3})

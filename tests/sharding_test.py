@@ -13,7 +13,7 @@ from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import lower, needed_bytes
-from adloco_jax.engine.sharding import arrange, fetch, num_turns, placement, reshard
+from adloco_jax.engine.sharding import arrange, fetch, placement, reshard
 from adloco_jax.engine.spec import Layout, Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
@@ -27,7 +27,7 @@ STEPS, BATCH, LENGTH = 3, 8, 16
 
 
 @functools.cache
-def spec_of(model_shards=1, in_turn=True):
+def spec_of(model_shards=1):
     config = default_config()  # width 64, two layers
     config.model.mlp_width = 128
     config.data.sequence_length = LENGTH
@@ -37,8 +37,7 @@ def spec_of(model_shards=1, in_turn=True):
     config.ensemble.model_shards = model_shards
     settings = validate(config)
     model = configured_model(settings, here())
-    spec = program_spec(settings, model, here())
-    return dataclasses.replace(spec, in_turn=in_turn), model.init_fn
+    return program_spec(settings, model, here()), model.init_fn
 
 
 @functools.cache
@@ -59,19 +58,13 @@ def after_steps(num_workers, **spread):
         inner_tx=spec.inner_tx,
         outer_tx=spec.outer_tx,
     )
-    tokens = np.random.default_rng(0).integers(0, 256, (STEPS, 16, BATCH, LENGTH + 1))
+    tokens = np.random.default_rng(0).integers(0, 256, (STEPS, 8, BATCH, LENGTH + 1))
     tokens = tokens[:, :num_workers].astype(np.int32)
     rates = np.full(tokens.shape[:2], 1e-3, np.float32)
-    key, steps = compiled("steps", (num_workers,), **spread)
-    turns = num_turns(spec, key.layout)
-    workers, loss_TR = start_round(ensemble), np.zeros_like(rates)
-    for turn in range(turns):
-        chosen = slice(turn, None, turns)
-        inputs = (tokens[:, chosen], rates[:, chosen], None, None, *[np.int32(turn)] * (turns > 1))
-        workers, loss_TR[:, chosen], _ = steps(
-            *reshard((workers, *inputs), steps.input_shardings[0])
-        )
-    return loss_TR, fetch(workers.params_R)
+    _, steps = compiled("steps", (num_workers,), **spread)
+    inputs = (start_round(ensemble), tokens, rates, None, None)
+    workers, loss_TR, _ = steps(*reshard(inputs, steps.input_shardings[0]))
+    return np.asarray(loss_TR), fetch(workers.params_R)
 
 
 def assert_same_steps(actual, expected):
@@ -174,16 +167,6 @@ def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():
     assert gathered, "weights come together where they are used"
     largest = max(leaf.size * 4 / leaf.shape[0] for leaf in jax.tree.leaves(spec_of()[0].params))
     assert max(c.num_bytes for c in gathered) <= max(largest, 257 * 64 * 4)  # one layer at a time
-
-
-@pytest.mark.slow  # core_outer_test.py compares both on one device
-def test_a_devices_workers_in_turn_compute_as_at_once():
-    at_once, in_turn = (after_steps(16, in_turn=in_turn) for in_turn in (False, True))
-    assert_same_steps(in_turn, at_once)
-    _, at_once = compiled("steps", (16,), in_turn=False)
-    _, in_turn = compiled("steps", (16,), in_turn=True)
-    assert needed_bytes(in_turn) < needed_bytes(at_once)
-    assert not [c for c in collectives(in_turn.as_text()) if c.in_loop]
 
 
 def test_a_cpu_takes_a_batch_in_passes():
