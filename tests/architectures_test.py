@@ -28,15 +28,11 @@ LLAMA, BERT = Llama(**SIZES, num_kv_heads=1), Bert(**SIZES, num_classes=3)
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch) -> Path:
-    """The config file of docs/extend.md that adds a model; the table is restored afterwards."""
-    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    (snippet,) = (part for part in page.split("```python\n") if "ARCHITECTURES[" in part)
-    path = tmp_path / "own.py"
-    path.write_text(snippet.partition("```")[0], encoding="utf-8")
+def own(monkeypatch) -> Path:
+    """The example that adds a model; the table is restored afterwards."""
     with monkeypatch.context() as patch:
         patch.setitem(ARCHITECTURES, "mlp", ARCHITECTURES["llama"])
-        yield path
+        yield ROOT / "examples" / "model.py"
 
 
 def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path, capsys):

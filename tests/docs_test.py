@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "docs").glob("[!_n]*/*.md"))
 PAGES += sorted((ROOT / "studies").glob("*.md"))
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+FOLDERS = "adloco_jax configs docs examples notebooks probes scripts studies tests".split()
 
 
 def blocks(language):
@@ -25,8 +26,7 @@ def blocks(language):
     for page in PAGES:
         pattern = rf"(?:<!-- not run: .+ -->\n)?^```{language}\n(.*?)^```$"
         for match in re.finditer(pattern, page.read_text(encoding="utf-8"), re.M | re.S):
-            # extend_test.py runs those of extend.md
-            if match[0].startswith("```") and page.name != "extend.md":
+            if match[0].startswith("```"):
                 line = match[1].lstrip().splitlines()[0][:40]
                 found.append(pytest.param(match[1], id=f"{page.stem}: {line}"))
     return found
@@ -66,7 +66,7 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
 
 
 def test_files_that_the_pages_name_exist():
-    pattern = r"`((?:adloco_jax|configs|scripts|studies|docs|notebooks|tests)/[\w./]+\.\w+)`"
+    pattern = rf"`((?:{'|'.join(FOLDERS)})/[\w./]+\.\w+)`"
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
@@ -74,11 +74,9 @@ def test_files_that_the_pages_name_exist():
 
 def test_files_that_the_code_names_exist():
     """Docstrings, comments and messages send a reader to pages and scripts that are there."""
-    folders = "adloco_jax|configs|docs|notebooks|probes|scripts|studies|tests"
-    pattern = rf"(?<![\w/.])(?:{folders})/[\w/]+\.(?:md|ipynb|py|toml|jsonl)\b"
-    files = [ROOT / name for name in ("Makefile", "pyproject.toml")]
-    for folder in ("adloco_jax", "configs", "scripts", "studies", "probes", "docs", "tests"):
-        files += (ROOT / folder).rglob("*.py")
+    pattern = rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w/]+\.(?:md|ipynb|py|toml|jsonl)\b"
+    files = [ROOT / "Makefile", ROOT / "pyproject.toml"]
+    files += [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     files += (ROOT / "scripts").glob("*.[!p]*")
     named = {
         (name, file.name)

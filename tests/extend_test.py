@@ -1,7 +1,6 @@
-"""Entries that a user's config file adds: every snippet of docs/extend.md runs through `fit`."""
+"""Entries that a user's config file adds: every file of examples/ runs through `fit`."""
 
 import contextlib
-import re
 from pathlib import Path
 from unittest import mock
 
@@ -30,11 +29,9 @@ from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-# architectures_test.py and own_source_test.py run the snippets with a model or a data source.
-OWN = ("DATA_SOURCES[", "ARCHITECTURES[")
-SNIPPETS = [snippet for snippet in SNIPPETS if not any(name in snippet for name in OWN)]
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+# architectures_test.py and own_source_test.py run those with a model or a data source.
+EXAMPLES = [path for path in EXAMPLES if path.stem not in ("data_source", "model")]
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +48,13 @@ def run(workdir, settings, **others):
     return fit(settings, workdir=workdir, **functions)
 
 
-@pytest.mark.parametrize("index", range(len(SNIPPETS)))
-def test_a_snippet_trains(index, tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(SNIPPETS[index], encoding="utf-8")
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_trains(path, tmp_path):
     own = validate(load_config(path, "get_config", ConfigDict))
     test, policy = own.batching.test, own.merge.policy
     settings = settings_of(
         num_rounds=3,
-        ensemble={"num_trainers": 2 if policy in SNIPPETS[index] else 1, "num_workers": 2},
+        ensemble={"num_trainers": 2 if path.stem == "merge_policy" else 1, "num_workers": 2},
         inner={"tx": own.inner.tx, "round_length": own.inner.round_length},
         outer={"tx": own.outer.tx, "aggregator": own.outer.aggregator},
         batching={"test": test, "test_batch_size": 8},
