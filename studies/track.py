@@ -43,7 +43,7 @@ of Debian have (studies/texts.py).
   and C4 may name a local checkpoint and local files of text.
 
 Records that no track names are older and only printed. moments has the front's rows with momentum
-averaged over workers (inner.state=mean), from the commit that declares them. At commit 8250d13
+averaged over workers (inner.state=mean), of commit a3ae69b9. At commit 8250d13
 `adloco compare studies/compare_*.py` repeats small_tuning, again, order_tuning, shakespeare and
 barrier, and its studies/track.py half_tuning, prose_tuning and order.
 """
