@@ -15,6 +15,7 @@ from adloco_jax.errors import DataError
 
 GOOD = [{"text": f"document {i}: {'words and more ' * 6}"} for i in range(40)]
 DATA = data_settings(label_column="").data
+HOW = {"where": "x", "num_classes": None, "tokenizer": load_tokenizer("bytes")}
 
 
 def lines_of(rows):
@@ -24,8 +25,7 @@ def lines_of(rows):
 def jsonl(path):
     """The texts of a file of JSON lines."""
     found = sources.jsonl_documents(path, DATA)
-    how = {"where": "x", "num_classes": None, "tokenizer": load_tokenizer("bytes")}
-    return [document.text for document in sources.documents_of(found, DATA, **how)]
+    return [document.text for document in sources.documents_of(found, DATA, **HOW)]
 
 
 def corpus(path, **options):
@@ -34,7 +34,7 @@ def corpus(path, **options):
 
 
 BAD_ROWS = {
-    "no text": (b'{"body": 1, "id": 3}', "have body, id; set --config.data.text_column=body"),
+    "no text": (b'{"body": 1, "id": 3}', "have body, id; set data.text_column=body"),
     "null": (b'{"text": null}', "'text' must be a string, have None"),
     "half a surrogate pair": (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
     "invalid UTF-8": (b'{"text": "\xff"}', "not one JSON object per line .*position 10"),

@@ -5,8 +5,6 @@ import json
 import re
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 END = 256
 
@@ -23,6 +21,9 @@ def write_documents(folder, documents, name="docs.jsonl"):
 
 def save_byte_tokenizer(folder, **names):
     """Writes a Hugging Face folder of a tokenizer of bytes with special tokens or a template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(letters, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
