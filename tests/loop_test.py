@@ -1,6 +1,7 @@
-"""docs/guides/loop.md: the loop, and the programs that its diffs make of it."""
+"""docs/guides/loop.md: the loop, the programs that its diffs make of it, and its examples."""
 
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from toy_runs import events
 
 import adloco_jax as al
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "loop.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "guides" / "loop.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-LOOP, DROPOUT, OUTER = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+(LOOP,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 NOISE, WORKERS, PROCESSES, FIT, BUCKET = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -52,8 +54,7 @@ def loss_in(printed):
 
 
 def test_only_the_outer_step_moves_as_nesterov_does():
-    names: dict = {}
-    exec(compile(OUTER, str(PAGE), "exec"), names)
+    names = runpy.run_path(str(ROOT / "examples" / "outer_step.py"))
     x = momentum = 0.0
     for _ in range(5):  # workers move by 0.1 and 0.2
         momentum = 0.9 * momentum - 0.15
@@ -62,8 +63,7 @@ def test_only_the_outer_step_moves_as_nesterov_does():
 
 
 def test_dropout_draws_from_each_key_and_rests_in_evaluations(tmp_path):
-    names: dict = {}
-    exec(compile(DROPOUT, str(PAGE), "exec"), names)
+    names = runpy.run_path(str(ROOT / "examples" / "dropout.py"))
     loss_fn, params = jax.jit(names["loss_fn"]), names["params"]
     rows, keys = corpus().rows[:4], jax.random.split(jax.random.key(0), 2)
     plain, first, other = (float(loss_fn(params, rows, key=key)) for key in (None, *keys))
