@@ -109,7 +109,7 @@ class LocalEngine:
         self.underway = before  # set before sequences are read, which may fail
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
         plans = round_plans(before, settings)
-        batch = self._batch(before, plans)
+        batch = self.inputs(before, plans)
         stats = [self._measure(state, test) for test in batch.tests]
         control, spent = count_round(
             before,
@@ -130,7 +130,7 @@ class LocalEngine:
         self._flushed.clear()
         control, decisions = decide(control, by_trainer(batch.tests, stats), plans)
         if not is_over(control, settings):
-            self._look_ahead(control)
+            self.look_ahead(control)
         self._report(0)
         jax.block_until_ready(norms)
         step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
@@ -138,8 +138,8 @@ class LocalEngine:
         state = State(ensemble, control)
         return end_round(state, lines, outcomes, decisions, step_s=step_s, stall_s=stall_s)
 
-    def _batch(self, control: Control, plans: Mapping[int, RoundPlan]) -> Batch:
-        """Return a round's inputs, if possible those that `_look_ahead` made; raise its errors."""
+    def inputs(self, control: Control, plans: Mapping[int, RoundPlan]) -> Batch:
+        """Return a round's inputs, if possible those that `look_ahead` made; raise its errors."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == reads(control, plans):
             if isinstance(ahead[1], Exception):
@@ -147,7 +147,7 @@ class LocalEngine:
             return ahead[1]
         return make_batch(control, plans, self.settings, self.spec, self.rows)
 
-    def _look_ahead(self, control: Control) -> None:
+    def look_ahead(self, control: Control) -> None:
         """Make the next round's inputs; compile the next two rounds' programs in the background."""
         after_merge = foreseen(control, self.settings)
         self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
@@ -156,7 +156,7 @@ class LocalEngine:
             batch: Batch | Exception = make_batch(
                 control, plans, self.settings, self.spec, self.rows
             )
-        except Exception as error:  # deliberately broad, because `_batch` raises the error later
+        except Exception as error:  # deliberately broad, because `inputs` raises the error later
             batch = error
         self._ahead = reads(control, plans), batch
 
