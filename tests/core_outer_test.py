@@ -331,7 +331,7 @@ def test_update_flags_as_data_are_the_static_accumulation_count_wherever_a_round
     assert_close(jax.tree.map(lambda *leaves: np.concatenate(leaves), *measured), whole_measured)
 
 
-# --- Defects of the reference (docs/algorithm.md, 7)
+# --- Defects of the reference (studies/published.md)
 
 
 def test_defect_04_last_short_window_is_a_full_mean():

@@ -188,8 +188,8 @@ def next_batch_size(
     `max_growth`. If `monotone`, the batch never falls, even above `batch_cap`; else it may fall to
     1.
 
-    Source: docs/algorithm.md, section 2. The reference code has no upper limit (section 7, defect
-      7).
+    Source: docs/algorithm.md, section 2. The reference code has no upper limit
+      (studies/published.md, defect 7).
     """
     batch_size = _whole("batch_size", batch_size)
     batch_cap = _whole("batch_cap", batch_cap)

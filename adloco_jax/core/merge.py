@@ -241,7 +241,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     one from the trainer furthest above its share. Ties favour the lower position.
 
     Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
-      a worker (docs/algorithm.md, section 7, defect 16).
+      a worker (studies/published.md, defect 16).
     """
     requested = [int(b) for b in requested_batch_sizes]
     if not requested or num_workers < len(requested):
