@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -57,6 +58,29 @@ def settings_at(url, num_workers=2, **engine):
         batching={"test": "constant"},
         engine={"kind": "bucket", "address": url, "heartbeat_s": 4.0} | engine,
     )
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, one_device):
+    """The folder of a bucket in which a run has ended."""
+    folder = tmp_path_factory.mktemp("ended")
+    with pytest.MonkeyPatch.context() as patch:
+        run(folder / "one", settings_at(InBucket(patch, folder / "bucket").url))
+    return folder / "bucket"
+
+
+@pytest.fixture
+def described(ended, tmp_path):
+    """A function that changes the run's description in a copy of that bucket; its address."""
+    folder = shutil.copytree(ended, tmp_path / "bucket")
+
+    def write(*, data=(), **changed):
+        message = json.loads((folder / "run.json").read_bytes())["message"]
+        message["settings"]["data"] |= dict(data)
+        (folder / "run.json").write_bytes(store.to_json(RunDescription(**message | changed)))
+        return f"file://{folder}"
+
+    return write
 
 
 def order(epoch, learner, number):
@@ -263,52 +287,38 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["adloco_jax", "fingerprint"])
-def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch, tmp_path, what):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
-    path = tmp_path / "bucket" / "run.json"
-    message = json.loads(path.read_bytes())["message"]
-    path.write_bytes(store.to_json(RunDescription(**message | {what: "other", "by_fit": False})))
+def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch, described, what):
+    url = described(**{what: "other"}, by_fit=False)
     corpus, base = (types.SimpleNamespace(fingerprint=name) for name in ("table", ""))
     here_too = types.SimpleNamespace(corpus=corpus, model=types.SimpleNamespace(base=base))
     monkeypatch.setattr(bucket_learner, "assemble", lambda *_, **__: here_too)
     with pytest.raises(ConfigError, match="the driver has ") as error:
-        bucket_learner.join(there.url, own={})
+        bucket_learner.join(url, own={})
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
 
 
-def test_learners_of_a_run_of_fit_call_join_with_its_rows_and_others_are_told(
-    monkeypatch, tmp_path
-):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_learners_of_a_run_of_fit_call_join_with_its_rows_and_others_are_told(described):
+    url, functions = described(), {"init_fn": init_fn, "loss_fn": bigram_loss}
     with pytest.raises(ConfigError, match="to join a run of fit: call adloco_jax.join there, "):
-        bucket_learner.join(there.url, own={})
+        bucket_learner.join(url, own={})
     with pytest.raises(ConfigError, match="the driver has other data"):
-        join(there.url, corpus=Table(corpus().rows, "other"), init_fn=init_fn, loss_fn=bigram_loss)
-    path = tmp_path / "bucket" / "run.json"
-    message = json.loads(path.read_bytes())["message"]
-    path.write_bytes(store.to_json(RunDescription(**message | {"by_fit": False})))
+        join(url, corpus=Table(corpus().rows, "other"), **functions)
+    described(by_fit=False)
     with pytest.raises(ConfigError, match="to join a run of train: write adloco join, "):
-        join(there.url, corpus=corpus(), init_fn=init_fn, loss_fn=bigram_loss)
+        join(url, corpus=corpus(), **functions)
 
 
 @pytest.mark.parametrize("how", ["refused", "named", "accepted"])
-def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, tmp_path, how):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
-    path, text = tmp_path / "bucket" / "run.json", "s3://secret/text.txt"
-    message = json.loads(path.read_bytes())["message"]
-    message["settings"]["data"] |= {"source": "text", "path": text}
-    message["by_fit"] = False
-    path.write_bytes(store.to_json(RunDescription(**message)))
+def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, described, how):
+    text = "s3://secret/text.txt"
+    url = described(by_fit=False, data={"source": "text", "path": text})
     same, other = (types.SimpleNamespace(fingerprint=name) for name in ("", "other"))
     other = types.SimpleNamespace(corpus=other, model=types.SimpleNamespace(base=same))
     monkeypatch.setattr(bucket_learner, "assemble", lambda *_, **__: other)
     words = "data.path = 's3://secret/text.txt'; .*--accept-data" if how == "refused" else "other d"
     own = {"data.path": text} if how == "named" else {}
     with pytest.raises(ConfigError, match=words):
-        bucket_learner.join(there.url, own=own, accepts_data=how == "accepted")
+        bucket_learner.join(url, own=own, accepts_data=how == "accepted")
 
 
 def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd):
