@@ -205,7 +205,7 @@ def test_an_object_with_arrays_is_refused_unless_it_is_what_was_asked_for(
 
     message = message if what == "order" else AnswerMessage(id=ID)
     tree = jax.tree.map(filled, form_of(message))
-    monkeypatch.setattr(store, "_READ_PAUSES_S", ())
+    monkeypatch.setattr(store, "READ_PAUSES_S", ())
     there, data = store.Store(f"file://{tmp_path}/bucket"), store.pack(message, tree)
     most, found = bucket.limit(form_of(message)), []
     for seed in range(NUM_SEEDS):

@@ -113,7 +113,7 @@ def test_an_altered_object_is_refused_by_name(at):
 
 def test_no_memory_is_made_for_arrays_larger_than_the_run_has(monkeypatch, tmp_path):
     there = store.Store(f"file://{tmp_path}/bucket")
-    monkeypatch.setattr(store, "_READ_PAUSES_S", ())
+    monkeypatch.setattr(store, "READ_PAUSES_S", ())
     there.put("orders/1", store.pack(Format(), {"a": np.zeros(1, np.float32)}))
     form = {"a": jax.ShapeDtypeStruct((2**32,), np.dtype("f4"))}
     with pytest.raises(store.Refused, match="^orders/1: for 17179869184 bytes, expected at most"):
@@ -145,7 +145,7 @@ def test_a_link_inside_a_folder_is_not_followed(tmp_path, link):
 
 
 def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(store, "_READ_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(store, "READ_PAUSES_S", (0.0, 0.0))
     there = store.Store(f"file://{tmp_path}/bucket")
     there.put("orders/1", store.pack(Format(), TREE))
     get, damaged = there.get, [1, 2]
@@ -182,11 +182,11 @@ def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it
 
     clock.sleep = writes_until(math.inf)
     with pytest.raises(ConfigError, match="another driver runs there") as error:
-        bucket._next_epoch(there, 0, 4.0)
+        bucket.next_epoch(there, 0, 4.0)
     assert "\n" not in str(error.value) and 4 < clock.now_s < 10
     for writes_s, next_epoch in ((3.5, 2), (0.0, 3)):
         clock.now_s, clock.sleep = 0.0, writes_until(writes_s)
-        assert bucket._next_epoch(there, 1, 4.0) == next_epoch and 4 <= clock.now_s <= 8
+        assert bucket.next_epoch(there, 1, 4.0) == next_epoch and 4 <= clock.now_s <= 8
 
 
 def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
@@ -203,7 +203,7 @@ def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
         return get(name, **how) if name != "driver/2.json" or clock.now_s > 2 else None
 
     monkeypatch.setattr(there, "get", old)
-    assert bucket._next_epoch(there, 1, 4.0) == 3 and clock.now_s < 4
+    assert bucket.next_epoch(there, 1, 4.0) == 3 and clock.now_s < 4
 
 
 def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
@@ -466,7 +466,7 @@ def test_a_learner_without_a_driver_ends_after_its_patience(monkeypatch, tmp_pat
         one.serve()
     empty = store.Store(f"file://{tmp_path}/empty", patience_s=600.0)
     with pytest.raises(ResourceError, match="for 10 minutes there was no driver"):
-        bucket_learner._read_run(empty)
+        bucket_learner.read_run(empty)
     assert 1200 < there.now_s - start_s < 1300
 
 
@@ -552,7 +552,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
             raise RuntimeError("503\nRust")
         return 7
 
-    assert there._patiently("write", "a", write) == 7
+    assert there.patiently("write", "a", write) == 7
     assert len(waits) == 12 and waits == sorted(waits) and max(waits) <= 3
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix(f"{there.url}: ") for line in said] == [
@@ -562,7 +562,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     ]
     fails, there.patience_s = iter([True] * 99), 30.0
     with pytest.raises(ResourceError, match="cannot write"):
-        there._patiently("write", "a", write)
+        there.patiently("write", "a", write)
     assert threading.active_count() < 50
 
 
@@ -577,7 +577,7 @@ def test_a_server_that_asks_for_patience_at_the_start_is_waited_for(monkeypatch,
             raise RuntimeError(f"GET in 1.403s - Server returned non-2xx status code: {status}")
         return 7
 
-    assert store.Store(f"file://{tmp_path}/bucket")._patiently("read", "a", read) == 7
+    assert store.Store(f"file://{tmp_path}/bucket").patiently("read", "a", read) == 7
 
 
 def test_a_deadline_follows_from_what_requests_have_taken(monkeypatch, tmp_path):
@@ -606,9 +606,9 @@ def test_a_deadline_follows_from_what_requests_have_taken(monkeypatch, tmp_path)
         (10**6, 0, 8.0, 43),
         (0, 0, 1.0, 11),
     ]:
-        there._answered("read", num_bytes, failures, lambda s=seconds: takes(s))
+        there.answered("read", num_bytes, failures, lambda s=seconds: takes(s))
         assert limits[-1] == pytest.approx(limit_s)
-    there._answered("write", 0, 0, lambda: None)
+    there.answered("write", 0, 0, lambda: None)
     assert limits[-1] == pytest.approx(5)
 
 
@@ -640,7 +640,7 @@ def test_one_learner_whose_order_cannot_be_written_does_not_hold_up_another(monk
 
 @pytest.mark.parametrize("data", [b"", b"1" * (2**20 + 1), b"[]"])
 def test_a_description_that_is_none_ends_a_learner_in_one_line(monkeypatch, tmp_path, data):
-    monkeypatch.setattr(store, "_READ_PAUSES_S", ())
+    monkeypatch.setattr(store, "READ_PAUSES_S", ())
     store.Store(f"file://{tmp_path}/bucket").put("run.json", data)
     with pytest.raises(DataError, match="run.json: .*; name the prefix of a run") as error:
         bucket_learner.join(f"file://{tmp_path}/bucket", own={})
@@ -686,7 +686,7 @@ def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, k
         raise FileNotFoundError(error) if error == "FileNotFoundError" else RuntimeError(error)
 
     with pytest.raises((ConfigError, ResourceError), match=words) as refusal:
-        there._patiently(kind, "a", fails)
+        there.patiently(kind, "a", fails)
     assert refusal.value.exit_code in (2, 5) and "\n" not in str(refusal.value)
     assert sum(waits) < 30
 

@@ -48,7 +48,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
         return "its process or its node has ended" if dies else "answer"
 
     monkeypatch.setattr(faulty_store, "SLOW_S", 0.05)
-    monkeypatch.setattr(store, "_SECOND", datetime.timedelta(milliseconds=50))
+    monkeypatch.setattr(store, "SECOND", datetime.timedelta(milliseconds=50))
     with faulty_store.faulty(server, fault) as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
@@ -71,8 +71,8 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
 
 @pytest.fixture
 def short_deadlines(monkeypatch):
-    monkeypatch.setattr(store, "_LEAST_S", 0.5)
-    monkeypatch.setattr(store, "_FIRST", {"answer": 0.0, "byte": 0.0})
+    monkeypatch.setattr(store, "LEAST_LIMIT_S", 0.5)
+    monkeypatch.setattr(store, "FIRST_TIMES_S", {"answer": 0.0, "byte": 0.0})
 
 
 @pytest.mark.usefixtures("short_deadlines")
@@ -113,7 +113,7 @@ def test_after_a_signal_nobody_waits_for_a_server_that_is_silent(monkeypatch, se
 def test_an_empty_object_is_damaged(monkeypatch, tmp_path, server, where):
     for name, value in faulty_store.environment(server).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(store, "_READ_PAUSES_S", ())
+    monkeypatch.setattr(store, "READ_PAUSES_S", ())
     there = store.Store("s3://bkt/empty" if where == "s3" else f"file://{tmp_path}/bucket")
     there.put("1", b"")
     with pytest.raises(store.Refused, match="^1: 0 bytes"):

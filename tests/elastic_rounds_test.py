@@ -346,7 +346,7 @@ def test_a_round_that_fails_again_and_again_names_learner_trainer_and_cause(monk
     def fate(n, life, method, arguments):
         return "OSError: a disk" if method == "play" else "answer"
 
-    monkeypatch.setattr(engine, "_PATIENCE_S", 5.0)
+    monkeypatch.setattr(engine, "PATIENCE_S", 5.0)
     there = Here(monkeypatch, fate)
     with pytest.raises(Exception, match=r"failed for \d+ s; learner 0: .*OSError: a disk"):
         run(tmp_path, settings_with(num_workers=1))

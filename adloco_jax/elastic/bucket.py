@@ -103,7 +103,7 @@ def connected(
     """
     bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
     run = _description(bucket, given)
-    epoch = _next_epoch(bucket, run.driver, heartbeat_s)
+    epoch = next_epoch(bucket, run.driver, heartbeat_s)
     described = store.to_json(run.model_copy(update={"adloco_jax": __version__, "driver": epoch}))
     bucket.put("run.json", described)
     # Read, so that it is equal to what is found later.
@@ -163,7 +163,7 @@ def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> No
         )
 
 
-def _next_epoch(bucket: Store, last: int, heartbeat_s: float) -> int:
+def next_epoch(bucket: Store, last: int, heartbeat_s: float) -> int:
     """Begin as the next driver, once the `last` one or a later gives no sign; return its number.
 
     A store may show an older list or board for a while, so one that changes is looked at again.

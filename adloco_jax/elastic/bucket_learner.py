@@ -65,7 +65,7 @@ def join(
     check_installed("obstore", "bucket", "adloco join")
     bucket = Store(url, patience_s=patience_s)
     with processes.stop_requests(lambda: "leaving"):
-        run = _read_run(bucket)
+        run = read_run(bucket)
     if run is None:
         return
     given = _given(bucket, run, own, accepts_data, parts)
@@ -73,7 +73,7 @@ def join(
         BucketLearner(bucket, Learner(given), given, workdir, run.id).serve()
 
 
-def _read_run(bucket: Store) -> RunDescription | None:
+def read_run(bucket: Store) -> RunDescription | None:
     """Read the description of the run, or wait for it; None after a signal."""
     start_s, told = time.monotonic(), False
     while not processes.is_asked_to_stop():

@@ -48,7 +48,7 @@ from adloco_jax.run.terminal import in_bytes, say
 from adloco_jax.settings import Settings
 
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
-_PATIENCE_S = 300.0
+PATIENCE_S = 300.0
 
 
 @functools.partial(jax.jit, static_argnames=("outer_tx", "aggregate", "precision", "skip_single"))
@@ -388,7 +388,7 @@ class ElasticEngine:
                 continue
             del self.rounds[trainer]
             first_s, count, _ = self._failures.get(trainer, (now_s, 0, 0.0))
-            if now_s - first_s > _PATIENCE_S:
+            if now_s - first_s > PATIENCE_S:
                 raise ResourceError(
                     f"trainer {trainer}: its round has failed for {now_s - first_s:.0f} s; learner"
                     f" {learner.number}: {cause}"

@@ -36,15 +36,15 @@ JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
 # Of these the deadline of a request is made: seconds at least, a factor of the usual time, and that
 # before any is measured: seconds to the answer, and for each byte.
-_LEAST_S, _FACTOR, _FIRST = 3.0, 4.0, {"answer": 0.5, "byte": 2.5e-6}
+LEAST_LIMIT_S, _FACTOR, FIRST_TIMES_S = 3.0, 4.0, {"answer": 0.5, "byte": 2.5e-6}
 _LARGE = 2**16  # bytes from which on a request measures the link
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
-_READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
-_SECOND = datetime.timedelta(seconds=1)
+READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
+SECOND = datetime.timedelta(seconds=1)
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Format)
@@ -88,9 +88,9 @@ class Store:
                 )
             self._folder = folder.resolve()
         else:
-            backoff = {"init_backoff": _SECOND / 10, "max_backoff": 2 * _SECOND, "base": 2}
-            retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * _SECOND}
-            # http is used only if the user's endpoint says so; `_answered` has shorter deadlines.
+            backoff = {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2}
+            retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * SECOND}
+            # http is used only if the user's endpoint says so; `answered` has shorter deadlines.
             client = {"connect_timeout": "10s", "read_timeout": "180s", "timeout": "86400s"}
             client |= {"allow_http": True}
             how = {"retry_config": retry, "client_options": client}
@@ -105,7 +105,7 @@ class Store:
         def read(failures: int) -> bytearray | None:
             try:
                 begin = functools.partial(self._store.get, name)
-                found = self._answered("read", 0, failures, begin)
+                found = self.answered("read", 0, failures, begin)
             except FileNotFoundError as error:
                 if any(word in str(error) for word in _NO_BUCKET):
                     raise  # not only the object is missing
@@ -116,10 +116,10 @@ class Store:
             pieces = iter(found.stream(min_chunk_size=PIECE_BYTES))
             while len(data) < size:
                 length = min(PIECE_BYTES, size - len(data))
-                data += self._answered("piece", length, failures, functools.partial(next, pieces))
+                data += self.answered("piece", length, failures, functools.partial(next, pieces))
             return data
 
-        data = self._patiently("read", name, read)
+        data = self.patiently("read", name, read)
         self._count(1, down=len(data or b""))
         return None if data is None else bytes(data)
 
@@ -162,7 +162,7 @@ class Store:
         # More pieces at a time would each take longer than a client waits on a slow link.
         how = {"chunk_size": PIECE_BYTES, "max_concurrency": 2}
         put = functools.partial(self._store.put, name, data, **how)
-        self._patiently("write", name, lambda n: self._answered("write", len(data), n, put))
+        self.patiently("write", name, lambda n: self.answered("write", len(data), n, put))
         self._count(requests_to_put(len(data)), up=len(data))
 
     def create(self, name: str, message: Format) -> bool:
@@ -174,7 +174,7 @@ class Store:
         def write(failures: int) -> bool:
             put = functools.partial(self._store.put, name, data, mode="create")
             try:
-                self._answered("write", len(data), failures, put)
+                self.answered("write", len(data), failures, put)
             except AlreadyExistsError:  # perhaps by this call, whose answer was lost
                 with contextlib.suppress(Refused):  # larger, so another's
                     return self.get(name, limit=len(data)) == data
@@ -182,14 +182,14 @@ class Store:
             return True
 
         self._count(1, up=len(data))
-        return self._patiently("write", name, write)
+        return self.patiently("write", name, write)
 
     def delete(self, *names: str) -> None:
         """Delete objects, if they are there and may be deleted."""
         self._count(len(names))
         for name in names:  # what is left costs space only
             try:
-                self._answered("write", 0, 0, functools.partial(self._store.delete, name))
+                self.answered("write", 0, 0, functools.partial(self._store.delete, name))
             except TimeoutError:
                 return
             except Exception:  # noqa: S110  deliberately broad: missing, or not permitted
@@ -199,7 +199,7 @@ class Store:
         """List the names of all objects; the list is empty if listing is not permitted."""
         self._count(1)
         with contextlib.suppress(Exception):
-            found = self._answered("read", 0, 0, lambda: self._store.list().collect())
+            found = self.answered("read", 0, 0, lambda: self._store.list().collect())
             return sorted(each["path"] for each in found)
         return []
 
@@ -209,7 +209,7 @@ class Store:
             self.bytes_up += up
             self.bytes_down += down
 
-    def _answered(self, kind: str, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
+    def answered(self, kind: str, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
         """Return what `act` returns, a request for some bytes, or raise TimeoutError.
 
         The deadline is four times the usual time, more after failures. A request that is never
@@ -217,9 +217,9 @@ class Store:
         """
         answer_s, byte_s = (
             statistics.median(self._measured[kind, what] or [first])
-            for what, first in _FIRST.items()
+            for what, first in FIRST_TIMES_S.items()
         )
-        limit_s = _LEAST_S + _FACTOR * (answer_s + num_bytes * byte_s)
+        limit_s = LEAST_LIMIT_S + _FACTOR * (answer_s + num_bytes * byte_s)
         limit_s *= 1 if processes.is_asked_to_stop() else min(2**failures, 4)
         start_s, request = time.monotonic(), aside(act)
         try:
@@ -230,7 +230,7 @@ class Store:
         self._measured[kind, what].append((time.monotonic() - start_s) / parts)
         return result
 
-    def _patiently(self, kind: str, name: str, act: Callable[[int], T]) -> T:
+    def patiently(self, kind: str, name: str, act: Callable[[int], T]) -> T:
         """Return what `act` returns for a number of failures; repeat it while it fails."""
         if self._folder and (self._folder / name).resolve() != self._folder / name:
             error = Refused if kind == "read" else ConfigError
@@ -285,7 +285,7 @@ class Store:
 
 def again(read: Callable[[], T]) -> T:
     """Read an object again if it is refused, as it may be damaged on its way only."""
-    for pause_s in _READ_PAUSES_S:
+    for pause_s in READ_PAUSES_S:
         with contextlib.suppress(Refused):
             return read()
         time.sleep(pause_s)
