@@ -4,7 +4,7 @@ python scripts/drawings.py
 
 `seconds` is the picture of the README: time to the same loss, by the rate of the links. `method`
 shows the algorithm over time, and `architecture` the parts of the library. `front` shows the study
-of docs/RESULTS.md: sequential steps against synchronisations and bytes. `barrier` shows the cost of
+of studies/RESULTS.md: steps against synchronisations and bytes. `barrier` shows the cost of
 merging, `links` training over slow links, and `gpu` training on a GPU. Pictures of several
 panels are drawn twice: side by side, and for narrow screens below one another. Letters have at
 least 11 pixels on a phone.

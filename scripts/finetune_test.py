@@ -10,7 +10,7 @@ import pytest
 
 def test_the_page_has_the_table_of_the_records():
     lines = [json.loads(line) for line in finetune.RECORDS.read_text().splitlines()]
-    page = finetune.links.ROOT / "docs" / "RESULTS.md"
+    page = finetune.links.ROOT / "studies" / "RESULTS.md"
     assert finetune.table(lines) in page.read_text(encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ Each site is a network namespace with one link to a hub, which has the bucket's 
 a link are limited to the same rate (`tc tbf`), and each site to the same share of a processor. The
 links have no delay. The driver runs at the first site.
 
-- growing_pool, DiLoCo: through the bucket, until the loss of docs/RESULTS.md is reached; once with
+- growing_pool, DiLoCo: through the bucket, to the loss of studies/RESULTS.md; once with
   a learner that is killed after a third of the run, and starts again
 - one worker: alone at one site
 - data parallel: 200 updates are timed (jax.distributed with gloo). Its number of updates to the
@@ -554,7 +554,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.4, help="of a processor, for each site")
     parser.add_argument("--precision", nargs="+", default=["float32"], choices=get_args(Precision))
     parser.add_argument("--updates", type=int, default=200, help="of data parallel, to be timed")
-    parser.add_argument("--loss", type=float, help="to reach; as in docs/RESULTS.md")
+    parser.add_argument("--loss", type=float, help="to reach; as in studies/RESULTS.md")
     parser.add_argument("--methods", nargs="+", help="only these")
     parser.add_argument("--folder", type=Path, default=Path("links"))
     parser.add_argument("--site", type=int, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Tables of the study in docs/RESULTS.md, from the lines of a comparison's results.
+"""Tables of the study in studies/RESULTS.md, from the lines of a comparison's results.
 
 python studies/tables.py choose studies/small_tuning.jsonl --target 1.6
 python studies/tables.py claims studies/small.jsonl --target 1.6
