@@ -83,6 +83,14 @@ def described(ended, tmp_path):
     return write
 
 
+@pytest.fixture
+def there(monkeypatch, tmp_path):
+    """A bucket, its driver and its learners, after a run in the folder `one`."""
+    made = InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "one", settings_at(made.url))
+    return made
+
+
 def order(epoch, learner, number):
     return OrderId(epoch=epoch, learner=learner, life=0, order=number)
 
@@ -338,9 +346,7 @@ def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp
         bucket.check_possible(settings_at(f"file://{tmp_path}/bucket"), tmp_path / "r")
 
 
-def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(monkeypatch, tmp_path, capfd):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(there, tmp_path, capfd):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
     one.handle, one._epoch, path = None, 0, tmp_path / "bucket/run.json"
     capfd.readouterr()
@@ -382,11 +388,7 @@ def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(monkeypatc
     assert "the driver has ended; waiting" in capfd.readouterr().out
 
 
-def test_boards_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(
-    monkeypatch, tmp_path
-):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_boards_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(there):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
     one.handle, counts = order(1, 0, 0), itertools.count(one._driver.count + 1)
     busy = LearnerOrders(id=one.handle, is_free=False)
@@ -425,18 +427,14 @@ def test_a_learner_of_forged_counts_is_replaced(monkeypatch, tmp_path):
     assert [(e["learner"], e["why"][:15]) for e in lost] == [(1, "gave no sign fo")]
 
 
-def test_a_resumed_driver_writes_its_own_version(monkeypatch, tmp_path):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_a_resumed_driver_writes_its_own_version(there, monkeypatch, tmp_path):
     monkeypatch.setattr(bucket, "__version__", "9.9")
     monkeypatch.setattr(bucket_learner, "__version__", "9.9")
     run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 4}))
     assert json.loads((tmp_path / "bucket/run.json").read_bytes())["message"]["adloco_jax"] == "9.9"
 
 
-def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monkeypatch, tmp_path):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(there):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
     one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 5
     boards = iter(
@@ -455,9 +453,7 @@ def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(monk
     assert left.sign.has_left
 
 
-def test_a_learner_without_a_driver_ends_after_its_patience(monkeypatch, tmp_path):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_a_learner_without_a_driver_ends_after_its_patience(there, tmp_path):
     (one, *_), start_s = there.learners.values(), there.now_s
     one._driver = DriverBoard(count=10**9, adloco_jax=__version__)
     one.handle, one._epoch, one._changed_s = None, 1, start_s
@@ -470,9 +466,7 @@ def test_a_learner_without_a_driver_ends_after_its_patience(monkeypatch, tmp_pat
     assert 1200 < there.now_s - start_s < 1300
 
 
-def test_a_learner_says_for_what_it_waits(monkeypatch, tmp_path, capfd):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_a_learner_says_for_what_it_waits(there, capfd):
     (one, *_) = there.learners.values()
     one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 1
     one._idle_s, counts = there.now_s, iter(range(1000, 2000))
@@ -508,9 +502,7 @@ def test_learners_that_have_left_are_not_waited_for(monkeypatch, tmp_path, capfd
     assert not events(tmp_path / "one", "learner", what="lost")
 
 
-def test_a_learner_that_is_lost_deletes_its_last_answer(monkeypatch, tmp_path):
-    there = InBucket(monkeypatch, tmp_path / "bucket")
-    run(tmp_path / "one", settings_at(there.url))
+def test_a_learner_that_is_lost_deletes_its_last_answer(there):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
     one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 5
     again = LearnerOrders(id=OrderId(epoch=1, learner=0, life=1), is_free=True)
