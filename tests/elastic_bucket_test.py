@@ -422,7 +422,7 @@ def test_a_learner_of_forged_counts_is_replaced(monkeypatch, tmp_path):
         return "answer"
 
     there = InBucket(monkeypatch, tmp_path / "bucket", fate)
-    run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 100}))
+    run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 40}))
     lost = events(tmp_path / "one", "learner", what="lost")
     assert [(e["learner"], e["why"][:15]) for e in lost] == [(1, "gave no sign fo")]
 
