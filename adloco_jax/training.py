@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import html
 import math
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -322,8 +323,10 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
 def _what_stops(engines: list[RunEngine]) -> str:
     """Say what a first signal does; `engines` has that of the attempt under way, if any."""
     left_s = getattr(engines[0], "left_s", math.nan) if engines else math.nan
-    if not left_s > LAST_S:
+    if jax.process_count() > 1 or left_s <= LAST_S:
         return "finishing and saving the round under way"
+    if math.isnan(left_s):  # no call of this round has ended yet
+        return "finishing and saving the round under way, or leaving it if it lasts long"
     return (
         f"round {engines[0].underway.round + 1} ends in about"
         f" {datetime.timedelta(seconds=round(left_s))}; stopping after the updates under way, to"
@@ -343,6 +346,9 @@ def _explaining(run: Run) -> Iterator[None]:
     except (UserError, OSError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # deliberately broad: a user's function may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        if any((frame.filename, frame.name) == (__file__, "call_on_round") for frame in frames):
+            raise  # the caller of `fit` catches its own errors
         if place := own_line(error):
             raise ConfigError(f"{place}: {type(error).__name__}: {reason(error)}") from error
         raise
@@ -358,10 +364,10 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
     observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
     lines: deque[dict] = deque()  # another thread writes lines too, on what it compiles
 
-    def tell(state: State, _: Boundary) -> None:
+    def call_on_round(state: State, _: Boundary) -> None:
         on_round(state, [lines.popleft() for _ in range(len(lines))])
 
-    observe.append(tell)
+    observe.append(call_on_round)
     attempt.recorder.ledger.listeners.append(lines.append)
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:

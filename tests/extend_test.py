@@ -108,6 +108,14 @@ def test_an_entry_that_fails_within_a_run_is_named_by_its_line(tmp_path):
         run(tmp_path / "r", settings)
 
 
+def test_an_error_of_on_round_reaches_the_caller_as_it_is(tmp_path):
+    def stop_early(state, lines):
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        run(tmp_path / "r", settings_of(), on_round=stop_early)
+
+
 def test_fit_takes_the_callers_optimizers_as_they_are(tmp_path):
     """AdamW and Nesterov as arguments equal AdamW and Nesterov by name and rate."""
     how = {"num_rounds": 2, "ensemble": {"num_trainers": 1, "num_workers": 2}}
