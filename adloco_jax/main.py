@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from absl import logging
 
-from adloco_jax import __version__, errors
+from adloco_jax import errors
 from adloco_jax.cli.names import find_config, is_run
 from adloco_jax.cli.parser import COMMANDS, parse
 from adloco_jax.cli.train import require_devices
@@ -116,19 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     first, *words = argv or ["--help"]
-    if first in ("-h", "--help", "help"):
-        if words and words[0] in COMMANDS:
-            return _run([words[0], "--help"])
-        print(_overview())
-        return 0
-    if first in ("--version", "version"):
-        print(f"adloco_jax {__version__}")
-        return 0
-    if first.startswith("-"):
+    if first in ("help", "version"):
+        first, *words = [*words, f"--{first}"]
+    if first.startswith("-") and first not in ("-h", "--help", "--version"):
         first, words = "train", list(argv)
-    if first not in COMMANDS:
+    if first not in COMMANDS and not first.startswith("-"):
         raise ConfigError(f"{first}: no such command; {_right_command(first, words)}")
-    options = parse(first, words)
+    options = parse([first, *words])
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
     if first in ("compare", "export", "generate", "join"):
@@ -149,19 +143,6 @@ def _right_command(word: str, others: Sequence[str]) -> str:
         return f"write: adloco {'compare' if name.startswith('compare_') else 'train'} {word}"
     nearest = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.0)
     return f"did you mean {shlex.join(['adloco', *nearest, *others])}? adloco --help lists them"
-
-
-def _overview() -> str:
-    lines = [f"  {name:10} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Trains language models with AdLoCo (arXiv 2508.18182).\n",
-            "adloco COMMAND [OPTIONS]\n",
-            *lines,
-            "\nTo begin: adloco train quickstart",
-            "adloco COMMAND --help lists the options; adloco train --help every key of a config.",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ python scripts/knobs.py
 from itertools import groupby
 from pathlib import Path
 
-from adloco_jax.cli.parser import allowed
+from adloco_jax.cli.keys import allowed
 from adloco_jax.settings import KNOBS, meaning
 
 PAGE = Path(__file__).parents[1] / "docs" / "knobs.md"

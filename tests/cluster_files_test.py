@@ -86,8 +86,7 @@ def test_the_service_has_keys_a_user_the_network_and_a_learner_as_an_example():
     assert service["EnvironmentFile"].startswith("-/") and service["User"] != "root"
     assert UNIT["Unit"]["After"] == UNIT["Unit"]["Wants"] == "network-online.target"
     (example,) = re.findall(r"^# ExecStart=\S+/adloco (.*)$", text, re.MULTILINE)
-    verb, *words = example.split()
-    assert parse(verb, words).address == "s3://BUCKET/RUN"
+    assert parse(example.split()).address == "s3://BUCKET/RUN"
 
 
 def command(words, workdir):

@@ -460,7 +460,7 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     *_, to_train = first.splitlines()
     assert to_train.startswith("train with: adloco train quickstart ")
     keys = shlex.split(to_train.partition("adloco train ")[2])
-    settings = validate(configure(parse("train", keys))[1])
+    settings = validate(configure(parse(["train", *keys]))[1])
     assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257
     before = content(tmp_path / "out")
     assert cli.main(["prepare", *words]) == 0

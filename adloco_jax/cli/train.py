@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import sys
@@ -13,24 +12,23 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from adloco_jax import config
+from adloco_jax.cli.keys import override
 from adloco_jax.cli.names import add_entries, find_config, is_run, load_config, runs_in
-from adloco_jax.cli.parser import override
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
 from adloco_jax.settings import KNOBS, SIZES, DataSettings, Settings
 
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
 
 
-def _named_run(options: argparse.Namespace) -> str | None:
+def _named_run(options: argparse.Namespace) -> Path | None:
     """Return the folder of the run to resume with its recorded settings; set it as `workdir`."""
-    word = options.words[0] if options.words else None
-    if word is not None and is_run(word):
-        run = options.words.pop(0)
+    if options.config is None:
+        options.config, options.name = options.name, None
+    if options.name and is_run(options.name):
+        run, options.name = Path(options.name), None
     elif options.config and is_run(options.config):
-        run, options.config = options.config, None
+        run, options.config = Path(options.config), None
     else:
-        if word is not None and options.config is None:
-            options.config = options.words.pop(0)
         run = options.workdir if options.config is None else None
         return run if run and is_run(run) else None
     if options.workdir not in (None, run):
@@ -49,7 +47,7 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
       ConfigError: If the file, a word, or the resulting config has faults; the message lists all.
     """
     run = _named_run(options)
-    faults = [_unknown(word, options) for word in (*options.words, *options.unknown)]
+    faults = [f"{word}: unexpected" for word in [options.name] if word] + options.faults
     try:
         if run is not None:
             from adloco_jax.run.folder import recorded_config
@@ -57,7 +55,7 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
             if options.size:
                 raise ConfigError(f"--size {options.size}: {run} keeps its size; leave it out")
             add_entries(options.config)
-            path, made = Path(run), recorded_config(Path(run))
+            path, made = run, recorded_config(run)
         else:
             if options.config is None:
                 raise ConfigError(
@@ -174,18 +172,6 @@ def take_sizes(config: ConfigDict, given: Container[str]) -> str:
                 changed.append(f"{name} {size}, not {before}")
             model[name] = size
     return f"sizes of model.init_from={model.init_from}: {'; '.join(changed)}" if changed else ""
-
-
-def _unknown(word: str, options: argparse.Namespace) -> str:
-    name = word.partition("=")[0]
-    if name.startswith("--config."):
-        return config.unknown_key_fault(name.removeprefix("--config."))
-    if not word.startswith("-"):
-        return f"{word}: unexpected; write adloco train CONFIG --config.GROUP.KEY=VALUE"
-    nearest = [f"--config.{key}" for key in config.namesakes(name.lstrip("-").replace("-", "_"))]
-    names = [f"--{name.replace('_', '-')}" for name in vars(options)]
-    nearest = nearest or difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"{word}: no such option; did you mean {' or '.join(nearest)}?"
 
 
 def train(options: argparse.Namespace, command: str) -> None:

@@ -1,0 +1,90 @@
+"""Keys of a config on the command line: set from text, and described in words."""
+
+import ast
+import contextlib
+import functools
+from typing import Any, get_origin
+
+from ml_collections import ConfigDict
+from pydantic import TypeAdapter, ValidationError
+
+from adloco_jax.config import plain_type
+from adloco_jax.settings import GROUPS, INT32, KNOBS, SIZES, Settings, default_of, meaning
+
+
+def override(config: ConfigDict, key: str, text: str) -> None:
+    """Convert the text of a value on the command line, and set a key of a config to the value.
+
+    Text that does not fit the key's type is set as it is, for `validate`; unknown keys are skipped.
+    """
+    group, _, name = key.rpartition(".")
+    holder = config.get(group) if group else config
+    if not isinstance(holder, ConfigDict) or name not in holder:
+        return
+    kind, default, value = plain_type(key), default_of(key), text
+    if default in (None, "auto") and text == (default or "none"):
+        value = default
+    elif get_origin(kind) is tuple:
+        with contextlib.suppress(SyntaxError, TypeError, ValueError):
+            literal = ast.literal_eval(text)
+            value = literal if isinstance(literal, tuple) else (literal,)
+    else:
+        with contextlib.suppress(ValidationError):
+            value = TypeAdapter(kind).validate_strings(text)
+    with holder.ignore_type():
+        holder[name] = value
+
+
+def describe(key: str) -> str:
+    """Describe a key for argparse: its meaning, allowed values and default."""
+    return f"{meaning(key)} Value: {allowed(key)}".replace("%", "%%")
+
+
+def allowed(key: str) -> str:
+    """Describe in words the values that a key of the config may have, and its default."""
+    group, _, name = key.rpartition(".")
+    schema = _schema()["$defs"][GROUPS[group].__name__] if group else _schema()
+    default = default_of(key)
+    words = "unset" if default is None else repr(default)
+    if name in SIZES and group == "model":
+        words = f"that of the checkpoint, else {KNOBS[key].default}"
+    return f"{_in_words(schema['properties'][name])} (default: {words})"
+
+
+def unset(key: str) -> str:
+    """Say how to unset a key, if it can be."""
+    default = default_of(key)
+    if default in (None, "auto"):
+        return f"; unset with ={default or 'none'}"
+    return f"; unset with ={default!r}" if default in ("", ()) else ""
+
+
+_schema = functools.cache(Settings.model_json_schema)
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "True or False",
+    "string": "text",
+}
+_LIMITS = {
+    "exclusiveMinimum": "greater than",
+    "minimum": "at least",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
+}
+
+
+def _in_words(schema: dict[str, Any]) -> str:
+    schema = schema.get("anyOf", [schema])[0]  # the other is null
+    if names := schema.get("enum") or schema.get("examples"):
+        return " or ".join(map(repr, names))
+    if "items" in schema:
+        return f"a tuple, each item {_in_words(schema['items'])}"
+    if "prefixItems" in schema:
+        return f"a pair, each item {_in_words(schema['prefixItems'][0])}"
+    limits = [
+        f"{words} {schema[name]:.12g}"
+        for name, words in _LIMITS.items()
+        if schema.get(name, INT32) != INT32
+    ]
+    return ", ".join([_TYPES[schema["type"]], *["not empty"] * ("minLength" in schema), *limits])
