@@ -28,6 +28,7 @@ from adloco_jax.elastic.fleet import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LAST_S, LocalEngine, OnCall
+from adloco_jax.engine.optimizers import Labeller
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import here
@@ -42,9 +43,10 @@ from adloco_jax.errors import (
 )
 from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State, Stopped, adloco
 from adloco_jax.loop.plans import is_over
+from adloco_jax.models.configured import InitFn
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import FitArguments, check_arguments, check_rules
-from adloco_jax.run.assemble import InitFn, Labeller, Run, assemble
+from adloco_jax.run.assemble import Run, assemble
 from adloco_jax.run.attempts import (
     Attempt,
     Failures,

@@ -31,9 +31,9 @@ from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.sharding import bytes_here, num_turns, placement, workers_spec  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
-from adloco_jax.run.assemble import spec_of  # noqa: E402
 from adloco_jax.run.choose import Mode  # noqa: E402
 from adloco_jax.run.plan import described, device_plan  # noqa: E402
+from adloco_jax.run.program import spec_of  # noqa: E402
 from probes.hlo import collectives  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)

@@ -25,7 +25,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from side_by_side import SHAPES, InnerSteps, Shape, random_tokens, settings_of, side_by_side
+from side_by_side import (
+    SHAPES,
+    InnerSteps,
+    Shape,
+    functions_of,
+    random_tokens,
+    settings_of,
+    side_by_side,
+)
 from timing import interleave, machine, ratio, report
 
 import adloco_jax
@@ -35,8 +43,6 @@ from adloco_jax.data.rows import prepare
 from adloco_jax.data.sources import stdlib_documents
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.programs import needed_bytes
-from adloco_jax.engine.spec import here
-from adloco_jax.run.assemble import build_model
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
@@ -67,7 +73,7 @@ def statistics_times(
     shape: Shape, batch: int, names: list[str], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of the plain gradient and of some WAYS, and their additional memory in MiB."""
-    init_fn, loss_fn = build_model(settings_of(shape), here())
+    init_fn, loss_fn = functions_of(settings_of(shape))
     params, rows = jax.jit(init_fn)(jax.random.key(0)), random_tokens(shape, batch, 1)[0, 0]
     ways = {"plain": jax.value_and_grad(loss_fn)}
     for name in names:
@@ -114,7 +120,7 @@ def round_times(shape: Shape, batch: int, *, rounds: int, blocks: int) -> dict[s
 
 def fit_random(settings: Settings, workdir: str) -> list[dict]:
     """Run on random bytes without output; return the ledger."""
-    init_fn, loss_fn = build_model(settings, here())
+    init_fn, loss_fn = functions_of(settings)
     rows = _RandomRows(settings.data.sequence_length)
     with contextlib.redirect_stdout(io.StringIO()):
         fit(settings, corpus=rows, init_fn=init_fn, loss_fn=loss_fn, workdir=workdir)

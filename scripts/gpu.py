@@ -39,6 +39,7 @@ from side_by_side import (
     InnerSteps,
     Shape,
     flops_per_token,
+    functions_of,
     measure,
     random_tokens,
     settings_of,
@@ -47,10 +48,11 @@ from side_by_side import (
 from timing import interleave, machine, per_second
 
 import adloco_jax
-from adloco_jax.engine.spec import Kernel, here
+from adloco_jax.engine.optimizers import inner_transform, labeller
+from adloco_jax.engine.spec import Kernel
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.files import replaced_file
-from adloco_jax.run.assemble import build_model, build_network, inner_transform
+from adloco_jax.models.configured import build_network
 from adloco_jax.run.ledger import read
 from adloco_jax.study.compare import to_reach
 
@@ -269,10 +271,13 @@ def one_round(shape: Shape) -> dict[str, np.ndarray]:
     found = {}
     for dtype in ("float32", "bfloat16"):
         settings = settings_of(dataclasses.replace(shape, model=shape.model | {"dtype": dtype}))
-        init_fn, loss_fn = build_model(settings, here())
+        init_fn, loss_fn = functions_of(settings)
         params = jax.device_get(jax.jit(init_fn)(jax.random.key(0)))
         tokens_SRBL = random_tokens(shape, 4, 2)
-        how: dict[str, Any] = {"inner_tx": inner_transform(settings), "outer_tx": optax.sgd(0.7)}
+        how: dict[str, Any] = {
+            "inner_tx": inner_transform(settings.inner, labeller(settings.model.arch)),
+            "outer_tx": optax.sgd(0.7),
+        }
         rates_SR = np.full(tokens_SRBL.shape[:2], 1e-3, np.float32)
 
         def run(params, tokens_SRBL, rates_SR, loss_fn=loss_fn, how=how):
@@ -337,7 +342,7 @@ def speed(name: str) -> Callable[[Figures, Size, argparse.Namespace], None]:
 
     def part(figures: Figures, size: Size, options: argparse.Namespace) -> None:
         steps = size.steps[name]
-        network = build_network(settings_of(steps.shape))
+        network = build_network(settings_of(steps.shape).model)
         tokens_BL = jnp.zeros((1, 1), jnp.int32)
         params = jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
         figures.write(flops_per_token=flops_per_token(steps.shape, params))

@@ -267,14 +267,19 @@ def parallel_updates(config: Any, count: int, num_updates: int) -> dict[str, Any
     from jax.sharding import PartitionSpec as P
 
     from adloco_jax.config import validate
+    from adloco_jax.data import load_corpus
+    from adloco_jax.engine.optimizers import inner_transform, labeller
     from adloco_jax.engine.spec import here
-    from adloco_jax.run.assemble import build_model, inner_transform, load_data
+    from adloco_jax.run.choose import Mode
+    from adloco_jax.run.program import configured_model
 
     settings = validate(config)
-    corpus, (init_fn, loss_fn) = load_data(settings), build_model(settings, here())
-    tx, batch = inner_transform(settings), settings.batching.initial_batch_size
+    corpus, model = load_corpus(settings), configured_model(settings, here())
+    loss_fn = model.loss_of(Mode(in_turn=True, remat=False), model.attention(1))
+    tx = inner_transform(settings.inner, labeller(settings.model.arch))
+    batch = settings.batching.initial_batch_size
     mesh = jax.make_mesh((count,), ("site",), devices=jax.devices()[:count])
-    params = jax.jit(init_fn)(jax.random.key(settings.seed))
+    params = jax.jit(model.init_fn)(jax.random.key(settings.seed))
     vector, unravel = ravel_pytree(params)
 
     @jax.jit

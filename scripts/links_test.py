@@ -14,7 +14,9 @@ import pytest
 
 import adloco_jax
 from adloco_jax.config import validate
-from adloco_jax.run import assemble
+from adloco_jax.data import load_corpus
+from adloco_jax.engine.optimizers import inner_transform, labeller
+from adloco_jax.models.configured import build_model
 from adloco_jax.study import cluster
 
 CAN_MAKE_SITES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
@@ -27,12 +29,13 @@ def test_data_parallel_is_adamw_on_the_batch_of_all_sites():
     config = links.config_of("small", "data parallel", 0, **changes)
     found = links.parallel_updates(config, links.NUM_SITES, 2)
     settings = validate(config)
-    init_fn, loss_fn = assemble.build_model(settings)
-    tx, batch = assemble.inner_transform(settings), settings.batching.initial_batch_size
+    init_fn, loss_fn = build_model(settings.model)
+    tx = inner_transform(settings.inner, labeller(settings.model.arch))
+    batch = settings.batching.initial_batch_size
     assert batch == 16
     how = {"num_trainers": 1, "num_workers": 1, "inner_tx": tx, "outer_tx": tx}
     workers = adloco_jax.start_round(adloco_jax.init(init_fn(jax.random.key(0)), **how))
-    rows_BL = assemble.load_data(settings).batch(0, 0, 0, 3 * batch)
+    rows_BL = load_corpus(settings).batch(0, 0, 0, 3 * batch)
     rates_TR = jnp.full((3, 1), settings.inner.learning_rate)
     rows_TRBL = rows_BL.reshape(3, 1, batch, -1)
     how = {"inner_tx": tx, "learning_rate_TR": rates_TR}

@@ -30,14 +30,13 @@ import adloco_jax
 from adloco_jax import hf
 from adloco_jax.config import Settings, default_config, validate
 from adloco_jax.core.outer import inner_steps, start_round
+from adloco_jax.core.types import LossFn
+from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.engine.spec import Kernel, here
-from adloco_jax.run.assemble import (
-    build_model,
-    build_network,
-    examples_per_pass,
-    inner_transform,
-)
+from adloco_jax.models.configured import InitFn, build_network
+from adloco_jax.run.choose import Mode
+from adloco_jax.run.program import configured_model, examples_per_pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +68,12 @@ SHAPES = {
 }
 
 
+def functions_of(settings: Settings, kernel: Kernel | None = None) -> tuple[InitFn, LossFn]:
+    """The model's `init_fn` and loss as a run on this device has them; `kernel`: attention's."""
+    model, mode = configured_model(settings, here()), Mode(True, bool(settings.model.remat))
+    return model.init_fn, model.loss_of(mode, kernel or model.attention(1))
+
+
 class InnerSteps:
     """Compiled inner steps of trainers with one worker each; a call continues the last one."""
 
@@ -94,8 +99,9 @@ class InnerSteps:
           inner_tx: The optimizer without clipping; None: that of the settings.
           options: Options of the compiler.
         """
-        init_fn, loss_fn = build_model(settings, here(), kernel=kernel)
-        inner_tx, num_workers = inner_transform(settings, inner_tx), tokens_SRBL.shape[1]
+        init_fn, loss_fn = functions_of(settings, kernel)
+        label_params, num_workers = labeller(settings.model.arch), tokens_SRBL.shape[1]
+        inner_tx = inner_transform(settings.inner, label_params, inner_tx)
         ensemble = adloco_jax.init(
             init_fn(jax.random.key(0)) if params is None else params,
             num_trainers=num_workers,
@@ -116,7 +122,9 @@ class InnerSteps:
                 inner_tx=inner_tx,
                 learning_rate_TR=rates_SR,
                 worker_parallelism=parallelism or (1 if here().platform == "cpu" else None),
-                examples_per_pass=examples_per_pass(settings, here()),
+                examples_per_pass=examples_per_pass(
+                    settings.data.sequence_length * settings.model.width, here()
+                ),
             )
 
         jitted = jax.jit(steps, donate_argnums=0)
@@ -245,7 +253,7 @@ def random_tokens(shape: Shape, batch: int, num_trainers: int) -> np.ndarray:
 
 def save_weights(settings: Settings, folder: str) -> PyTree:
     """Write the initial weights, which all libraries load; return their shapes."""
-    network = build_network(settings)
+    network = build_network(settings.model)
     params = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     hf.save(params, folder, network=network)
     return jax.eval_shape(lambda: params)

@@ -28,15 +28,10 @@ from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import ProgramKey, here
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama
-from adloco_jax.models.layers import Adapter, param_shapes, with_adapter
+from adloco_jax.models.layers import Adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
-from adloco_jax.run.assemble import (
-    configured_model,
-    frozen,
-    pretrained_params,
-    program_spec,
-    split_adapter,
-)
+from adloco_jax.run.program import configured_model, program_spec
+from adloco_jax.run.weights import frozen, pretrained_params
 from adloco_jax.settings import SIZES as KNOWN
 from adloco_jax.training import train
 
@@ -68,6 +63,10 @@ def merged(adapter, base, scale=1.5):
 def split_layers(base):
     """Each layer's arrays by themselves, as programs take them."""
     return base | {"layers": jax.tree.map(tuple, base["layers"])}
+
+
+def starting_params(settings):
+    return pretrained_params(settings.model, settings.adapter, seed=settings.seed)[0]
 
 
 @pytest.mark.parametrize(("form", "remat"), [("scan", False), ("call", False), ("inline", True)])
@@ -219,7 +218,7 @@ def test_a_run_resumes_bit_for_bit_with_the_same_base_alone(trained, weights, tm
 def test_programs_take_the_base_as_an_argument_that_a_device_holds_once(weights):
     settings = completed(validate(adapted(weights)))
     model = configured_model(settings, here())
-    base, adapter = frozen(settings, pretrained_params(settings)[0], here())
+    base, adapter = frozen(starting_params(settings), settings.model.base_dtype, here())
     assert adapter is None
     spec = program_spec(settings, model, here())
     keys = [ProgramKey("steps", (1, 1), 1), ProgramKey("stats", (1, 1)), loss_key(1)]
@@ -246,14 +245,14 @@ def test_an_export_is_read_merged_continued_and_writes(trained, weights, tmp_pat
     params, other = jax.tree.map(jnp.asarray, (loaded.params, whole.params))
     wanted = loaded.network.apply({"params": params}, ROWS)
     assert_close(whole.network.apply({"params": other}, ROWS), wanted, rtol=1e-5, atol=1e-4)
-    params, _ = pretrained_params(validate(adapted(export, adapter={"rank": 0})))
+    params = starting_params(validate(adapted(export, adapter={"rank": 0})))
     assert_close(params, whole.params, rtol=1e-6)
     settings = completed(validate(adapted(export)))
-    base, begun = frozen(settings, pretrained_params(settings)[0], here())
+    base, begun = frozen(starting_params(settings), settings.model.base_dtype, here())
     assert_equal(begun, trained.params)
     config = adapted(export, adapter={"rank": 4, "alpha": 3.0})
     with pytest.raises(ConfigError, match="is one of rank 2, alpha 3 and layers all; set these"):
-        pretrained_params(validate(config))
+        starting_params(validate(config))
     capsys.readouterr()
 
 
@@ -286,7 +285,7 @@ def test_other_base_weights_of_equal_shape_are_refused_wherever_an_adapter_meets
     run = shutil.copytree(trained.workdir, tmp_path / "r")
     config = adapted(weights)
     config.model.base_dtype = base_dtype
-    base, _ = frozen(validate(config), hf.load(weights).params, here())
+    base, _ = frozen(hf.load(weights).params, base_dtype, here())
     if base_dtype == "bfloat16":  # as if the run had held it so
         record = json.loads((run / "config.json").read_text())
         record["config"]["model"]["base_dtype"] = base_dtype
@@ -308,7 +307,7 @@ def test_other_base_weights_of_equal_shape_are_refused_wherever_an_adapter_meets
     assert not (tmp_path / "other").exists()
     for changes in ({"rank": 0}, {}):
         with pytest.raises(DataError, match="has other weights than those for which the adapter"):
-            pretrained_params(validate(adapted(run / "export", adapter=changes)))
+            starting_params(validate(adapted(run / "export", adapter=changes)))
     made(weights, seed=5)
     assert cli.main(asked) == 0
 

@@ -14,11 +14,13 @@ from adloco_jax import main as cli
 from adloco_jax.cli.names import load_config
 from adloco_jax.config import default_config, validate
 from adloco_jax.core.types import label_by_name
+from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Bert, Llama
+from adloco_jax.models.configured import build_model
 from adloco_jax.models.layers import param_shapes
-from adloco_jax.run.assemble import build_model, inner_transform, require_same_network
 from adloco_jax.run.ledger import read
+from adloco_jax.run.weights import require_same_network
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -58,8 +60,9 @@ def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path
 def test_a_users_model_starts_from_no_checkpoint(own):
     config = load_config(own, "get_config", type(default_config()))
     config.model.init_from = "somewhere"
+    settings, found = validate(config), hf.Description(LLAMA, True, True, {})
     with pytest.raises(ConfigError, match="model.arch = mlp: somewhere is a Llama"):
-        require_same_network(validate(config), hf.Description(LLAMA, True, True, {}))
+        require_same_network(settings.model, settings.adapter, found)
 
 
 def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():
@@ -107,7 +110,7 @@ def test_names_label_embeddings_heads_and_norms_and_what_is_unclear_is_asked_for
 
 def test_muon_takes_what_the_architecture_labels_as_matrices(monkeypatch):
     def num_left_to_adamw():
-        tx = inner_transform(validate(config_of(inner={"tx": "muon"})))
+        tx = inner_transform(validate(config_of(inner={"tx": "muon"})).inner, labeller("llama"))
         _, state = jax.eval_shape(tx.init, param_shapes(LLAMA))
         adam, *_ = state.inner_states["other"].inner_state
         return len(jax.tree.leaves(adam.nu))
@@ -129,7 +132,7 @@ def test_an_entry_builds_what_the_config_describes():
         config = default_config()
         config.model.update(dict(SIZES, arch=name, num_kv_heads=1, num_classes=3, vocab_size=300))
         config.data.update(dict(sequence_length=9, source="jsonl", path="x"))
-        init_fn, loss_fn = build_model(validate(config))
+        init_fn, loss_fn = build_model(validate(config).model)
         expected = param_shapes(network.clone(vocab_size=300))
         assert jax.eval_shape(init_fn, jax.random.key(0)) == expected
         assert loss_fn.__module__.endswith(name)

@@ -8,8 +8,8 @@ import toy
 
 from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.engine.spec import Machine, here
-from adloco_jax.run.assemble import attention, build_network, configured_model, program_spec
 from adloco_jax.run.ledger import read
+from adloco_jax.run.program import attention, configured_model, layer_form, program_spec
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -38,6 +38,10 @@ def settings_of(*, batching=(), ensemble=(), **model):
     return toy.settings_of(model={"dtype": "bfloat16"} | model, **groups)
 
 
+def attention_of(settings, machine):
+    return attention(settings.model, settings.data, settings.batching, machine)
+
+
 @pytest.mark.parametrize(
     ("capability", "changes", "kernel"),
     [
@@ -49,17 +53,16 @@ def settings_of(*, batching=(), ensemble=(), **model):
     ],
 )
 def test_cudnn_attends_where_all_it_needs_is_there(capability, changes, kernel):
-    assert attention(settings_of(**changes), Machine((a_gpu(capability),), 0)) == kernel
+    assert attention_of(settings_of(**changes), Machine((a_gpu(capability),), 0)) == kernel
 
 
 def test_a_cpu_has_no_cudnn():
-    assert attention(settings_of(), here()) == "xla"
+    assert attention_of(settings_of(), here()) == "xla"
 
 
 def test_layers_are_functions_on_a_cpu_and_inlined_elsewhere():
-    gpu = Machine((a_gpu("9.0"),), 0)
-    assert build_network(settings_of(), here()).layer_form == "call"
-    assert build_network(settings_of(), gpu).layer_form == "inline"
+    assert layer_form(here()) == "call"
+    assert layer_form(Machine((a_gpu("9.0"),), 0)) == "inline"
 
 
 @pytest.mark.parametrize(

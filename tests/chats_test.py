@@ -28,8 +28,8 @@ from adloco_jax.data.prepared import DocumentRows, row_weights
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import sequence_losses
+from adloco_jax.models.configured import build_model
 from adloco_jax.models.llama import generate
-from adloco_jax.run.assemble import build_model, load_data
 from adloco_jax.run.folder import write_config
 from adloco_jax.training import train
 
@@ -359,8 +359,9 @@ def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(
     result = train(config, tmp_path / "run")
     assert "attention by xla within documents" in capsys.readouterr().out
     settings = validate(config)
-    corpus = load_data(settings)
-    losses = jax.jit(jax.vmap(lambda row: build_model(settings)[1](result.params, row[None])))
+    corpus = load_corpus(settings)
+    loss_fn = build_model(settings.model, row_parts=settings.data.row_parts)[1]
+    losses = jax.jit(jax.vmap(lambda row: loss_fn(result.params, row[None])))
     lines = [json.loads(line) for line in (tmp_path / "run/ledger.jsonl").read_text().splitlines()]
     assert lines[0]["loss_unit"] == "nats/token"
     sample = next(line["sample"] for line in reversed(lines) if "sample" in line)
@@ -392,14 +393,14 @@ def test_a_run_reports_the_loss_of_answers_also_from_a_prepared_folder(
     assert "--config.data.text_column=messages --config.data.loss=answers" in to_train
     config.data.source, config.data.path = "tokens", str(tmp_path / "rows")
     assert column_of_texts(validate(config).data) == "messages"
-    assert load_data(validate(config)).fingerprint == corpus.fingerprint
+    assert load_corpus(validate(config)).fingerprint == corpus.fingerprint
     for changes, message in (
         ({"text_column": "text"}, "made with data.text_column=messages, data.loss=answers; set"),
         ({"loss": "all"}, "made with data.text_column=messages, data.loss=answers; set"),
     ):
         data = validate(config).data.model_copy(update=changes)
         with pytest.raises(ConfigError, match=message):
-            load_data(validate(config).model_copy(update={"data": data}))
+            load_corpus(validate(config).model_copy(update={"data": data}))
 
 
 # -- Chats as people have them ---------------------------------------------------------------

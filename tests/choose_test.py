@@ -11,8 +11,8 @@ from adloco_jax import MERGE_POLICIES
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
-from adloco_jax.run import assemble, plan
 from adloco_jax.run import choose as choose_module
+from adloco_jax.run import plan, program
 from adloco_jax.run.choose import (
     MODES,
     Mode,
@@ -42,8 +42,8 @@ def tiny(**model):
 
 
 def spec_of(settings, device_bytes=None, platform=None):
-    model = assemble.configured_model(settings, here())
-    spec = assemble.program_spec(settings, model, here())
+    model = program.configured_model(settings, here())
+    spec = program.program_spec(settings, model, here())
     devices = spec.machine.devices
     if platform is not None:
         devices = (types.SimpleNamespace(platform=platform, process_index=0, id=0),)
@@ -91,7 +91,7 @@ def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
 
 def test_a_cpu_rematerialises_only_if_it_must():
     settings, peaks = tiny(), {}
-    loss_of = functools.cache(assemble.configured_model(settings, here()).loss_of)
+    loss_of = functools.cache(program.configured_model(settings, here()).loss_of)
     for mode in (IN_TURN, IN_TURN_REMAT):
         loss_fn = loss_of(mode, "xla")
         spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn, remat=mode.remat)

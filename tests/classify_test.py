@@ -20,10 +20,9 @@ from adloco_jax.elastic.formats import RunDescription
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import assemble
-from adloco_jax.run.assemble import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
+from adloco_jax.run.weights import pretrained_params
 from adloco_jax.study import summary
 from adloco_jax.training import train
 
@@ -211,7 +210,7 @@ def test_a_run_learns_to_tell_classes_apart(classified):
 
 def test_a_machine_that_joins_compiles_for_rows_of_the_longest_text(tmp_path):
     settings = validate(bert_config(write(tmp_path / "reviews.jsonl", reviews(60))))
-    corpus = assemble.load_data(settings)
+    corpus = load_corpus(settings, num_classes=2)
     about = {"id": "r", "adloco_jax": __version__, "commit": "", "fingerprint": corpus.fingerprint}
     run = RunDescription(**about, settings=settings.model_dump(mode="json"))
     given = bucket_learner._given(Mock(), run, {}, accepts=False, parts=None)
@@ -239,7 +238,8 @@ def test_another_run_starts_from_it_without_its_classifier(classified, tmp_path)
     save_file(tensors, folder / "model.safetensors")
     config = bert_config("reviews.jsonl")
     config.model.init_from, config.model.num_classes = str(folder), 3
-    params, lines = pretrained_params(validate(config))
+    settings = validate(config)
+    params, lines = pretrained_params(settings.model, settings.adapter, seed=0)
     assert params["classifier"]["kernel"].shape == (16, 3)
     assert "has no classifier; a random one" in lines[0]
     assert "left out: cls.predictions.bias" in lines[1]
@@ -248,4 +248,4 @@ def test_another_run_starts_from_it_without_its_classifier(classified, tmp_path)
     )
     config.model.arch = "llama"
     with pytest.raises(ConfigError, match="is a Bert"):
-        pretrained_params(validate(config))
+        pretrained_params(validate(config).model, settings.adapter, seed=0)

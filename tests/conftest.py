@@ -68,30 +68,35 @@ def shared_programs():
 
     Yields the programs.
     """
-    if "adloco_jax.run.assemble" not in sys.modules:  # these tests make no run
+    if "adloco_jax.run.program" not in sys.modules:  # these tests make no run
         yield {}
         return
     from adloco_jax.engine import programs
     from adloco_jax.models.architectures import ARCHITECTURES
-    from adloco_jax.run import assemble
+    from adloco_jax.run import program
+    from adloco_jax.settings import InnerSettings, ModelSettings
 
     rates = ("steps_per_round", "max_steps_per_round", "round_length", "state")
     rates += ("learning_rate", "warmup_updates", "schedule", "final_lr_frac")
     compiled, compile_now = {}, programs.Programs._compile
 
+    def what_counts(given):
+        if isinstance(given, ModelSettings):
+            entry = ARCHITECTURES[given.arch]
+            sizes = given.model_copy(update={"init_from": ""})
+            return sizes, entry.build, entry.loss
+        if isinstance(given, InnerSettings):
+            return given.model_copy(update=dict.fromkeys(rates))
+        return given
+
     def once(function):
-        """Make a function of settings that returns the same loss or optimizer for equal ones."""
+        """Make a function that returns the same loss or optimizer for equal groups of settings."""
         made = {}
 
-        def first(settings, *given, **more):
-            entry = ARCHITECTURES[settings.model.arch]
-            sizes = settings.model.model_copy(update={"init_from": ""})
-            inner = settings.inner.model_copy(update=dict.fromkeys(rates))
-            key = (sizes, settings.adapter, settings.data.row_parts, inner, settings.outer)
-            key += (settings.batching.test, entry.build, entry.loss, entry.label_params)
-            key += (*given, *more.items())
+        def first(*given, **more):
+            key = (*map(what_counts, given), *more.items())
             if key not in made:
-                made[key] = function(settings, *given, **more)
+                made[key] = function(*given, **more)
             return made[key]
 
         return first
@@ -111,7 +116,7 @@ def shared_programs():
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("build_model", "inner_transform", "outer_transform", "aggregator"):
-            patch.setattr(assemble, name, once(getattr(assemble, name)))
+            patch.setattr(program, name, once(getattr(program, name)))
         patch.setattr(programs.Programs, "_compile", compile_once)
         yield compiled
 

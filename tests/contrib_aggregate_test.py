@@ -14,10 +14,10 @@ from trees import assert_close, at
 
 from adloco_jax import AGGREGATORS, ARCHITECTURES, start_round
 from adloco_jax.core.compress import pack, unpack
+from adloco_jax.engine.optimizers import aggregator, labeller
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey
-from adloco_jax.run.assemble import aggregator
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
 OTHERS = [name for name in AGGREGATORS if name != "mean"]
@@ -141,5 +141,6 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule, monkeypatch)
 
 def test_a_rule_that_takes_labels_gets_those_of_the_architecture():
     labels = ARCHITECTURES["llama"].label_params
-    assert aggregator(settings_of(outer={"aggregator": "rda"})).keywords == {"label_params": labels}
-    assert aggregator(settings_of()) is AGGREGATORS["mean"]
+    rule = aggregator(settings_of(outer={"aggregator": "rda"}).outer, labeller("llama"))
+    assert rule.keywords == {"label_params": labels}
+    assert aggregator(settings_of().outer, labels) is AGGREGATORS["mean"]

@@ -35,8 +35,8 @@ from adloco_jax.core.merge import move_workers
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
-from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
+from adloco_jax.run import program
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
@@ -434,7 +434,7 @@ def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(pre
 
 
 def test_the_plan_says_how_fragments_travel(monkeypatch):
-    monkeypatch.setattr(assemble, "build_model", lambda *_: (layered_params, layered_loss))
+    monkeypatch.setattr(program, "build_model", lambda *_, **__: (layered_params, layered_loss))
     config = default_config()
     config.inner.steps_per_round = 8
     config.ensemble.update(num_trainers=1, num_workers=2)

@@ -20,9 +20,10 @@ from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Llama, sequence_losses
+from adloco_jax.models.configured import build_model
 from adloco_jax.models.kernels import ATTENTION
-from adloco_jax.run.assemble import attention, build_model, load_data, spec_of
 from adloco_jax.run.plan import plan
+from adloco_jax.run.program import attention, spec_of
 from adloco_jax.training import fit, train
 
 LENGTH = 36  # two blocks of queries
@@ -154,14 +155,13 @@ def test_a_run_limits_attention_to_documents(tmp_path, capsys):
     result = train(config, tmp_path / "run")
     assert "attention by xla within documents" in capsys.readouterr().out
     settings = validate(config)
-    corpus = load_data(settings)
-    loss_fn = build_model(settings)[1]
+    corpus = load_corpus(settings)
+    loss_fn = build_model(settings.model, row_parts=settings.data.row_parts)[1]
     heldout = split_heldout(corpus.heldout_rows, num_sequences=8, batch_size=1)
     rows = jnp.asarray(heldout.report_EL)
     found = float(loss_fn(result.params, rows))
     assert abs(result.loss - found) < 1e-5 * found
-    row = {"data": settings.data.model_copy(update={"attention": "row"})}
-    whole = build_model(settings.model_copy(update=row))[1]
+    whole = build_model(settings.model)[1]
     assert abs(float(whole(result.params, rows[:, :17])) - found) > 1e-5 * found
 
 
@@ -177,9 +177,9 @@ def test_what_has_no_documents_is_refused_in_a_line(tmp_path, data):
 def test_cudnn_attends_within_documents_by_a_mask(monkeypatch):
     gpu = Machine((types.SimpleNamespace(platform="gpu", compute_capability="9.0"),), 0)
     settings = toy.settings_of(model={"dtype": "bfloat16"}, data=DOCUMENT)
-    assert attention(settings, gpu) == "cudnn"
+    assert attention(settings.model, settings.data, settings.batching, gpu) == "cudnn"
     odd = settings.data.model_copy(update={"sequence_length": 7})  # refused with a mask
-    assert attention(settings.model_copy(update={"data": odd}), gpu) == "xla"
+    assert attention(settings.model, odd, settings.batching, gpu) == "xla"
     attend = jax.nn.dot_product_attention
 
     def on_a_cpu(*arrays, implementation, **how):

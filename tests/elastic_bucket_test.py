@@ -33,7 +33,7 @@ from adloco_jax.elastic.formats import (
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.files import Format
-from adloco_jax.run.assemble import spec_of
+from adloco_jax.run.program import spec_of
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -23,8 +23,8 @@ from adloco_jax.engine.programs import Programs, lower, needed_bytes
 from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
-from adloco_jax.run import assemble
 from adloco_jax.run import plan as plan_module
+from adloco_jax.run import program
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -70,7 +70,7 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
 def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch):
     """All trainers grow alike: a batch in each of two buckets, then an accumulated one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(assemble, "build_model", lambda *_: (init_fn, bigram_loss))
+    monkeypatch.setattr(program, "build_model", lambda *_, **__: (init_fn, bigram_loss))
     growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
     config = config_of(**growing, num_tokens=123_456)
     text = plan_module.plan(config, memory=True)

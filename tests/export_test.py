@@ -23,12 +23,13 @@ from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models import llama
+from adloco_jax.models.configured import build_network
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import plan
-from adloco_jax.run.assemble import build_network, pretrained_params
 from adloco_jax.run.export import read_trained, write_consensus
 from adloco_jax.run.folder import check_config, recorded_settings, write_config
 from adloco_jax.run.ledger import read
+from adloco_jax.run.weights import pretrained_params
 from adloco_jax.settings import KNOBS, SIZES, Settings
 from adloco_jax.training import train
 
@@ -155,7 +156,7 @@ def base(tmp_path_factory):
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
-    network = build_network(validate(tiny(vocab_size=259)))
+    network = build_network(validate(tiny(vocab_size=259)).model)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), param_shapes(network))
     hf.save(params, folder / "model", load_tokenizer(str(folder)), network=network)
     return folder / "model"
@@ -256,7 +257,7 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(
 
 def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_path):
     config = tiny(init_from=str(tmp_path / "far"))
-    network = build_network(validate(tiny())).clone(qk_norm=True, tied=True)
+    network = build_network(validate(tiny()).model).clone(qk_norm=True, tied=True)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, np.float32), param_shapes(network))
     hf.save(params, tmp_path / "far", load_tokenizer("bytes"), network=network)
     described = json.loads((tmp_path / "far" / "config.json").read_text())
@@ -284,7 +285,8 @@ def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
-    params, lines = pretrained_params(validate(tiny(init_from=str(folder))))
+    settings = validate(tiny(init_from=str(folder)))
+    params, lines = pretrained_params(settings.model, settings.adapter, seed=settings.seed)
     assert lines == [f"model.init_from = {folder}: has no head; a random one is used"]
     head = np.asarray(params["head"]["kernel"])
     assert abs(head.std() - 0.02) < 2e-3
@@ -365,4 +367,6 @@ def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_contex
         train(tiny(init_from="./nowhere"), tmp_path / "r")
     assert list(tmp_path.iterdir()) == []
     config = tiny(init_from=str(trained.workdir / "export"), max_length=64)
-    assert_equal(pretrained_params(validate(config))[0], trained.params)
+    settings = validate(config)
+    params, _ = pretrained_params(settings.model, settings.adapter, seed=0)
+    assert_equal(params, trained.params)

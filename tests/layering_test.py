@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 BELOW = {
     "core": set(),
     "contrib": {"core"},
-    "models": {"core"},
+    "models": {"core", "settings", "errors"},
     "settings": set(),
     "errors": set(),
     "__version__": set(),

@@ -23,8 +23,8 @@ from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.models.configured import build_model
 from adloco_jax.run import folder as run_folder
-from adloco_jax.run.assemble import build_model
 from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
 from adloco_jax.settings import KNOBS, default_of, meaning
 from probes import crashes
@@ -350,7 +350,7 @@ def test_one_size_sets_the_model_and_its_tokens(elsewhere, capsys, size, config)
     (elsewhere / "a.txt").touch()
     text = ["--config.data.path=a.txt", "--config.data.tokenizer=bytes"]
     settings = validate(configured(f"--size={size}", *text, config=config))
-    params = jax.eval_shape(build_model(settings)[0], jax.random.key(0))
+    params = jax.eval_shape(build_model(settings.model)[0], jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert 0.85 < count / (1e6 * int(size[:-1])) < 1.02
     assert 0.99 < settings.num_tokens / (20 * count) < 1.01

@@ -9,7 +9,7 @@ from adloco_jax import DATA_SOURCES, main
 from adloco_jax.cli.names import load_config
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
-from adloco_jax.run.assemble import build_model
+from adloco_jax.models.configured import build_model
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
@@ -56,7 +56,7 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
         own = load_corpus(settings)
         assert [shard["rows"] for shard in own.shards] == [40, 40]
         assert own.manifest.documents[1] == 8
-        init_fn, loss_fn = build_model(settings)
+        init_fn, loss_fn = build_model(settings.model)
         functions = {"init_fn": init_fn, "loss_fn": loss_fn}
         fit(settings, workdir=workdir, corpus=own, **functions)
 

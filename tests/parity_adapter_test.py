@@ -12,9 +12,8 @@ import pytest
 from adloco_jax import hf
 from adloco_jax.errors import DataError
 from adloco_jax.models import Llama
-from adloco_jax.models.layers import Adapter
+from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import LayerKind
-from adloco_jax.run.assemble import split_adapter
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -15,7 +15,7 @@ from toy import tiny_config
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
-from adloco_jax.run.assemble import build_model
+from adloco_jax.models.configured import build_model
 from adloco_jax.run.export import read_trained
 from adloco_jax.study import benchmarks
 from adloco_jax.study.report import write
@@ -80,7 +80,7 @@ def windows(trained):
     own = read_trained(trained.workdir, here())
     length = own.settings.model.max_length - 1
     texts = [f"for number in range({n}): print(number)"[:length] for n in range(6)]
-    _, loss_fn = build_model(own.settings)
+    _, loss_fn = build_model(own.settings.model)
     ids = own.tokenizer.encode_batch(texts)
     rows = [np.concatenate([[own.tokenizer.eot_id], each]).astype(np.int32) for each in ids]
     params = jax.tree.map(jnp.asarray, own.params)

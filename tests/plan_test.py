@@ -16,7 +16,7 @@ from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama
-from adloco_jax.run import assemble, describe
+from adloco_jax.run import describe, program
 from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.choose import choose, peak
 from adloco_jax.run.folder import write_config
@@ -182,8 +182,8 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
 
 
 def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path, monkeypatch):
-    kernels = mock.Mock(wraps=assemble.attention)
-    monkeypatch.setattr(assemble, "attention", kernels)
+    kernels = mock.Mock(wraps=program.attention)
+    monkeypatch.setattr(program, "attention", kernels)
     config = tiny_config()
     config.data.source, config.data.path = "text", str(tmp_path / "nowhere.txt")
     config.ensemble.update(num_trainers=2, num_workers=3, initial_workers=2, spawn_frac=0.5)

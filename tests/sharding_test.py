@@ -18,7 +18,7 @@ from adloco_jax.engine.spec import Layout, Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run import choose
-from adloco_jax.run.assemble import configured_model, program_spec
+from adloco_jax.run.program import configured_model, program_spec
 from probes.hlo import collectives
 
 SCALARS = 1024  # bytes: losses, norms, flags

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.spec import Spec, here
-from adloco_jax.run.assemble import Model, program_spec
+from adloco_jax.run.program import Model, program_spec
 from adloco_jax.settings import Settings
 
 VOCAB, LENGTH, NUM_ROWS = 6, 8, 997

@@ -47,6 +47,16 @@ _OF_FILES = ("files", "heldout_files")  # keys of `Job.request` that change with
 _OURS = re.compile(r"request\.json|whole|copy|\.lock|\d+\.npz|\..+\.partial")
 
 
+def row_length(data: DataSettings, num_classes: int | None) -> int:
+    """Integers in the longest row that the model reads, with L = `data.sequence_length`.
+
+    A text has L + 1 tokens, perhaps with starts and weights (`data.prepared.DocumentRows`); a
+    labelled row at most L, after its class and its length.
+    """
+    fields = 1 if num_classes is None else NUM_FIELDS
+    return (data.sequence_length + fields) * data.row_parts
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """The description of a preparation of rows: the text, the tokenizer and the settings.

@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike
 from adloco_jax.core.compress import Precision, pack
 from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
+from adloco_jax.data import load_corpus
 from adloco_jax.elastic.formats import (
     Hello,
     Order,
@@ -38,16 +39,11 @@ from adloco_jax.engine.spec import Spec, here
 from adloco_jax.files import checked
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.loop.plans import test_count
-from adloco_jax.run.assemble import (
-    Base,
-    configured_model,
-    examples_per_pass,
-    load_data,
-    on_devices,
-    read_base,
-)
+from adloco_jax.models.configured import class_count
 from adloco_jax.run.choose import peak
 from adloco_jax.run.folder import versions
+from adloco_jax.run.program import configured_model, examples_per_pass, on_devices
+from adloco_jax.run.weights import Base, read_base
 from adloco_jax.settings import INT32, Settings
 
 
@@ -105,19 +101,26 @@ class Learner:
         """
         use_compilation_cache()
         settings, machine = given.settings, here()
-        self.corpus = given.corpus or load_data(settings, given.commit)
+        self.corpus = given.corpus or load_corpus(
+            settings, num_classes=class_count(settings.model), commit=given.commit
+        )
         steps = 1 if settings.engine.steps == "by_speed" else given.spec.num_micro_batches
         spec = dataclasses.replace(
             given.spec,
             machine=machine,
             num_micro_batches=steps,
             in_turn=machine.platform == "cpu",
-            examples_per_pass=examples_per_pass(settings, machine),
+            examples_per_pass=examples_per_pass(
+                settings.data.sequence_length * settings.model.width, machine
+            ),
         )
         # Attention and layers as these devices want them, not the driver's.
         model = None if given.by_fit else configured_model(settings, machine)
-        self.spec = on_devices(settings, spec, model, (1,))
-        base = given.base if given.base.params is not None else read_base(settings, machine)
+        shards, memory_frac = settings.ensemble.model_shards, settings.batching.memory_frac
+        self.spec = on_devices(spec, model, (1,), given=shards, memory_frac=memory_frac)
+        base = given.base
+        if base.params is None:
+            base = read_base(settings.model, settings.adapter, machine, seed=settings.seed)
         self.programs, self.base = Programs(self.spec), base.fingerprint
         self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states

@@ -33,6 +33,11 @@ def measures_gradients(batching: BatchingSettings) -> bool:
     return BATCH_TESTS[batching.test].needs != "nothing"
 
 
+def measures_inner_products(batching: BatchingSettings) -> bool:
+    """Whether the configured batch-size test needs inner products of gradients."""
+    return BATCH_TESTS[batching.test].needs == "inner_products"
+
+
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings, trainers: Iterable[int]
 ) -> tuple[Control, list[Decision]]:

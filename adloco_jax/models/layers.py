@@ -71,8 +71,16 @@ def merge_adapter(params: PyTree, adapter: Adapter) -> PyTree:
     return unflatten_dict(leaves)
 
 
+def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
+    """Divide the parameters of a model with an adapter into the adapter's and the base weights."""
+    parts: tuple[dict, dict] = {}, {}
+    for path, leaf in flatten_dict(params).items():
+        parts[path[-1] not in LOW_RANK][path] = leaf
+    return unflatten_dict(parts[0]), unflatten_dict(parts[1])
+
+
 def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
-    """Put together again what `run.assemble.split_adapter` divides."""
+    """Put together again what `split_adapter` divides."""
     return unflatten_dict(flatten_dict(base) | flatten_dict(adapter))
 
 

@@ -273,7 +273,7 @@ class Llama(nn.Module):
         from Ampere on, and is differentiable only in reverse mode.
       layer_form: See `models.kernels.run_layers`. Results depend on it only by rounding.
       adapter: Low-rank products beside the linear layers of the blocks. Weights that are in the
-        collection "base", not in "params", are frozen (`run.assemble.split_adapter`).
+        collection "base", not in "params", are frozen (`models.layers.split_adapter`).
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """

@@ -19,22 +19,18 @@ from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import GradientStats, LossFn, trainable, without_keys
 from adloco_jax.data import ArrayRows, check_corpus
 from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.optimizers import Labeller, inner_transform, labeller, parameter_labels
 from adloco_jax.errors import ConfigError, own_code
 from adloco_jax.loop.adloco import choose_members, start
 from adloco_jax.loop.growth import with_batch_sizes
 from adloco_jax.loop.plans import round_plans
-from adloco_jax.run.assemble import (
-    InitFn,
-    Labeller,
-    Model,
-    Run,
-    inner_transform,
-    parameter_labels,
-    require_same_network,
-)
+from adloco_jax.models.configured import InitFn
+from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import list_rounds, shapes
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.folder import check_config
+from adloco_jax.run.program import Model
+from adloco_jax.run.weights import require_same_network
 from adloco_jax.settings import KNOBS, Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
@@ -60,7 +56,7 @@ def check_inputs(
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
     elif model.init_from:
         found = hf.inspect(model.init_from)
-        require_same_network(settings, found)
+        require_same_network(model, settings.adapter, found)
         which = "whether all its numbers are finite" if found.has_tensors else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings.data, model, workdir)
@@ -155,7 +151,8 @@ def check_arguments(settings: Settings, given: FitArguments) -> Settings:
     if not faults:
         drawn = jax.eval_shape(make, jax.random.key(0))
         model = given.parts(settings)["model"]
-        parameter_labels(settings, model)
+        labels = labeller(settings.model.arch, given.label_params)
+        parameter_labels(drawn, labels, inner=settings.inner, outer=settings.outer)
         for name in ("inner_tx", "outer_tx"):
             if (tx := getattr(given, name)) is not None:
                 group = name.removesuffix("_tx")
@@ -164,7 +161,7 @@ def check_arguments(settings: Settings, given: FitArguments) -> Settings:
                 settings = settings.model_copy(update={group: knobs})
         # The config may name an optimizer that the user has added to the table.
         if given.inner_tx is None:
-            tx = inner_transform(settings, label_params=given.label_params)
+            tx = inner_transform(settings.inner, labels)
             faults += _of_transform("inner_tx", tx, drawn)
         rows_BL = jax.ShapeDtypeStruct((2, model.row_length), np.int32)
         with own_code("loss_of"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from adloco_jax.engine.optimizers import labeller, parameter_labels
 from adloco_jax.errors import (
     CheckpointError,
     ResourceError,
@@ -22,12 +23,7 @@ from adloco_jax.errors import (
 from adloco_jax.loop.adloco import Control, State
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes
-from adloco_jax.run.assemble import (
-    Run,
-    initial_ensemble,
-    parameter_labels,
-    sampler,
-)
+from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import label_lines, length_lines, run_header
@@ -39,7 +35,8 @@ from adloco_jax.run.folder import (
 )
 from adloco_jax.run.ledger import Ledger, open_ledger
 from adloco_jax.run.plan import most_tokens_per_s, peak_here
-from adloco_jax.run.restore import begin_control, host_record, restore
+from adloco_jax.run.restore import begin_control, host_record, initial_ensemble, restore
+from adloco_jax.run.samples import sampler
 from adloco_jax.run.terminal import Progress
 
 
@@ -117,7 +114,10 @@ def begin(
     if spec.machine.platform != "cpu":
         notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
     notes.append(run.heldout.describe(run.model.num_classes))
-    notes += label_lines(settings, parameter_labels(settings, run.model))
+    label_params = labeller(settings.model.arch, run.model.label_params)
+    rules = {"inner": settings.inner, "outer": settings.outer}
+    labels = parameter_labels(spec.params, label_params, **rules)
+    notes += label_lines(settings, labels)
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {to_resume(run)}")
     known = most_tokens_per_s(spec, peak_here(spec)) if is_known else math.nan
     notes += run_header(settings, spec, control.max_batch_size)

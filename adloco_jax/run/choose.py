@@ -303,16 +303,20 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
 
 
 def model_shards(
-    settings: Settings, spec: Spec, sizes: tuple[int, ...], *, must_fit: bool = False
+    spec: Spec,
+    sizes: tuple[int, ...],
+    *,
+    given: int | None,
+    memory_frac: float,
+    must_fit: bool = False,
 ) -> int:
-    """Return `ensemble.model_shards`, or the fewest devices over which a worker must be sharded.
+    """Return `given` (`ensemble.model_shards`), or the fewest devices that can hold a worker.
 
     Counted are the ensemble, the workers' parameters and gradient sums, not activations; all
     devices if nothing fits. Raises ConfigError if the configured number does not divide theirs,
     ResourceError if nothing fits but `must_fit`.
     """
-    machine, given, needed = spec.machine, settings.ensemble.model_shards, 0
-    count, memory_frac = len(machine.devices), settings.batching.memory_frac
+    machine, needed, count = spec.machine, 0, len(spec.machine.devices)
     if given is not None and count % given:
         raise ConfigError(f"ensemble.model_shards = {given}: does not divide the {count} devices")
     for shards in [given] if given else [n for n in range(1, count + 1) if count % n == 0]:

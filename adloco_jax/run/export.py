@@ -22,12 +22,14 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.files import replaced_folder
-from adloco_jax.models.layers import merge_adapter, param_shapes, with_adapter
+from adloco_jax.models.configured import build_network, class_count
+from adloco_jax.models.layers import merge_adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.run import checkpoint
-from adloco_jax.run.assemble import assemble, build_network, class_count, spec_of, split_adapter
+from adloco_jax.run.assemble import assemble
 from adloco_jax.run.folder import recorded, recorded_settings, refuse_fit
+from adloco_jax.run.program import spec_of
 from adloco_jax.run.restore import read_control
-from adloco_jax.settings import Settings
+from adloco_jax.settings import DataSettings, ModelSettings, Settings
 
 
 def save(
@@ -44,13 +46,14 @@ def save(
     Of a model with an adapter, this is written by `hf.save_adapter`, with the hash that its run
     recorded. Returns the dtype, by default the checkpoint's.
     """
-    network, tokenizer = build_network(settings), _for_answers(settings, tokenizer)
+    network = build_network(settings.model, settings.adapter)
+    tokenizer = _for_answers(settings.data, tokenizer)
     if settings.adapter.rank:
         recorded = {"sha256": base_sha256, "base_dtype": settings.model.base_dtype}
         base = hf.base_of(settings.model.init_from)
         hf.save_adapter(params, folder, tokenizer, network=network, base=base, **recorded)
         return "float32"
-    return _save_whole(params, folder, settings, tokenizer, network, **how)
+    return _save_whole(params, folder, settings.model, tokenizer, network, **how)
 
 
 def save_merged(
@@ -67,18 +70,19 @@ def save_merged(
     Raises DataError if the base weights have another hash than the run recorded.
     """
     loaded = hf.load(settings.model.init_from)
-    network: Any = build_network(settings)
+    network: Any = build_network(settings.model, settings.adapter)
     _, base = split_adapter(loaded.params)
     where = f"model.init_from={settings.model.init_from}"
     hf.require_same_base(base, base_sha256, settings.model.base_dtype, where)
     params = merge_adapter(with_adapter(base, fetch(adapter)), network.adapter)
-    tokenizer = _for_answers(settings, tokenizer)
-    return _save_whole(params, folder, settings, tokenizer, network.clone(adapter=None), **how)
+    tokenizer = _for_answers(settings.data, tokenizer)
+    whole = network.clone(adapter=None)
+    return _save_whole(params, folder, settings.model, tokenizer, whole, **how)
 
 
-def _for_answers(settings: Settings, tokenizer: Tokenizer | None) -> Tokenizer | None:
+def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
     """Add to a tokenizer's ends that of the answers on which the model was trained."""
-    if tokenizer is None or not settings.data.is_chat:
+    if tokenizer is None or not data.is_chat:
         return tokenizer
     ends = dict.fromkeys((*tokenizer.ends, *tokenizer.turn_end))
     return dataclasses.replace(tokenizer, ends=tuple(ends))
@@ -87,12 +91,12 @@ def _for_answers(settings: Settings, tokenizer: Tokenizer | None) -> Tokenizer |
 def _save_whole(
     params: PyTree,
     folder: Path,
-    settings: Settings,
+    model: ModelSettings,
     tokenizer: Tokenizer | None,
     network: Any,
     **how: str,
 ) -> str:
-    config = json.loads(settings.model.checkpoint or "{}")
+    config = json.loads(model.checkpoint or "{}")
     is_narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     how = {"dtype": "bfloat16" if is_narrow else "float32"} | how
     hf.save(params, folder, tokenizer, network=network, config=config, **how)
@@ -112,7 +116,7 @@ def write_consensus(
     Hugging Face layout if the architecture has names for it and the shapes are the configured ones;
     otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`.
     """
-    network = build_network(settings)
+    network = build_network(settings.model, settings.adapter)
     is_whole = _shapes(params) == _shapes(param_shapes(network))
     if hf.weight_map(network) is not None and (is_whole or settings.adapter.rank):
         dtype = save(params, folder, settings, tokenizer, base_sha256=base_sha256)
@@ -196,7 +200,7 @@ def read_trained(
         params = evaluate.trainer_params(ensemble, 0 if trainer is None else ids.index(trainer))
         source = "only" if trainer is None else f"trainer {trainer}"
         tokenizer = tokenizer_of(
-            settings.data, settings.model, num_classes=class_count(settings), run=workdir
+            settings.data, settings.model, num_classes=class_count(settings.model), run=workdir
         )
         return Trained(settings, params, tokenizer, control.round, source, sha256)
     refuse_fit(workdir)

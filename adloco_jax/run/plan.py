@@ -32,14 +32,7 @@ from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.assemble import (
-    configured_model,
-    heldout_of,
-    program_spec,
-    small_corpus,
-    spec_of,
-    with_rows,
-)
+from adloco_jax.run.assemble import heldout_of, small_corpus, with_rows
 from adloco_jax.run.choose import (
     Choice,
     Mode,
@@ -50,6 +43,7 @@ from adloco_jax.run.choose import (
     reachable_keys,
 )
 from adloco_jax.run.describe import length_lines, plan_lines, round_bytes, run_header
+from adloco_jax.run.program import configured_model, program_spec, spec_of
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
 

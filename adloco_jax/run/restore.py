@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
+from adloco_jax.core.types import Ensemble
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.sharding import ensemble_spec
+from adloco_jax.engine.sharding import ensemble_spec, first_ensemble, placement
 from adloco_jax.engine.spec import Layout, OnCompile, Spec
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.files import Count, Format, Seconds, checked
@@ -98,6 +101,19 @@ def begin_control(
     if control is None:
         return start(settings, size), choice.programs
     return dataclasses.replace(control, max_batch_size=size), choice.programs
+
+
+def initial_ensemble(run: Run, control: Control) -> Ensemble:
+    """Make parameters and optimizer states at the start of a run, where they are needed."""
+    spec, layout = run.spec, Layout(control.sizes)
+
+    def make(key, params):
+        params = run.model.init_fn(key) if params is None else params
+        return first_ensemble(spec, layout.sizes, params)
+
+    shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))
+    key = jax.random.key(run.settings.seed)
+    return jax.jit(make, out_shardings=shardings)(key, run.model.params)
 
 
 def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:

@@ -1,0 +1,86 @@
+"""Build the network that settings describe, and the functions that draw and train it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import PyTree
+
+from adloco_jax.core.types import LossFn
+from adloco_jax.errors import own_code
+from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.models.layers import Adapter
+from adloco_jax.settings import AdapterSettings, ModelSettings
+
+InitFn = Callable[[Array], PyTree]
+"""`init_fn(key) -> params`: draws a model's parameters with a typed PRNG key."""
+
+NO_ADAPTER = AdapterSettings()
+
+
+def class_count(model: ModelSettings) -> int | None:
+    """Return the number of classes of a configured classifier; None if rows have no labels."""
+    return model.num_classes if ARCHITECTURES[model.arch].data == "labelled" else None
+
+
+def build_network(
+    model: ModelSettings,
+    adapter: AdapterSettings = NO_ADAPTER,
+    *,
+    remat: bool | None = None,
+    attention: Literal["xla", "cudnn"] = "xla",
+    layer_form: str = "scan",
+) -> nn.Module:
+    """Build the Flax module of the configured model; by default one that is right on any device.
+
+    Args:
+      model: Architecture, sizes and types.
+      adapter: Low-rank matrices beside the weights; those of rank 0 are none.
+      remat: Whether layers are rematerialised; None: if `model.remat` is true.
+      attention: The kernel of attention.
+      layer_form: How layers follow one another (`models.kernels.run_layers`).
+    """
+    adapted = {}
+    if adapter.rank:
+        adapted = {"adapter": Adapter(adapter.rank, adapter.alpha, adapter.layers)}
+    build = ARCHITECTURES[model.arch].build
+    return own_code(f"model.arch = {model.arch}")(build)(
+        vocab_size=model.vocab_size,
+        width=model.width,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        mlp_width=model.mlp_width,
+        max_length=model.max_length,
+        norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        num_classes=model.num_classes,
+        dtype=model.dtype,
+        checkpoint=model.checkpoint,
+        remat=bool(model.remat) if remat is None else remat,
+        attention=attention,
+        layer_form=layer_form,
+        **adapted,
+    )
+
+
+def build_model(
+    model: ModelSettings, adapter: AdapterSettings = NO_ADAPTER, *, row_parts: int = 1, **how: Any
+) -> tuple[InitFn, LossFn]:
+    """Return the functions that initialise the model and compute its loss.
+
+    `row_parts` is `data.row_parts`; the other arguments are those of `build_network`.
+    """
+    network = build_network(model, adapter, **how)
+
+    def init_fn(key):
+        return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    loss: Callable[..., LossFn] = ARCHITECTURES[model.arch].loss
+    if row_parts > 1:
+        loss = functools.partial(loss, row_parts=row_parts)
+    with own_code(f"model.arch = {model.arch}"):
+        return init_fn, loss(network, loss_chunk=model.loss_chunk)

@@ -1,0 +1,226 @@
+"""What all programs of a run share (`Spec`), of the configured model or of that given to `fit`."""
+
+import dataclasses
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from adloco_jax import hf
+from adloco_jax.core.arguments import takes
+from adloco_jax.core.gradstats import resolve_estimator
+from adloco_jax.core.types import LossFn
+from adloco_jax.data.rows import NUM_FIELDS, row_length
+from adloco_jax.engine.optimizers import (
+    Labeller,
+    aggregator,
+    inner_transform,
+    labeller,
+    outer_transform,
+    parameter_labels,
+)
+from adloco_jax.engine.spec import Kernel, Machine, Spec
+from adloco_jax.errors import ConfigError
+from adloco_jax.loop.growth import measures_gradients, measures_inner_products
+from adloco_jax.loop.plans import AUTO_TEST_MAX
+from adloco_jax.models import llama
+from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.models.configured import InitFn, build_model, build_network, class_count
+from adloco_jax.models.layers import split_adapter
+from adloco_jax.run.choose import Mode, model_shards
+from adloco_jax.run.weights import Base
+from adloco_jax.settings import BatchingSettings, DataSettings, ModelSettings, Settings
+
+
+class Model(NamedTuple):
+    """A model to train: what the settings describe, or what the caller of `fit` gives.
+
+    `loss_of(mode, kernel)` returns the loss; `attention` chooses the kernel by the number of
+    devices that share a worker; `row_length` counts the integers of the longest row; `params`:
+    where to start; `eval_loss_fn` computes held-out losses (None: the loss, without a key).
+    """
+
+    init_fn: InitFn
+    loss_of: Callable[[Mode, Kernel], LossFn]
+    row_length: int
+    num_classes: int | None = None
+    attention: Callable[[int], Kernel] = lambda model_shards: "xla"
+    params: PyTree | None = None
+    can_remat: bool = True
+    label_params: Labeller | None = None  # None: the architecture's, or by name
+    eval_loss_fn: LossFn | None = None
+    base_shapes: PyTree | None = None  # of the frozen weights of a model with an adapter
+    base: Base = Base()
+
+
+def configured_model(settings: Settings, machine: Machine) -> Model:
+    """Describe the model of a config, for programs that are compiled for a machine."""
+    model, adapter, data = settings.model, settings.adapter, settings.data
+    init_fn, base_shapes = build_model(model, adapter)[0], None
+    if adapter.rank:
+        whole_fn = init_fn
+        shapes = split_adapter(jax.eval_shape(whole_fn, jax.random.key(0)))[1]
+        hold = functools.partial(hf.as_held, dtype=model.base_dtype)
+        base_shapes = jax.eval_shape(hold, shapes)
+
+        def init_fn(key):
+            return split_adapter(whole_fn(key))[0]
+
+    def loss_of(mode, kernel):
+        how = {"remat": mode.remat, "attention": kernel, "layer_form": layer_form(machine)}
+        return build_model(model, adapter, row_parts=data.row_parts, **how)[1]
+
+    return Model(
+        init_fn=init_fn,
+        base_shapes=base_shapes,
+        loss_of=loss_of,
+        row_length=row_length(data, class_count(model)),
+        num_classes=class_count(model),
+        attention=lambda model_shards: attention(
+            model, data, settings.batching, machine, model_shards
+        ),
+    )
+
+
+def attention(
+    model: ModelSettings,
+    data: DataSettings,
+    batching: BatchingSettings,
+    machine: Machine,
+    model_shards: int = 1,
+) -> Kernel:
+    """Choose the attention kernel: "cudnn" if possible, else "xla".
+
+    The conditions are those of `jax.nn.dot_product_attention` on the strictest GPU. "xla" also
+    serves tests by inner products, and gradient tests of sharded workers, where XLA cannot
+    partition the cuDNN call.
+    """
+    device, network = machine.devices[0], build_network(model)
+    head_size = getattr(network, "head_size", None) or model.width // model.num_heads
+    kinds: tuple[llama.LayerKind, ...] = getattr(network, "kinds", ())
+    windows = [kind.window for kind in kinds if kind.window is not None]
+    # GPUs of other vendors do not report their capability as a pair of numbers.
+    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    is_sharded = model_shards > 1 and measures_gradients(batching)
+    return (
+        "cudnn"
+        if (
+            takes(ARCHITECTURES[model.arch].build, "attention")
+            and (data.row_parts == 1 or data.sequence_length % 2 == 0)
+            and data.sequence_length <= min(windows, default=math.inf)
+            and model.dtype == "bfloat16"
+            and head_size <= 128
+            and head_size % 8 == 0
+            # Inner products need differentiation in forward mode, which cuDNN lacks.
+            and not measures_inner_products(batching)
+            and machine.platform == "gpu"
+            and capability is not None
+            and int(capability[1]) >= 8
+            and not is_sharded
+        )
+        else "xla"
+    )
+
+
+def layer_form(machine: Machine) -> str:
+    """How layers follow one another on a machine (`models.kernels.run_layers`)."""
+    return "call" if machine.platform == "cpu" else "inline"
+
+
+def examples_per_pass(num_activations: int, machine: Machine) -> int | None:
+    """Rows of one forward and backward pass on a CPU; None elsewhere: the whole micro-batch.
+
+    Activations between two layers (`num_activations` a row) should stay in the cache: with 16 rows
+    of 131,072 activations, fewer rows took 0.8 of the time. If all fits in the cache, fewer rows
+    took up to 1.12 times the time.
+    """
+    if machine.platform != "cpu":
+        return None
+    return max(1, _NUMBERS_IN_A_PASS // num_activations)
+
+
+_NUMBERS_IN_A_PASS = 2**19  # activations between two layers: 2 MiB in float32
+
+
+def program_spec(
+    settings: Settings,
+    model: Model,
+    machine: Machine,
+    *,
+    mode: Mode | None = None,
+    inner_tx: optax.GradientTransformation | None = None,
+    outer_tx: optax.GradientTransformation | None = None,
+    must_fit: bool = False,
+) -> Spec:
+    """Collect what all programs of a run share; choose model shards and the attention kernel.
+
+    `must_fit` and errors are those of `model_shards`.
+    """
+    # One worker's batch keeps a CPU's cores busy: four workers at once took 1.2 times the time,
+    # and twice the memory, of four in turn.
+    mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
+    loss_fn, batching, data = model.loss_of(mode, "xla"), settings.batching, settings.data
+    params = jax.eval_shape(model.init_fn, jax.random.key(0))
+    label_params = labeller(settings.model.arch, model.label_params)
+    rules = {"inner": settings.inner, "outer": settings.outer}
+    parameter_labels(params, label_params, **rules)  # refuses what is unclear
+    _require_no_key(model.eval_loss_fn or loss_fn)
+    spec = Spec(
+        machine=machine,
+        loss_fn=loss_fn,
+        params=params,
+        inner_tx=inner_transform(settings.inner, label_params, inner_tx),
+        outer_tx=outer_transform(settings.outer, outer_tx),
+        outer=settings.outer,
+        num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
+        row_length=model.row_length,
+        sequence_length=model.row_length // data.row_parts
+        - (1 if model.num_classes is None else NUM_FIELDS),
+        max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
+        estimator=resolve_estimator("auto", loss_fn),
+        inner_products=measures_inner_products(batching),
+        reset_inner_state=settings.inner.state == "reset",
+        aggregate=aggregator(settings.outer, label_params),
+        eval_loss_fn=model.eval_loss_fn,
+        key_seed=settings.seed if takes(loss_fn, "key") else None,
+        in_turn=mode.in_turn,
+        remat=mode.remat,
+        examples_per_pass=examples_per_pass(data.sequence_length * settings.model.width, machine),
+        base=model.base_shapes,
+    )
+    sizes = settings.ensemble.sizes(whole_pool=True)
+    given, frac = settings.ensemble.model_shards, batching.memory_frac
+    return on_devices(spec, model, sizes, given=given, memory_frac=frac, must_fit=must_fit)
+
+
+def _require_no_key(loss_fn: LossFn) -> None:
+    key = inspect.signature(loss_fn).parameters.get("key")
+    if key is not None and key.default is key.empty:
+        raise ConfigError(
+            "loss_fn: needs a `key`, and held-out losses are computed without one; give it the"
+            " default None, without dropout, or give fit another function, eval_loss_fn"
+        )
+
+
+def on_devices(spec: Spec, model: Model | None, sizes: tuple[int, ...], **how: Any) -> Spec:
+    """Choose model shards for a spec's devices and, unless `model` is None, attention's kernel.
+
+    The other arguments and errors are those of `model_shards`.
+    """
+    shards = model_shards(spec, sizes, **how)
+    if model is None:
+        return dataclasses.replace(spec, model_shards=shards)
+    kernel = model.attention(shards)
+    loss_fn = model.loss_of(Mode(spec.in_turn, spec.remat), kernel)
+    return dataclasses.replace(spec, model_shards=shards, attention=kernel, loss_fn=loss_fn)
+
+
+def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> Spec:
+    """Collect what all compiled programs of a run of the configured model share (`Spec`)."""
+    return program_spec(settings, configured_model(settings, machine), machine, mode=mode)

@@ -1,0 +1,54 @@
+"""Continue a held-out text with a model, to see what it writes."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from adloco_jax.data import Corpus
+from adloco_jax.data.corpus import readable
+from adloco_jax.engine.sharding import fetch
+from adloco_jax.errors import ConfigError
+from adloco_jax.models import llama
+from adloco_jax.models.configured import build_network
+from adloco_jax.run.assemble import Run
+from adloco_jax.run.program import layer_form
+
+
+def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
+    """Make a function that continues the first held-out text; it returns both texts, decoded.
+
+    It is given parameters, and frozen weights or None.
+
+    None if `eval.sample_tokens` is 0 or `fit` has the model. ConfigError if it is no decoder.
+    """
+    settings = run.settings
+    count, length = settings.eval.sample_tokens, settings.data.sequence_length
+    if not count or run.by_fit:
+        return None
+    # A scan needs stacked weights, and frozen ones are not.
+    form = layer_form(run.spec.machine) if settings.adapter.rank else "scan"
+    network = build_network(settings.model, settings.adapter, layer_form=form)
+    corpus = run.corpus
+    if not isinstance(network, llama.Llama):
+        raise ConfigError(
+            f"eval.sample_tokens = {count}: a {type(network).__name__} writes no text; set 0"
+        )
+    assert isinstance(corpus, Corpus)
+    tokenizer = corpus.tokenizer
+    row, size = run.heldout.report_EL[0], length // 2
+    if settings.data.is_chat:  # all before the first answer
+        size = int(np.flatnonzero(row[2 * (length + 1) :])[0])
+    size = max(1, min(size, settings.model.max_length - count))
+    first = row[length + size] if settings.data.row_parts > 1 else 0
+    prompt_1L = np.asarray(row[None, first:size], np.int32)
+
+    def sample(params, base):
+        how = {"num_tokens": count, "temperature": 0.8, "key": jax.random.key(0), "base": base}
+        (tokens,) = fetch(llama.generate(network, params, prompt_1L, **how))
+        parts = (tokens[: size - first], tokens[size - first :])
+        start, text = (readable(part, tokenizer, max_chars=16 * len(part)) for part in parts)
+        return start, text
+
+    return sample
