@@ -1,9 +1,26 @@
 """Write and read checkpoints, which are complete, verified and never overwritten.
 
-A checkpoint has `arrays/` (the ensemble, by Orbax), `host.json` (`restore.host_record`) and
-`manifest.json` (the SHA-256 of every file, because Orbax would accept a flipped bit). It is staged,
-synced, renamed to its round's number and read back; then older ones go. Of several processes, each
-writes its own shards to a shared file system, and process 0 everything else.
+A checkpoint is a folder, `checkpoints/ROUND`:
+
+- `arrays/`, by Orbax: the fields of `core.types.Ensemble` that a run has
+  - `params_M`: parameters of each trainer (of an adapter, those of its matrices alone)
+  - `outer_state_M`: state of each trainer's outer optimizer
+  - `inner_state_R`: state of each worker's inner optimizer
+  - `params_R`: each worker's own parameters (Streaming DiLoCo)
+  - `average_M`: running average of each trainer's parameters (`outer.average`)
+  - `round`: number of rounds completed
+- `host.json` (`restore.host_record`)
+  - `control` (`loop.control.Control`): sizes, workers, read rows and counts of each trainer
+  - `data`: hash of the data's content, and a record of each file
+  - `max_batch_size_given`: `batching.max_batch_size`
+  - `loss`, `wall_s`: the last held-out loss, and the seconds so far
+  - `config`, `versions`, `devices`: only for people to read
+- `manifest.json` (`CheckpointManifest`): round, loss, and the size and SHA-256 of each file, because
+  Orbax would accept a flipped bit
+
+Frozen weights and data are not in it. It is staged, synced, renamed to its round's number and read
+back; then older ones go. Of several processes, each writes its own shards to a shared file system,
+and process 0 everything else.
 """
 
 import concurrent.futures
