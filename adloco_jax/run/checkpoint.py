@@ -15,7 +15,7 @@ A checkpoint is a folder, `checkpoints/ROUND`:
   - `max_batch_size_given`: `batching.max_batch_size`
   - `loss`, `wall_s`: the last held-out loss, and the seconds so far
   - `config`, `versions`, `devices`: only for people to read
-- `manifest.json` (`CheckpointManifest`): round, loss, and the size and SHA-256 of each file, because
+- `manifest.json` (`CheckpointManifest`): round, loss, and size and SHA-256 of each file, because
   Orbax would accept a flipped bit
 
 Frozen weights and data are not in it. It is staged, synced, renamed to its round's number and read
