@@ -179,16 +179,13 @@ def test_a_cpu_takes_a_batch_in_passes():
 
 def test_model_shards_are_as_few_as_memory_needs():
     spec, _ = spec_of()
-    config = default_config()
-    config.batching.memory_frac = 1.0
-    settings = validate(config)
     # Parameters, gradients, both moments and the trainer's own copy; the outer momentum is sharded
     # over all eight devices in any case.
     need = 5 * spec.param_bytes
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
         machine = Machine(spec.machine.devices, int(room * need))
         tried = dataclasses.replace(spec, machine=machine)
-        assert choose.model_shards(settings, tried, (1,)) == expected
+        assert choose.model_shards(tried, (1,), given=None, memory_frac=1.0) == expected
 
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
