@@ -187,8 +187,12 @@ def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, monkeypatch)
             prepare(source, tmp_path / "out")
 
 
-def test_a_line_mended_after_a_refusal_lets_the_same_call_begin_again(
-    tmp_path, source, monkeypatch
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({}, "files"), ({"skip_bad": 1}, "skip_bad"), ({"sequence_length": 31}, "sequence_length")],
+)
+def test_text_mended_or_settings_changed_after_a_refusal_begin_again(
+    tmp_path, source, monkeypatch, changes, named
 ):
     monkeypatch.setattr(rows, "CHUNK_CHARS", 300)  # pieces are saved before the refusal
     file, first = source / "part-3.json.gz", source / "part-0.json.gz"
@@ -197,16 +201,15 @@ def test_a_line_mended_after_a_refusal_lets_the_same_call_begin_again(
     with pytest.raises(DataError, match="not one JSON object per line"):
         prepare(source, tmp_path / "out")
     assert (tmp_path / "out.partial" / "0.npz").exists()
-    with pytest.raises(ConfigError, match="another setting of sequence_length; it is never"):
-        prepare(source, tmp_path / "out", sequence_length=31)
-    file.write_bytes(good)
-    first.write_bytes(
-        gzip.compress(gzip.decompress(first.read_bytes()).replace(b"batch", b"BATCH"))
-    )
+    if "skip_bad" not in changes:
+        file.write_bytes(good)
+        text = gzip.decompress(first.read_bytes()).replace(b"batch", b"BATCH")
+        first.write_bytes(gzip.compress(text))
     lines = []
-    prepare(source, tmp_path / "out", note=lines.append)
-    assert lines[0].endswith("the text has changed since this was begun; beginning again")
-    prepare(source, tmp_path / "whole")
+    prepare(source, tmp_path / "out", note=lines.append, **changes)
+    assert "begun with other text or settings (" in lines[0] and named in lines[0]
+    assert lines[0].endswith("); beginning again")
+    prepare(source, tmp_path / "whole", **changes)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

@@ -42,7 +42,6 @@ NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of
 CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 # How many documents, and how many characters of each, `check_round_trip` encodes and decodes.
 _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14
-_OF_FILES = ("files", "heldout_files")  # keys of `Job.request` that change with the text
 # The names of the files that a preparation writes to `<folder>.partial`.
 _OURS = re.compile(r"request\.json|whole|copy|\.lock|\d+\.npz|\..+\.partial")
 
@@ -117,7 +116,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     or one longer document, and 50 bytes per document. Documents are copies if all token ids agree.
 
     Raises:
-      ConfigError: If the folder was made for other settings, or contains other files.
+      ConfigError: If the finished folder was made for other settings, or contains other files.
       DataError: If text is missing or damaged, or there is too little text.
       OSError: If the folder cannot be written; the same call continues once there is space.
     """
@@ -139,7 +138,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if (manifest := _finished(folder, job.request)) is None:
-            _require_continued(partial, job.request, note)
+            _discard_other(partial, job.request, note)
             kept = _Kept(partial, job.request)
             _tokenise(job, kept, partial, note)
             manifest = _write_folder(job, kept, partial / "whole")
@@ -156,7 +155,11 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
     if not prepared.is_prepared(folder):
         raise ConfigError(f"{folder}: exists and is not a prepared folder; name another folder")
     manifest = prepared.read_prepared(folder)
-    _require_same(folder, manifest.request, request)
+    if keys := _differing(manifest.request, request):
+        raise ConfigError(
+            f"{folder}: was made with another setting of {keys}; it is never overwritten: name"
+            " another folder"
+        )
     return manifest
 
 
@@ -168,25 +171,18 @@ def request_of(folder: Path) -> dict:
     return json.loads(path.read_bytes()) if path.exists() else {}
 
 
-def _require_continued(partial: Path, request: dict, note: Callable[[str], None]) -> None:
-    """Delete the pieces of an unfinished preparation if its text has changed since."""
+def _discard_other(partial: Path, request: dict, note: Callable[[str], None]) -> None:
+    """Delete the pieces of an unfinished preparation if its text or settings have changed since."""
     path, pieces = partial / "request.json", [*partial.glob("*.npz")]
     there = json.loads(path.read_bytes()) if path.exists() else request
-    if pieces:
-        _require_same(partial, there | {key: request[key] for key in _OF_FILES}, request)
-    if pieces and there != request:
-        note(f"{partial}: the text has changed since this was begun; beginning again")
+    if pieces and (keys := _differing(there, request)):
+        note(f"{partial}: begun with other text or settings ({keys}); beginning again")
         for piece in pieces:
             piece.unlink()
 
 
-def _require_same(folder: Path, there: dict, wanted: dict) -> None:
-    keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
-    if keys:
-        raise ConfigError(
-            f"{folder}: was made, or begun, with another setting of {', '.join(keys)}; it is never"
-            " overwritten: name another folder"
-        )
+def _differing(there: dict, wanted: dict) -> str:
+    return ", ".join(key for key in there | wanted if there.get(key) != wanted.get(key))
 
 
 # -- The documents of an unfinished preparation ----------------------------------------------
