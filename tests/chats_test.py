@@ -179,18 +179,20 @@ def test_if_a_later_turn_changes_earlier_ones_only_the_last_answer_counts(tmp_pa
     thought = [
         turns(f"{n}?", "<think>Hm</think>one", "and?", f"<think>{n}</think>two") for n in range(9)
     ]
-    chats = [*thought, *chats_of(9)]
+    again = "<think>9</think>one"
+    chats = [*thought, turns("9?", again, "9?", again), *chats_of(9)]
     path = write_documents(tmp_path, [{"messages": chat} for chat in chats])
     (tmp_path / "thinking.jinja").write_text(THINKING)
-    corpus = load(path, tokenizer, template=str(tmp_path / "thinking.jinja"))
+    corpus = load(path, tokenizer, template=str(tmp_path / "thinking.jinja"), heldout_frac=0.5)
     decode = corpus.tokenizer.decode
     found = {decode(ids): decode(answers) for ids, answers in chats_in(corpus)}
     for n in range(9):
         (ids,) = (text for text in found if f"<think>{n}</think>" in text)
         assert ids.count("one") == 1 and "Hm" not in ids
         assert found[ids] == f"<think>{n}</think>two{IM[1]}"
-    assert "; of 9 chats only the last answer counts, because the template" in corpus.describe()
-    assert len(found) == 18
+    assert sum(answers == f"{again}{IM[1]}" for answers in found.values()) == 1
+    assert "; of 10 chats only the last answer counts, because the template" in corpus.describe()
+    assert len(found) == 19
     other = THINKING.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     (tmp_path / "other.jinja").write_text(other)
     with pytest.raises(DataError, match=r"docs.jsonl:\d+: the chat template starts an answer"):
@@ -440,8 +442,12 @@ ROWS = {  # a row, the chat that it stands for, and which turns count
         *([USER, ANSWER], [1]),
     ),
     "weight": (
-        {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]},
-        *([USER, ANSWER] * 2, [3]),
+        {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}, USER, ANSWER]},
+        *([USER, ANSWER] * 3, [3, 5]),
+    ),
+    "an answer of the prompt again": (
+        {"prompt": [USER, ANSWER], "completion": [USER, ANSWER] * 2},
+        *([USER, ANSWER] * 3, [3, 5]),
     ),
     "assistant first": ({"messages": [ANSWER, USER, ANSWER]}, [ANSWER, USER, ANSWER], [0, 2]),
     "only an assistant": ({"messages": [ANSWER]}, [ANSWER], [0]),
@@ -502,6 +508,7 @@ def test_chats_as_people_have_them_are_those_of_transformers(tmp_path, tokenizer
         answers = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
         mask &= np.isin(number, [answers.index(i) for i in at])
         assert counted(offsets, document.answers.spans).tolist() == mask.tolist()
+        assert document.answers.num_bytes == np.count_nonzero(ids[mask > 0] < 256)
         assert not document.answers.unread
 
 

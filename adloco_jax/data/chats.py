@@ -24,7 +24,7 @@ class Answers(NamedTuple):
 
     Attributes:
       spans: The parts, in order.
-      num_bytes: Number of UTF-8 bytes of these parts, without what the template adds.
+      num_bytes: Number of UTF-8 bytes of these parts, without the ends of answers.
       only_last: Whether earlier answers do not count, because the template changes them later.
       is_rejected: Whether nothing counts because the row's `label` is false, as KTO's.
       unread: Names of columns, and of fields of turns, that neither this module nor the template
@@ -94,8 +94,7 @@ def read(
         except Exception as error:  # deliberately broad, because templates are programs
             why = f"the chat template refuses it ({reason(error, 200)})"
             raise DataError(f"{where}: {why}") from error
-        of_spans = at[len(at) - len(spans) :]
-        size = sum(num_bytes(turns[i].get("content", "")) for i in of_spans)
+        size = sum(num_bytes(without_end(text[a:b], end)) for a, b in spans)
         answers = Answers(spans, size, only_last)
     if data.loss == "all":
         answers = Answers([(0, len(text))], num_bytes(text))
@@ -212,10 +211,11 @@ def _rendered(
     start of an answer if this turn is the last. If it writes earlier turns otherwise, only the last
     answer is returned, and True.
     """
-    text = _renderer(tokenizer)(turns, False, tools)
+    render = _renderer(tokenizer)
+    text = render(turns, False, tools)
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     if tokenizer.mark:
         marks = tokenizer.mark(turns, tools)
-        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if len(marks) != len(answers) and at != answers:
             raise DataError(
                 f"the chat template marks {len(marks)} parts of {len(answers)} turns of the"
@@ -229,14 +229,7 @@ def _rendered(
         return text, chosen, False
     if not at:
         return text, [], False
-    render, last, spans = _renderer(tokenizer), at[-1], [(0, 0)]
-    for known, written in _windows(turns, at[:-1] if last else at, tokenizer):
-        start, end = spans[-1]
-        found = text.find(known + written, start) + len(known)
-        if found < max(end, len(known)):
-            break
-        spans.append((found, found + len(written)))
-    is_whole = len(spans) == len(at) + (not last)
+    first, last, begin, spans, of_last = at[0], at[-1], len(text), [], []
     if last:
         before = render(turns[:last], True, tools)
         whole = text if last == len(turns) - 1 else render(turns[: last + 1], False, tools)
@@ -245,9 +238,25 @@ def _rendered(
                 need = "starts an answer otherwise than it writes the last one; set data.template"
                 raise DataError(f"the chat template {need} to another file")
             return text, [], True
-        written = _without_space(whole[len(before) :], tokenizer)
-        spans.append((len(before), len(before) + len(written)))
-    return text, spans[1:] if is_whole else spans[-1:] * bool(last), not is_whole
+        begin = len(before)
+        written = _without_space(whole[begin:], tokenizer)
+        of_last = [(begin, begin + len(written))]
+        if first == last:
+            return text, of_last, False
+    # Equal answers are told apart by their order, so those that do not count are found.
+    earlier = [i for i in answers if first <= i and (i < last or not last)]
+    before = render(turns[:first], True, tools) if first else ""
+    end = len(before) if text.startswith(before) else len(text)
+    for known, written in _windows(turns, earlier, tokenizer):
+        start = text.find(known + written, max(0, end - len(known)), begin) + len(known)
+        if start < len(known):
+            break
+        end = start + len(written)
+        spans.append((start, end))
+    if len(spans) < len(earlier):
+        return text, of_last, True
+    spans = [span for i, span in zip(earlier, spans, strict=True) if i in at]
+    return text, spans + of_last, False
 
 
 def _windows(
@@ -260,7 +269,7 @@ def _windows(
     before the content of the first of these turns is left out.
     """
     render, asked, previous, wanted = _renderer(tokenizer), -1, -1, {*at}
-    opening = render([_ASKED], True) if at else ""
+    opening = render([_ASKED], True)
     for i, turn in enumerate(turns):
         if i in wanted:
             first = max(asked + 1, previous) if max(asked, previous) >= 0 else i
