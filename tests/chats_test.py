@@ -217,6 +217,7 @@ FAULTS = {
     "a role": ([{"role": "robot", "content": "?"}], "turn 1: role 'robot', need one of system"),
     "a list as role": ([{"role": [1], "content": "?"}], "turn 1: role [1], need one of system"),
     "an empty answer": ([USER, ANSWER | {"content": " \n"}], "turn 2: an empty answer"),
+    "only an end": ([USER, ANSWER | {"content": f"{IM[1]}\n"}], "turn 2: an empty answer"),
     "half a character": ([USER, ANSWER | {"content": "\ud83d"}], "'messages' is not Unicode text"),
     "refused by the template": ([USER, ANSWER, ANSWER], "template refuses it (must alternate)"),
 }
@@ -452,7 +453,7 @@ ROWS = {  # a row, the chat that it stands for, and which turns count
     "assistant first": ({"messages": [ANSWER, USER, ANSWER]}, [ANSWER, USER, ANSWER], [0, 2]),
     "only an assistant": ({"messages": [ANSWER]}, [ANSWER], [0]),
     "an end of its own": (
-        {"messages": [USER, {"role": "assistant", "content": f"!{IM[1]}\n"}]},
+        {"messages": [USER, {"role": "assistant", "content": f"!{IM[1]}\n{IM[1]}"}]},
         *([USER, ANSWER], [1]),
     ),
     "markup of a question": (
@@ -591,7 +592,7 @@ def test_a_template_writes_the_date_of_the_first_preparation_also_later(
 def test_a_text_that_ends_by_the_end_of_text_gets_no_second_one(tmp_path, tokenizer):
     texts = [{"prompt": f"{n}? ", "completion": f"yes {n}{IM[1]}"} for n in range(60)]
     for text in texts[::2]:
-        text["completion"] += "\n"
+        text["completion"] += f"\n{IM[1]}\n"
     path = write_documents(tmp_path, texts)
     corpus = load(path, tokenizer, text_column="prompt+completion", sequence_length=40)
     found = {tuple(map(corpus.tokenizer.decode, chat)) for chat in chats_in(corpus)}

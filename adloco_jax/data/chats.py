@@ -2,7 +2,7 @@
 
 import json
 import os.path
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,6 +52,7 @@ def read(
       ConfigError: If there is no template.
     """
     names, end = data.text_column.split("+"), tokenizer.decode([tokenizer.eot_id])
+    ends = [end, *(tokenizer.decode([i]) for i in (*tokenizer.ends, *tokenizer.turn_end))]
     columns, label = [row[name] for name in names], _as_bool(row.get("label"))
     if all(map(_is_chat, parsed := [*map(_parsed, columns)])):
         columns = parsed
@@ -60,16 +61,16 @@ def read(
     unread = {name for name, value in row.items() if value is not None} - known
     if len(names) == 2 and all(isinstance(column, str) for column in columns):
         prompt, completion = columns
-        _require_answer(completion, f"{where}: {names[1]!r}")
-        completion = without_end(completion, end)
-        text = prompt + completion + end
-        answers = Answers([(len(prompt), len(text))], num_bytes(completion))
+        bare = without_end(completion, ends)
+        _require_answer(bare, f"{where}: {names[1]!r}")
+        text = prompt + without_end(completion, [end]) + end
+        answers = Answers([(len(prompt), len(text))], num_bytes(bare))
     elif tokenizer.render is None:
         need = "the tokenizer has no chat template; set data.template to a file with one"
         raise ConfigError(f"{where}: {need}")
     else:
         parts = [
-            _turns(column, f"{where}: {name!r}", tokenizer)
+            _turns(column, f"{where}: {name!r}", tokenizer, ends)
             for name, column in zip(names, columns, strict=True)
         ]
         turns, start = sum(parts, []), len(parts[0]) if len(parts) == 2 else 0
@@ -78,23 +79,22 @@ def read(
         turns = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
         unread |= {f"{k} of turns" for turn in turns for k in turn if not tokenizer.reads(k)}
         tools = _objects(_parsed(tools), f"{where}: 'tools'") if tools else None
-        end = tokenizer.decode(tokenizer.turn_end or [tokenizer.eot_id])
         bare = [
-            turn | {"content": without_end(turn["content"], end)}
+            turn | {"content": without_end(turn["content"], ends)}
             if turn["role"] == "assistant" and "content" in turn
             else turn
             for turn in turns
         ]
         try:
             text, spans, only_last = _rendered(bare, at, tools, tokenizer)
-            if bare != turns and not all(text[a:b].endswith(end) for a, b in spans):
+            if bare != turns and any(without_end(text[a:b], ends) == text[a:b] for a, b in spans):
                 text, spans, only_last = _rendered(turns, at, tools, tokenizer)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # deliberately broad, because templates are programs
             why = f"the chat template refuses it ({reason(error, 200)})"
             raise DataError(f"{where}: {why}") from error
-        size = sum(num_bytes(without_end(text[a:b], end)) for a, b in spans)
+        size = sum(num_bytes(without_end(text[a:b], ends)) for a, b in spans)
         answers = Answers(spans, size, only_last)
     if data.loss == "all":
         answers = Answers([(0, len(text))], num_bytes(text))
@@ -103,10 +103,11 @@ def read(
     return text, answers._replace(unread=frozenset(unread))
 
 
-def without_end(text: str, end: str) -> str:
-    """Return a text without the end of text that stands at its end, as another will follow."""
-    stripped = text.rstrip()
-    return stripped.removesuffix(end) if end and stripped.endswith(end) else text
+def without_end(text: str, ends: Collection[str]) -> str:
+    """Return a text without the ends of text that stand at its end, as another will follow."""
+    while end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return text
 
 
 def num_bytes(text: str) -> int:
@@ -145,13 +146,13 @@ def _objects(given: Any, where: str) -> list[dict[str, Any]]:
     return objects
 
 
-def _turns(given: Any, where: str, tokenizer: Tokenizer) -> list[Turn]:
+def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) -> list[Turn]:
     if not isinstance(given, list) or not given:
         raise DataError(f"{where}: have {given!r:.40}, need a list of turns")
-    return [_turn(turn, f"{where}, turn {n}", tokenizer) for n, turn in enumerate(given, 1)]
+    return [_turn(turn, f"{where}, turn {n}", tokenizer, ends) for n, turn in enumerate(given, 1)]
 
 
-def _turn(given: Any, at: str, tokenizer: Tokenizer) -> Turn:
+def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
     if not isinstance(given, dict):
         raise DataError(f"{at}: have {given!r:.60}, need an object with 'role' and 'content'")
     turn = {key: value for key, value in given.items() if value is not None}
@@ -176,7 +177,7 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer) -> Turn:
     if weight not in (0, 1):
         raise DataError(f"{at}: weight {weight!r:.40}, need 0 or 1")
     if turn["role"] == "assistant" and weight and not calls:
-        _require_answer(turn["content"], at)
+        _require_answer(without_end(turn["content"], ends), at)
     return turn
 
 

@@ -169,7 +169,7 @@ def _document(
     text = _text(row, data.text_column)
     if num_classes is not None:
         return Document(text, _label(row, text, data, num_classes))
-    return Document(chats.without_end(text, tokenizer.decode([tokenizer.eot_id])))
+    return Document(chats.without_end(text, [tokenizer.decode([tokenizer.eot_id])]))
 
 
 def _text(row: Record, column: str) -> str:
