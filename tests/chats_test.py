@@ -536,8 +536,9 @@ def test_a_bad_row_is_named_or_passes_and_is_counted(tmp_path, tokenizer, line, 
 
 
 def test_what_says_not_to_learn_acts_and_what_nothing_reads_is_named(tmp_path, tokenizer):
-    good, bad = {"completion": "yes", "label": True}, {"completion": "BAD", "label": False}
-    for name, source in WRITERS.items():
+    labels = [(1, 0.0), (True, False), ("1", "0")]
+    for (name, source), (yes, no) in zip(WRITERS.items(), labels, strict=True):
+        good, bad = {"completion": "yes", "label": yes}, {"completion": "BAD", "label": no}
         rows_of = [{**row, "prompt": f"{n}. "} for n in range(90) for row in (good, bad)]
         path = source(tmp_path, [{**row, "id": "a"} for row in rows_of])
         given = {"text_column": "prompt+completion", "sequence_length": 60, "heldout_frac": 0.5}

@@ -134,9 +134,8 @@ def _is_chat(value: Any) -> bool:
 
 
 def _as_bool(label: Any) -> bool | None:
-    if isinstance(label, str):  # of a CSV table
-        return {"true": True, "false": False}.get(label.lower())
-    return label if isinstance(label, bool) else None
+    text = str(label).strip().lower().removesuffix(".0")  # tables have numbers and text
+    return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
 
 def _objects(given: Any, where: str) -> list[dict[str, Any]]:
