@@ -110,7 +110,8 @@ class Corpus:
             of_answers = " of answers" * (manifest.loss == "answers")
             cut += f"; {count:,} and {heldout_count:,} tokens{of_answers} count"
             if manifest.dropped:
-                cut += f"; {counted(manifest.dropped, 'chat')} without an answer left out"
+                cut += f"; {counted(manifest.dropped, 'chat')} without an answer within"
+                cut += " data.sequence_length left out"
             if manifest.rejected:
                 cut += f"; {counted(manifest.rejected, 'chat')} with a false label left out"
             if manifest.only_last:

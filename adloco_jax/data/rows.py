@@ -521,9 +521,11 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     if job.data.is_chat and not (about["length"] > 0).any():
         raise DataError(
             f"{job.where[0]}: no answer to learn in {len(about)} chats; each needs a turn of the"
-            " assistant that counts (data.loss, a turn's weight, a row's label)"
+            " assistant that counts (data.loss, a turn's weight, a row's label), and begins within"
+            f" data.sequence_length={job.data.sequence_length} tokens"
         )
     unread = f" and {dropped + rejected} chats without an answer" * bool(dropped + rejected)
+    unread += " within data.sequence_length" * bool(dropped)
     for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
         if have[0] < least:
             raise DataError(
