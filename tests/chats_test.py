@@ -206,6 +206,10 @@ FAULTS = {
     "json": ("[{", "'messages': have '[{', need a list of turns"),
     "weight": ([USER, ANSWER | {"weight": 0.5}], "turn 2: weight 0.5, need 0 or 1"),
     "calls": ([USER, ANSWER | {"tool_calls": ["f"]}], "'tool_calls': have ['f'], need"),
+    "only calls": (
+        [USER, ANSWER | {"content": None, "tool_calls": [{"name": "f"}]}],
+        "turn 2: only 'tool_calls', which the chat template does not write; set data.template",
+    ),
     "a picture": (
         [{"role": "user", "content": [{"type": "image"}]}],
         "turn 1: have [{'type': 'image'}], need parts of text only",
@@ -245,6 +249,9 @@ def test_what_is_missing_is_one_line(tmp_path, tokenizer):
         load(path, tokenizer, text_column="text")
     with pytest.raises(DataError, match="^data.template=nowhere: unreadable"):
         load(path, tokenizer, template="nowhere")
+    halves = write_documents(tmp_path, [{"prompt": "?", "completion": None}] * 9)
+    with pytest.raises(DataError, match="docs.jsonl:1: 'completion': have None, need text or a"):
+        load(halves, tokenizer, text_column="prompt+completion")
     questions = write_documents(tmp_path, [{"messages": [USER]}] * 9)
     with pytest.raises(
         DataError, match=r"no answer to learn in 9 chats; .*sequence_length=400 tok"
@@ -440,6 +447,7 @@ ROWS = {  # a row, the chat that it stands for, and which turns count
     "sharegpt": ({"conversations": SHAREGPT}, turns("?", "!", system="Be brief."), [2]),
     "parts": ({"messages": [PART, ANSWER]}, turns("ab", "!"), [1]),
     "json": ({"messages": json.dumps(turns("?", "!"))}, turns("?", "!"), [1]),
+    "json of turns": ({"messages": [*map(json.dumps, turns("?", "!"))]}, turns("?", "!"), [1]),
     "json of both": (
         {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
         *([USER, ANSWER], [1]),
@@ -520,6 +528,7 @@ def test_chats_as_people_have_them_are_those_of_transformers(tmp_path, tokenizer
     [
         ('{"messages": "[{"}', "'messages': have '[{', need a list of turns"),
         ('{"messages": [', "not one JSON object per line"),
+        ('[{"messages": []}]', "have a JSON list, need one object per line"),
     ],
 )
 def test_a_bad_row_is_named_or_passes_and_is_counted(tmp_path, tokenizer, line, message):

@@ -65,6 +65,8 @@ def read(
         _require_answer(bare, f"{where}: {names[1]!r}")
         text = prompt + without_end(completion, [end]) + end
         answers = Answers([(len(prompt), len(text))], num_bytes(bare))
+    elif empty := [name for name, column in zip(names, columns, strict=True) if column is None]:
+        raise DataError(f"{where}: {empty[0]!r}: have None, need text or a list of turns")
     elif tokenizer.render is None:
         need = "the tokenizer has no chat template; set data.template to a file with one"
         raise ConfigError(f"{where}: {need}")
@@ -148,7 +150,9 @@ def _objects(given: Any, where: str) -> list[dict[str, Any]]:
 def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) -> list[Turn]:
     if not isinstance(given, list) or not given:
         raise DataError(f"{where}: have {given!r:.40}, need a list of turns")
-    return [_turn(turn, f"{where}, turn {n}", tokenizer, ends) for n, turn in enumerate(given, 1)]
+    return [
+        _turn(_parsed(t), f"{where}, turn {n}", tokenizer, ends) for n, t in enumerate(given, 1)
+    ]
 
 
 def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
@@ -165,6 +169,9 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> T
     if "tool_calls" in turn:
         turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}: 'tool_calls'")
     calls = turn.get("tool_calls") if tokenizer.reads("tool_calls") else None
+    if turn.get("tool_calls") and not (calls or turn.get("content")) and turn.get("weight", 1):
+        need = "only 'tool_calls', which the chat template does not write; set data.template"
+        raise DataError(f"{at}: {need} to a file that does")
     if isinstance(parts := turn.get("content"), list):
         texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
         turn["content"] = "".join(text for text in texts if isinstance(text, str))

@@ -430,7 +430,7 @@ def _json_row(line: bytes, where: str) -> Record | DataError:
     except (ValueError, RecursionError) as error:
         return DataError(f"{where}: not one JSON object per line ({error})")
     if not isinstance(record, dict):
-        return DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
+        return DataError(f"{where}: have a JSON {type(record).__name__}, need one object per line")
     return Record(where, record)
 
 
