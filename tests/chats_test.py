@@ -599,6 +599,9 @@ def test_a_template_writes_the_date_of_the_first_preparation_also_later(
     assert again.fingerprint == made.fingerprint
     other = load_corpus(completed(settings, tmp_path / "other"), note=print)
     assert other.fingerprint != made.fingerprint and "05 Oct 2024" in other.describe()
+    (tmp_path / "t.jinja").write_text("{{ strftime_now(f) }}" + CHATML)
+    with pytest.raises(ConfigError, match="calls strftime_now.*; need the format as a text"):
+        load_tokenizer(str(tokenizer), template=template).on("2024-10-04")
 
 
 def test_a_text_that_ends_by_the_end_of_text_gets_no_second_one(tmp_path, tokenizer):

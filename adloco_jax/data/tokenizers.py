@@ -103,9 +103,15 @@ class Tokenizer:
     name: str = ""
 
     def on(self, date: str) -> "Tokenizer":
-        """Return a tokenizer whose template writes a date; see `Render`."""
+        """Return a tokenizer whose template writes a date; see `Render`.
+
+        Raises ConfigError if the template writes today's date otherwise.
+        """
         if self.render is None:
             return self
+        if date and "strftime_now(" in _on(self.template, date):
+            need = "need the format as a text, such as strftime_now('%d %b %Y')"
+            raise ConfigError(f"{self.name}: the chat template calls strftime_now(...); {need}")
         render, mark = functools.partial(self.render, date=date), self.mark
         mark = mark and functools.partial(mark, date=date)
         return dataclasses.replace(self, render=render, mark=mark)
