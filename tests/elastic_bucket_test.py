@@ -33,6 +33,7 @@ from adloco_jax.elastic.formats import (
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.files import Format
+from adloco_jax.run.folder import recorded_settings
 from adloco_jax.run.program import spec_of
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -232,6 +233,16 @@ def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
     ended = run(tmp_path / "one", longer)
     assert ended.controller.round == 5
     assert {e["what"] for e in events(tmp_path / "one", "learner")} == {"joined"}
+
+
+def test_rounds_that_epochs_have_shortened_are_those_of_the_bucket(monkeypatch, tmp_path):
+    check, there = bucket.check_possible, InBucket(monkeypatch, tmp_path / "bucket")
+    settings = settings_at(there.url).model_copy(update={"num_rounds": 1, "num_epochs": 0.02})
+    steps = settings.inner.model_copy(update={"steps_per_round": 7})
+    settings = settings.model_copy(update={"inner": steps})
+    run(tmp_path / "one", settings)
+    assert recorded_settings(tmp_path / "one").inner.steps_per_round < 7
+    check(settings, tmp_path / "one")
 
 
 def test_an_old_driver_that_comes_back_ends(monkeypatch, tmp_path):

@@ -514,8 +514,8 @@ def test_a_folder_that_cannot_be_a_runs_is_refused_and_left_alone(tmp_path):
     (tmp_path / "link" / "run").mkdir(parents=True)
     (tmp_path / "link" / "run" / "checkpoints").symlink_to(tmp_path)
     for name, message in (
-        ("x" * 5000, "--workdir"),
-        ("nul\0", "--workdir"),
+        ("x" * 5000, "workdir"),
+        ("nul\0", "workdir"),
         ("link/run", "checkpoints is a symbolic link"),
     ):
         with pytest.raises(ConfigError, match=message):
