@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from nets import (
     BATCH,
+    FAMILY,
     LENGTH,
     LLAMA,
     flat,
@@ -190,19 +191,42 @@ def test_slopes_are_those_of_a_slow_float64_loss():
     np.testing.assert_allclose(flat(grads) @ flat(direction), expected, rtol=2e-4, atol=1e-5)
 
 
-def test_generation_takes_the_likeliest_or_draws():
-    model = Llama(**LLAMA)
+@pytest.mark.parametrize("form", ["scan", "call"])
+@pytest.mark.parametrize("model", [Llama(**LLAMA), FAMILY])
+def test_generation_takes_the_likeliest_or_draws(model, form):
+    """As the logits of the whole text say, in which windows and two sizes of programs matter."""
+    model = model.clone(max_length=48, layer_form=form)
     params = jax.tree.map(lambda x: 2 * x, make_params(model))  # far from uniform
-    prompt_BL = jnp.array([[1, 2, 3], [4, 5, 6]])
+    prompt_BL = make_rows(model, batch=2, length=28)
 
     def made(temperature, seed):
-        options = {"num_tokens": 5, "temperature": temperature, "key": jax.random.key(seed)}
+        options = {"num_tokens": 9, "temperature": temperature, "key": jax.random.key(seed)}
         return np.asarray(generate(model, params, prompt_BL, **options))
 
     text_BL, logits_fn = made(0.0, 0), jax.jit(model.apply)
     logits_BLV = logits_fn({"params": params}, text_BL[:, :-1])
-    np.testing.assert_array_equal(text_BL[:, :3], prompt_BL)
-    np.testing.assert_array_equal(text_BL[:, 3:], np.argmax(logits_BLV[:, 2:], axis=-1))
+    np.testing.assert_array_equal(text_BL[:, :29], prompt_BL)
+    np.testing.assert_array_equal(text_BL[:, 29:], np.argmax(logits_BLV[:, 28:], axis=-1))
     drawn = [made(5.0, seed) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert np.any(drawn[0] != drawn[2]) and np.any(drawn[0][0, 3:] != drawn[0][1, 3:])
+    assert np.any(drawn[0] != drawn[2]) and np.any(drawn[0][0, 29:] != drawn[0][1, 29:])
+
+
+def test_generation_stops_when_all_have_ended_and_compiles_once_for_prompts_of_many_lengths(
+    caplog,
+):
+    params = jax.tree.map(lambda x: 2 * x, make_params(MODEL))
+    how = {"num_tokens": 8, "temperature": 5.0, "key": jax.random.key(0)}
+    text_BL = np.asarray(generate(MODEL, params, np.array([[1, 2, 3]] * 3), **how))
+    new_BL, ends = text_BL[:, 3:], [int(text_BL[0, 4]), int(text_BL[1, 5])]
+    ended_BL = np.logical_or.accumulate(np.isin(new_BL, ends), axis=1)
+    expected_BL = np.where(np.arange(8) <= ended_BL.all(axis=0).argmax(), new_BL, 0)
+    assert ended_BL.all(axis=0).any() and np.any(expected_BL != new_BL)
+    cut_BL = generate(MODEL, params, text_BL[:, :3], **how, ends=ends)
+    np.testing.assert_array_equal(cut_BL[:, 3:], expected_BL)
+    with jax.log_compiles():
+        for length in (1, 3, 7):
+            generate(MODEL, params, text_BL[:, :length], **how | {"num_tokens": 9})
+        assert "jit(_continue)" not in caplog.text
+        generate(MODEL, params, text_BL[:1, :3], **how)
+        assert "jit(_continue)" in caplog.text  # another number of texts

@@ -132,7 +132,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
         raise ConfigError(f"{model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(model)
     render, asked, is_loop, turns = tokenizer.render, options.chat, options.chat == "", []
-    stops = [*loaded.ends, *tokenizer.ends]
+    stops = {*loaded.ends, *tokenizer.ends}
     if asked is not None and render is None:
         raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; use --prompt")
     if min(options.tokens, options.samples) < 1 or options.temperature < 0:
@@ -143,7 +143,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
         if asked is not None and render is not None:
             turns.append({"role": "user", "content": text})
             text, prefix, suffix = render(turns, True), (), ()
-            stops += tokenizer.turn_end
+            stops.update(tokenizer.turn_end)
         (ids,) = tokenizer.encode_batch([text])
         # An empty prompt is the beginning of a document.
         prompt = [*prefix, *ids, *suffix] or [tokenizer.eot_id]
@@ -172,9 +172,10 @@ def generate(options: argparse.Namespace, command: str) -> None:
             num_tokens=min(options.tokens, room),
             temperature=options.temperature,
             key=jax.random.key(options.seed),
+            ends=sorted(stops),
         )
         for tokens in np.asarray(tokens_BL):
-            ends = np.flatnonzero(np.isin(tokens[len(prompt) :], stops)) + len(prompt)
+            ends = np.flatnonzero(np.isin(tokens[len(prompt) :], sorted(stops))) + len(prompt)
             text = tokenizer.decode(tokens[shown : ends[0] if ends.size else None])
             print(*["-" * 72] * (not is_loop), text, sep="\n")
         turns.append({"role": "assistant", "content": text})

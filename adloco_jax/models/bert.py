@@ -167,7 +167,7 @@ class Bert(nn.Module):
         x_BLD = self.position(x_BLD, slice(length), tap_B)
         x_BLD = self.embed_norm(x_BLD, tap_B)
         shared = (real_BL, tap_B)
-        x_BLD = run_layers(self.layers, self.layer, x_BLD, shared, form=self.layer_form)
+        x_BLD, _ = run_layers(self.layers, self.layer, x_BLD, shared, form=self.layer_form)
         pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
         return self.classifier(pooled_B1D, tap_B)[:, 0]
 

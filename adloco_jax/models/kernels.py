@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import compute_on
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 # studies/LOG.md, 2026-11-21: the backward pass keeps activations that are chosen by name. A step
 # took 3519 ms. It took 3694 ms when every product with a weight was kept, and 1.2 times as
@@ -33,6 +33,8 @@ _MIN_BLOCK = 32  # queries
 
 # A frozen weight is in this Flax collection, and needs no gradient and no tap (`models.layers`).
 BASE = "base"
+# Keys and values [B, G, T, K] of each layer, for earlier positions of texts that grow by a token.
+PAST = "past"
 
 # Before jax 0.12 the function is named `compute_on2`.
 _as_function: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -155,6 +157,25 @@ def _attend_cudnn(
     return kept(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
 
+def attend_past(
+    past: dict[str, Float[Array, "B G T K"]],
+    q_BHLK: Float[Array, "B H 1 K"],
+    k_BGLK: Float[Array, "B G 1 K"],
+    v_BGLK: Float[Array, "B G 1 K"],
+    is_seen_1T: Bool[Array, "1 T"],
+) -> Float[Array, "B 1 D"]:
+    """Compute `attend` for one query, which sees itself and some of the past keys and values."""
+    B, H, _, K = q_BHLK.shape
+    q_BGrK = q_BHLK.reshape(B, k_BGLK.shape[1], -1, K)
+    score = functools.partial(jnp.einsum, "bgrk,bgtk->bgrt", preferred_element_type=jnp.float32)
+    before = jnp.where(is_seen_1T, score(q_BGrK, past["keys"]), -jnp.inf)
+    scores = jnp.concatenate([before, score(q_BGrK, k_BGLK)], axis=-1)
+    weights = jax.nn.softmax(scores).astype(v_BGLK.dtype)
+    average = functools.partial(jnp.einsum, "bgrt,bgtk->bgrk", preferred_element_type=jnp.float32)
+    y = average(weights[..., :-1], past["values"]) + average(weights[..., -1:], v_BGLK)
+    return y.astype(v_BGLK.dtype).reshape(B, 1, H * K)
+
+
 ATTENTION = {"xla": attend, "cudnn": _attend_cudnn}
 """Implementations of `attend` by name, for the attribute `attention` of a model."""
 
@@ -224,11 +245,12 @@ def stacked(
     """Make a module class that applies `num_layers` layers of the class `block` in a scan.
 
     Parameters have a leading axis N. A layer takes the activations and arguments that all layers
-    share (an axis in `in_axes` has the layers' own), and returns the new activations and None.
+    share (an axis in `in_axes` has the layers' own), and returns the new activations and None, or
+    arrays that are stacked.
     """
     return nn.scan(
         block,
-        variable_axes={"params": 0, BASE: 0},
+        variable_axes={"params": 0, BASE: 0, PAST: 0},
         split_rngs={"params": True},
         in_axes=in_axes,
         length=num_layers,
@@ -247,8 +269,8 @@ def run_layers(
     *kinds: tuple[Array | None, ...],
     order: Sequence[int] = (),
     form: str,
-) -> Float[Array, "B L D"]:
-    """Apply a stack of layers: `layers(x_BLD, *shared)[0]` if `shared` are the only arguments.
+) -> tuple[Float[Array, "B L D"], PyTree]:
+    """Apply a stack of layers: `layers(x_BLD, *shared)` if `shared` are the only arguments.
 
     Args:
       layers: Module of a class from `stacked`, bound to the parameters. A leaf may be a tuple of
@@ -263,13 +285,13 @@ def run_layers(
     """
     if form == "scan" or layers.is_initializing():
         if len(kinds) == 1:
-            return layers(x_BLD, *kinds[0])[0]
+            return layers(x_BLD, *kinds[0])
         stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kinds)
-        return layers(x_BLD, *stacks, jnp.asarray(order))[0]
+        return layers(x_BLD, *stacks, jnp.asarray(order))
 
-    def of_kind(shared: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Array]:
-        def apply(variables: PyTree, x_BLD: Array) -> Array:
-            return layer.apply(variables, x_BLD, *shared)[0]
+    def of_kind(shared: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Any]:
+        def apply(variables: PyTree, x_BLD: Array) -> Any:
+            return layer.apply(variables, x_BLD, *shared)
 
         if form == "call":
             space = jax.memory.Space.Device
@@ -283,9 +305,11 @@ def run_layers(
         leaf_N if _is_split(leaf_N) else [part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))]
         for leaf_N in leaves_N
     ]
+    made = []
     for number, leaves in enumerate(zip(*parts, strict=True)):
-        x_BLD = apply[order[number] if order else 0](structure.unflatten(leaves), x_BLD)
-    return x_BLD
+        x_BLD, new = apply[order[number] if order else 0](structure.unflatten(leaves), x_BLD)
+        made.append(new)
+    return x_BLD, jax.tree.map(lambda *arrays: jnp.stack(arrays), *made)
 
 
 def _is_split(leaf: object) -> bool:

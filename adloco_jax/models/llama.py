@@ -5,7 +5,7 @@ transposed.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -20,6 +20,8 @@ from adloco_jax.models.kernels import (
     ATTENTION,
     BASE,
     KEEP_NAMED,
+    PAST,
+    attend_past,
     kept,
     pick,
     run_layers,
@@ -150,14 +152,18 @@ class _Sizes(NamedTuple):
 
 
 class _Attention(nn.Module):
-    """Causal grouped-query attention. Heads precede positions, as the products need it."""
+    """Causal grouped-query attention. Heads precede positions, as the products need it.
+
+    With `PAST` it also returns the new keys and values. One that is not empty has those of earlier
+    positions, of a text with one new token; `seen` is then a mask of them, [1, T].
+    """
 
     sizes: _Sizes
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, starts_BL: Array | None
-    ) -> Array:
+        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, seen: Array | None
+    ) -> tuple[Array, PyTree]:
         B, L, D = x_BLD.shape
         sizes, K, linear = self.sizes, self.sizes.head_size, self.sizes.linear("attention")
 
@@ -179,8 +185,15 @@ class _Attention(nn.Module):
         q_BHLK = rotated(heads("query", sizes.num_heads, norm=sizes.qk_norm), *scaled)
         k_BGLK = rotated(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
         v_BGLK = kept(heads("value", sizes.num_kv_heads))
-        y_BLD = ATTENTION[sizes.attention](q_BHLK, k_BGLK, v_BGLK, starts_BL)
-        return kept(linear(D, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B))
+        attend: Any = ATTENTION[sizes.attention]
+        new = None
+        if self.has_variable(PAST, "keys"):
+            new = {"keys": k_BGLK, "values": v_BGLK}
+            past = {name: self.get_variable(PAST, name) for name in new}
+            if past["keys"].size:
+                attend = functools.partial(attend_past, past)
+        y_BLD = attend(q_BHLK, k_BGLK, v_BGLK, seen)
+        return kept(linear(D, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B)), new
 
 
 _ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {
@@ -205,7 +218,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One transformer layer. It returns the activations and None, as `nn.scan` requires."""
+    """One transformer layer. It returns the activations and, with `PAST`, new keys and values."""
 
     sizes: _Sizes
 
@@ -216,21 +229,21 @@ class _Block(nn.Module):
         cos_LK: Array,
         sin_LK: Array,
         tap_B: Array | None,
-        starts_BL: Array | None,
+        seen: Array | None,
         kind: Array | None = None,
-    ) -> tuple[Array, None]:
+    ) -> tuple[Array, PyTree]:
         if kind is not None:  # the others are stacks
-            cos_LK, sin_LK, tap_B, starts_BL = jax.tree.map(
-                lambda stack: stack[kind], (cos_LK, sin_LK, tap_B, starts_BL)
+            cos_LK, sin_LK, tap_B, seen = jax.tree.map(
+                lambda stack: stack[kind], (cos_LK, sin_LK, tap_B, seen)
             )
         attention, mlp = _Attention(self.sizes, name="attention"), _MLP(self.sizes, name="mlp")
         norm, has_out_norms = self.sizes.norm, self.sizes.out_norms
         attention_norm = norm("attention_norm")
         mlp_norm = norm("mlp_in_norm" if has_out_norms else "mlp_norm")
-        y_BLD = attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, starts_BL)
+        y_BLD, new = attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, seen)
         x_BLD = x_BLD + (norm("attention_out_norm")(y_BLD, tap_B) if has_out_norms else y_BLD)
         y_BLD = mlp(mlp_norm(x_BLD, tap_B), tap_B)
-        return x_BLD + (norm("mlp_out_norm")(y_BLD, tap_B) if has_out_norms else y_BLD), None
+        return x_BLD + (norm("mlp_out_norm")(y_BLD, tap_B) if has_out_norms else y_BLD), new
 
 
 class Llama(nn.Module):
@@ -353,8 +366,37 @@ class Llama(nn.Module):
         starts_BL: Int[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
         """Return what `logits` takes: the last layer's normalised output, and the head's tap."""
-        length, head_tap = tokens_BL.shape[1], tap_B
+        length = tokens_BL.shape[1]
         check_length(length, self.max_length)
+        return self._run(tokens_BL, tap_B, self._shared(length, tap_B, starts_BL))[:2]
+
+    def extend(
+        self, tokens_BL: Int[Array, "B L"], position: int | Int[Array, ""] = 0
+    ) -> tuple[Float[Array, "B L D"], dict[str, Float[Array, "N B G L K"]]]:
+        """Compute `hidden` of new tokens of texts, and their keys and values.
+
+        Those of earlier positions are in the collection `PAST`, at their positions among T: none
+        yet if T is 0; otherwise there is one new token, at `position`.
+        """
+        num_past = self.variables[PAST]["layers"]["attention"]["keys"].shape[-2]
+        shared = self._shared(num_past or tokens_BL.shape[1])
+        if num_past:
+            past_1T = jnp.arange(num_past)[None]
+
+            def at_position(cos_TK: Any, sin_TK: Any, _: Tap, starts_1T: Array | None) -> tuple:
+                row = [lax.dynamic_slice_in_dim(x, position, 1) for x in (cos_TK, sin_TK)]
+                first = 0 if starts_1T is None else starts_1T[0, position]
+                return *row, None, (first <= past_1T) & (past_1T < position)
+
+            shared = [at_position(*arguments) for arguments in shared]
+        hidden_BLD, _, new = self._run(tokens_BL, None, shared)
+        return hidden_BLD, new
+
+    def _run(
+        self, tokens_BL: Array, tap_B: Tap, shared: list[tuple[Array | None, ...]]
+    ) -> tuple[Array, Tap | TiedTap, PyTree]:
+        """Return what `hidden` does, and new keys and values if there is `PAST`."""
+        head_tap = tap_B
         if self.tied:
             x_BLD, head_tap = self.embed.look_up_tied(tokens_BL, tap_B)
         else:
@@ -362,26 +404,30 @@ class Llama(nn.Module):
         if self.scales_embedding:
             x_BLD = x_BLD * self.width**0.5
         kinds = [*dict.fromkeys(self.kinds)]
-        if starts_BL is None and any((kind.window or length) < length for kind in kinds):
-            starts_BL = jnp.zeros((1, length), jnp.int32)
-        shared = [self._shared(kind, length, tap_B, starts_BL) for kind in kinds]
         order = [kinds.index(kind) for kind in self.kinds] if len(kinds) > 1 else ()
-        x_BLD = run_layers(
+        x_BLD, new = run_layers(
             self.layers, self.layer, x_BLD, *shared, order=order, form=self.layer_form
         )
-        return self.norm(x_BLD, tap_B), head_tap
+        return self.norm(x_BLD, tap_B), head_tap, new
 
     def _shared(
-        self, kind: LayerKind, length: int, tap_B: Tap, starts_BL: Array | None
-    ) -> tuple[Array | None, ...]:
-        """Return the further arguments of the layers of a kind."""
-        theta, scaling, window = kind
-        # Rotary attention depends on distances alone, so the tables need no restart in a document.
-        tables = _rotary_tables(length, rotary_frequencies(self.head_dim, theta, scaling))
-        if window is not None and window < length and starts_BL is not None:
-            first_1L = np.arange(1 - window, length + 1 - window, dtype=np.int32)[None]
-            starts_BL = jnp.maximum(starts_BL, first_1L)
-        return *tables, tap_B, starts_BL
+        self, length: int, tap_B: Tap = None, starts_BL: Array | None = None
+    ) -> list[tuple[Array | None, ...]]:
+        """Return the further arguments of layers, for each of their kinds."""
+        kinds = [*dict.fromkeys(self.kinds)]
+        if starts_BL is None and any((kind.window or length) < length for kind in kinds):
+            starts_BL = jnp.zeros((1, length), jnp.int32)
+
+        def of_kind(theta: float | None, scaling: RopeScaling | None, window: int | None) -> tuple:
+            # Rotary attention depends on distances alone: tables need no restart in a document.
+            tables = _rotary_tables(length, rotary_frequencies(self.head_dim, theta, scaling))
+            starts = starts_BL
+            if window is not None and window < length and starts is not None:
+                first_1L = np.arange(1 - window, length + 1 - window, dtype=np.int32)[None]
+                starts = jnp.maximum(starts, first_1L)
+            return *tables, tap_B, starts
+
+        return [of_kind(*kind) for kind in kinds]
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap: Any = None) -> Float[Array, "B L V"]:
         """Return the float32 logits that the head computes from the results of `hidden`."""
@@ -474,18 +520,21 @@ def next_token_loss(model: Llama, **options: Any) -> Callable[..., Array]:
     return loss_fn
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_tokens"))
 def generate(
     model: Llama,
     params: PyTree,
-    prompt_BL: Int[Array, "B P"],
+    prompt_BL: Int[Array, "B P"] | Int[np.ndarray, "B P"],
     *,
     num_tokens: int,
     temperature: float | Float[Array, ""],
     key: Key[Array, ""],
+    ends: Sequence[int] = (),
     base: PyTree | None = None,
 ) -> Int[Array, "B L"]:
-    """Continue prompts, token by token, without a cache: for a look at a model, not to serve it.
+    """Continue prompts, token by token, until all have ended.
+
+    One compiled program serves prompts whose lengths have the same next power of two, if those with
+    the new tokens have too.
 
     Args:
       model: The model. Prompt and new tokens together must fit into its `max_length`.
@@ -494,22 +543,66 @@ def generate(
       num_tokens: Number of new tokens.
       temperature: Divides the logits before sampling; 0 takes the most probable token.
       key: Random key for sampling.
+      ends: Token ids that end a text. What follows the first of them is not part of it.
       base: Frozen weights of a model with an adapter.
 
     Returns:
       Prompts followed by the new tokens, int32 [B, P + num_tokens].
     """
-    hidden, logits = nn.apply(Llama.hidden, model), nn.apply(Llama.logits, model)
-    length, variables = prompt_BL.shape[1], _variables(params, base)
-    text_BL = jnp.pad(prompt_BL, ((0, 0), (0, num_tokens)))  # the padding is never attended to
+    prompt_BL = np.asarray(prompt_BL, np.int32)
+    (batch, length), stop = prompt_BL.shape, prompt_BL.shape[1] + num_tokens
+    check_length(stop, model.max_length)
+    size, room = (max(_MIN_ROOM, 1 << (n - 1).bit_length()) for n in (length, stop))
+    text_BT = np.zeros((batch, room), np.int32)
+    text_BT[:, :length] = prompt_BL
+    how = {"temperature": temperature, "key": key, "ends_E": np.array(ends, np.int32)}
+    text_BT = _continue(model, size, _variables(params, base), text_BT, length, stop, **how)
+    return lax.slice_in_dim(text_BT, 0, stop, axis=1)
 
-    def add_token(position, text_BL):
-        hidden_BLD, _ = hidden(variables, text_BL)
-        last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, position - 1, 1, axis=1)
-        logits_BV = logits(variables, last_B1D)[:, 0]
+
+_MIN_ROOM = 32  # tokens
+
+
+@functools.partial(jax.jit, static_argnames=("model", "size"))
+def _continue(
+    model: Llama,
+    size: int,
+    variables: PyTree,
+    text_BT: Array,
+    length: Array,
+    stop: Array,
+    *,
+    temperature: Array,
+    key: Array,
+    ends_E: Array,
+) -> Array:
+    """Fill texts from `length` to `stop`; `length` is at most `size`."""
+    logits = nn.apply(Llama.logits, model)
+
+    def extend(tokens_BL: Array, position: Array | int, past: PyTree) -> Any:
+        arrays = variables | {PAST: {"layers": {"attention": past}}}
+        return model.apply(arrays, tokens_BL, position, method=Llama.extend)
+
+    def add_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        position, text_BT, past, has_ended_B = state
+        last_B1 = lax.dynamic_slice_in_dim(text_BT, position - 1, 1, axis=1)
+        hidden_B1D, new = extend(last_B1, position - 1, past)
+        past = jax.tree.map(
+            lambda old, new: lax.dynamic_update_slice_in_dim(old, new, position - 1, axis=-2),
+            past,
+            new,
+        )
+        logits_BV = logits(variables, hidden_B1D)[:, 0]
         # The Gumbel trick: the argmax is a sample from softmax(logits / temperature).
         noise_BV = jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape)
-        next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1)
-        return text_BL.at[:, position].set(next_B.astype(text_BL.dtype))
+        next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1).astype(text_BT.dtype)
+        has_ended_B |= jnp.isin(next_B, ends_E)
+        return position + 1, text_BT.at[:, position].set(next_B), past, has_ended_B
 
-    return lax.fori_loop(length, length + num_tokens, add_token, text_BL)
+    nothing = dict.fromkeys(("keys", "values"), jnp.zeros((model.num_layers, 0, 0)))
+    _, past = extend(text_BT[:, :size], 0, nothing)
+    # What padding has here is never seen: it is overwritten before texts reach its positions.
+    free = [(0, 0)] * 3 + [(0, text_BT.shape[1] - size), (0, 0)]
+    past = jax.tree.map(lambda x: jnp.pad(x, free), past)
+    state = (length, text_BT, past, jnp.zeros(len(text_BT), bool))
+    return lax.while_loop(lambda s: (s[0] < stop) & ~jnp.all(s[3]), add_token, state)[1]
