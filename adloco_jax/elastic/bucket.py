@@ -154,7 +154,7 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
     """Check that learners, which have the settings of `run.json`, train as the driver means."""
     there = flatten_dict(before, sep=".")
-    now = flat_settings(settings.with_rows(there.get("num_rows", 0)))  # as when the run began
+    now = flat_settings(settings.with_rows(before.get("num_rows", 0)))  # as when the run began
     matter = (key for key in KNOBS if change(key) != "harmless" or key == "engine.heartbeat_s")
     differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
     if differ:
