@@ -46,7 +46,8 @@ def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
     (tried,) = record["tried"]
     assert lines[-1] == "Tried: workers one after another: micro-batch 4."
     kinds = {name.split()[0] for name in tried["programs"]}
-    assert kinds == {"stats", "start", "steps", "outer", "loss", "merge"}
+    # of the first round, and the first merge: on a CPU others are compiled when they are needed
+    assert kinds == {"stats", "start", "steps", "outer", "merge"}
     sums = [p["program"] + p["beside"] for p in tried["programs"].values()]
     assert record["largest_bytes"] == max(sums) <= record["budget_bytes"]
     text = "\n".join(lines)
