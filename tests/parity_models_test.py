@@ -184,8 +184,11 @@ def test_generated_ids_are_those_of_hugging_face(name, tmp_path):
 
 
 def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
-    theirs, (network, params, *_, config) = pair
-    for given in (config, None):
+    theirs, loaded = pair
+    network, params = loaded.network, loaded.params
+    # transformers' class for CWM takes no null as bos_token_id, and bytes have no such token
+    is_cwm = type(theirs).__name__.startswith("Cwm")
+    for given in (None,) if is_cwm else (loaded.config, None):
         tokenizer = load_tokenizer("bytes")
         hf.save(params, tmp_path / "out", tokenizer, network=network, config=given)
         kind = type(theirs) if given or not isinstance(network, Llama) else AutoModelForCausalLM
