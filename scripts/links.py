@@ -77,7 +77,7 @@ MODELS = {
         loss=1.6,
         record="small",
         trials={
-            "growing_pool": methods.OURS,
+            "growing_pool": methods.GROWING_POOL,
             "DiLoCo": methods.DILOCO_MOMENTUM,
             "one worker": "one worker: rate 0.002, 13200 updates",
             "data parallel": "data parallel: rate 0.004, 2640 updates",
@@ -87,7 +87,7 @@ MODELS = {
         loss=1.32,
         record="half_muon",
         trials={
-            "growing_pool": "ours: Muon, 0.006",
+            "growing_pool": "growing pool: Muon, 0.006",
             "DiLoCo": "DiLoCo: Muon, 0.006",
             "one worker": "one worker: Muon, 0.004",
             "data parallel": "data parallel: Muon, 0.01",

@@ -20,7 +20,7 @@ from studies.conformance_clusters import measured, scaling_table, streaming_tabl
 from studies.conformance_training import order, shakespeare
 from studies.published import TORCHFT, Row
 
-COLUMNS = ("name", "case", "theirs", "ours", "difference")
+COLUMNS = ("name", "case", "published", "here", "difference")
 
 # --- Golden trajectories
 

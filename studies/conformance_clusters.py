@@ -87,7 +87,7 @@ def on_grid(gbits: float) -> float:
 
 def table() -> str:
     """The paper's figures at 95 % beside ours, in Markdown."""
-    head = ("paper", "ours, step of 0.11 s", "ratio", "0.1 s", "0.12 s, on the grid")
+    head = ("paper", "here, step of 0.11 s", "ratio", "0.1 s", "0.12 s, on the grid")
     rows = [("Gbit/s for 95 %", *head)]
     for method, traffic in METHODS.items():
         paper = STREAMING_GBITS[method][AT_95]

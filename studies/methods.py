@@ -11,7 +11,7 @@ function that the entry adds to a table of the package (`qsr`). The methods are:
 - linear ramp: DiLoCo whose rounds grow linearly over the run;
 - QSR: DiLoCo whose rounds have (alpha / learning rate)^2 updates (the quadratic rule);
 - trunk: one worker trains for a share of the tokens (the trunk), then all workers continue;
-- ours: one worker begins; more workers join, and rounds grow, as the gradient noise grows;
+- growing pool: one worker begins; more workers join, and rounds grow, as gradient noise grows;
 - AdLoCo as published.
 """
 
@@ -66,7 +66,7 @@ def trunk(share: float, count: int) -> dict[str, Any]:
 
 
 def growing(eta: float, first: int, longest: int) -> dict[str, Any]:
-    """Return the settings of "ours": one worker begins, and more join as the gradient noise grows.
+    """Return the settings of a growing pool: one worker begins, and more join as noise grows.
 
     When all workers have joined, rounds grow from `first` to at most `longest` updates.
     """
@@ -92,7 +92,7 @@ PUBLISHED = {
 
 # -- With AdamW ------------------------------------------------------------------------------
 
-OURS = "ours: eta 1.6, rounds of 220, Nesterov"
+GROWING_POOL = "growing pool: eta 1.6, rounds of 220, Nesterov"
 DILOCO = "DiLoCo: average, 110 steps, decay"
 DILOCO_MOMENTUM = "DiLoCo: 110 steps, momentum 0.6, decay"
 DILOCO_RARE = "DiLoCo, fewest communications: Nesterov, 440 steps, constant"
@@ -108,7 +108,7 @@ def adamw(size: str) -> dict[str, Changes]:
     value = 2e-3 if size == "small" else 1e-3
     ramp = {"inner.round_length": "linear", "inner.max_steps_per_round": 12 * STEPS}
     found = {
-        OURS: {**growing(1.6, 220, 220), **LATE, **full},
+        GROWING_POOL: {**growing(1.6, 220, 220), **LATE, **full},
         DILOCO: {**AVERAGE, **steps(STEPS), **LINEAR, **full},
         DILOCO_MOMENTUM: {**MILD, **steps(STEPS), **LINEAR, **full},
         DILOCO_RARE: {**NESTEROV, **steps(4 * STEPS), **full},
@@ -141,10 +141,11 @@ PARTS_OFF = {
 
 
 def parts() -> dict[str, Changes]:
-    """Return ours at 0.08 M parameters, with one of its parts off at a time."""
-    ours = adamw("small")[OURS]
+    """Return the growing pool at 0.08 M parameters, with one of its parts off at a time."""
+    pool = adamw("small")[GROWING_POOL]
     return {
-        f"ours with {part}: the rest the same": {**ours, **off} for part, off in PARTS_OFF.items()
+        f"growing pool with {part}: the rest the same": {**pool, **off}
+        for part, off in PARTS_OFF.items()
     }
 
 
@@ -158,12 +159,12 @@ def averaged() -> dict[str, Changes]:
     """Return the trials at 0.08 M parameters, on seeds 0, 6 and 7.
 
     Three lists, each declared before it ran, in the order of their worth: what had won with AdamW;
-    other rates and averages, and what may give ours the steps of short rounds for the
+    other rates and averages, and what may give the growing pool the steps of short rounds for the
     synchronisations of long ones; larger eta, after 3.2 had needed two thirds of the tokens of 1.6.
     A run ends soon after a pilot's runs had reached 1.55 (studies/LOG.md).
     """
 
-    def ours(eta: float, longest: int, *rest: Changes) -> dict[str, Any]:
+    def pool(eta: float, longest: int, *rest: Changes) -> dict[str, Any]:
         return _together(growing(eta, 110, longest), budget("small", 2200), LATE, MUON, *rest)
 
     def diloco(*rest: Changes) -> dict[str, Any]:
@@ -173,12 +174,12 @@ def averaged() -> dict[str, Changes]:
     parallel = {**PARALLEL, **steps(STEPS), **budget("small", 2200)}
     return {
         "DiLoCo: 110 steps, momentum 0.6, Muon": diloco(),
-        "ours: rounds of 220, Muon": ours(1.6, 220, steps(220), budget("small", 2350)),
-        "ours, 110: rounds of 110, Muon": ours(1.6, 110, budget("small", 2150)),
+        "growing pool: rounds of 220, Muon": pool(1.6, 220, steps(220), budget("small", 2350)),
+        "growing pool, 110: rounds of 110, Muon": pool(1.6, 110, budget("small", 2150)),
         "one worker: Muon": {**one, **MUON},
         "data parallel: Muon": {**parallel, **MUON},
         "DiLoCo, AdamW: 110 steps": _together(steps(STEPS), budget("small", 4400), MILD, AVERAGED),
-        "ours, AdamW: rounds of 220": _together(
+        "growing pool, AdamW: rounds of 220": _together(
             growing(1.6, 220, 220), budget("small", 3500), LATE, AVERAGED
         ),
         "data parallel, 0.01: Muon": {**parallel, **MUON, **rate(1e-2)},
@@ -186,20 +187,24 @@ def averaged() -> dict[str, Changes]:
         "DiLoCo, 0.006: Muon": diloco(rate(6e-3)),
         "DiLoCo, average 0.5: Muon": diloco(HALF),
         "DiLoCo, Nesterov: Muon": diloco(NESTEROV),
-        "ours, by test: rounds 110 to 220": ours(1.6, 220),
-        "ours, by test, average 0.5: rounds 110 to 220": ours(1.6, 220, HALF),
-        "ours, 165: rounds of 165": ours(1.6, 165, steps(165)),
-        "ours, eta 0.8: rounds 110 to 220, average 0.5": ours(0.8, 220, HALF),
-        "ours, eta 3.2: rounds 110 to 220, average 0.5": ours(3.2, 220, HALF),
-        "ours, batch 2: rounds 110 to 220, average 0.5": ours(
+        "growing pool, by test: rounds 110 to 220": pool(1.6, 220),
+        "growing pool, by test, average 0.5: rounds 110 to 220": pool(1.6, 220, HALF),
+        "growing pool, 165: rounds of 165": pool(1.6, 165, steps(165)),
+        "growing pool, eta 0.8: rounds 110 to 220, average 0.5": pool(0.8, 220, HALF),
+        "growing pool, eta 3.2: rounds 110 to 220, average 0.5": pool(3.2, 220, HALF),
+        "growing pool, batch 2: rounds 110 to 220, average 0.5": pool(
             1.6, 220, HALF, {"batching.initial_batch_size": 2}
         ),
-        "ours, momentum 0.6: rounds 110 to 220, average 0.5": ours(1.6, 220, HALF, MILD),
-        "ours, 0.006: rounds 110 to 220, average 0.5": ours(1.6, 220, HALF, rate(6e-3)),
+        "growing pool, momentum 0.6: rounds 110 to 220, average 0.5": pool(1.6, 220, HALF, MILD),
+        "growing pool, 0.006: rounds 110 to 220, average 0.5": pool(1.6, 220, HALF, rate(6e-3)),
         # The third list, after eta 3.2 had needed two thirds of the tokens of eta 1.6.
         "DiLoCo, 0.006, average 0.5: Muon": diloco(rate(6e-3), HALF),
-        "ours, eta 3.2, 0.006: rounds 110 to 220, average 0.5": ours(3.2, 220, HALF, rate(6e-3)),
-        "ours, eta 2.3, 0.006: rounds 110 to 220, average 0.5": ours(2.3, 220, HALF, rate(6e-3)),
+        "growing pool, eta 3.2, 0.006: rounds 110 to 220, average 0.5": pool(
+            3.2, 220, HALF, rate(6e-3)
+        ),
+        "growing pool, eta 2.3, 0.006: rounds 110 to 220, average 0.5": pool(
+            2.3, 220, HALF, rate(6e-3)
+        ),
         "data parallel, 0.02: Muon": {**parallel, **MUON, **rate(2e-2)},
         "one worker, 0.006: Muon": {**one, **MUON, **rate(6e-3)},
         "trunk: 0.1, 220 steps, Muon": {**trunk(0.1, 220), **budget("small", 2350), **LATE, **MUON},
@@ -216,13 +221,13 @@ def _together(*changes: Changes) -> dict[str, Any]:
 
 
 def muon() -> dict[str, Changes]:
-    """Return the best trial of each method; of ours also the one with the fewest tokens."""
+    """Return the best trial of each method; of the pool also the one with the fewest tokens."""
     tried = averaged()
     return {
         "DiLoCo: Muon": tried["DiLoCo, 0.006, average 0.5: Muon"],
-        "ours: eta 1.6, Muon": tried["ours, 0.006: rounds 110 to 220, average 0.5"],
-        "ours, fewer tokens: eta 2.3, Muon": tried[
-            "ours, eta 2.3, 0.006: rounds 110 to 220, average 0.5"
+        "growing pool: eta 1.6, Muon": tried["growing pool, 0.006: rounds 110 to 220, average 0.5"],
+        "growing pool, fewer tokens: eta 2.3, Muon": tried[
+            "growing pool, eta 2.3, 0.006: rounds 110 to 220, average 0.5"
         ],
         "data parallel: Muon": tried["data parallel, 0.01: Muon"],
         "one worker: Muon": tried["one worker: Muon"],
@@ -233,14 +238,14 @@ def muon() -> dict[str, Changes]:
 # 0.01 was declared after DiLoCo had needed 1,430 updates at 0.006 and 1,650 at 0.003.
 HALF_MUON = {
     "DiLoCo": ("DiLoCo: Muon", (3e-3, 6e-3, 1e-2), 2530),
-    "ours": ("ours: eta 1.6, Muon", (3e-3, 6e-3, 1e-2), 2000),
+    "growing pool": ("growing pool: eta 1.6, Muon", (3e-3, 6e-3, 1e-2), 2000),
     "data parallel": ("data parallel: Muon", (5e-3, 1e-2), 1760),
     "one worker": ("one worker: Muon", (2e-3, 4e-3), 1320),
 }
 # The chosen rates (0.006 and 0.01 tie for DiLoCo), with tokens that end soon after 1.32.
 HALF_MUON_CHOSEN = {
     "DiLoCo: Muon, 0.006": 1870,
-    "ours: Muon, 0.006": 1540,
+    "growing pool: Muon, 0.006": 1540,
     "data parallel: Muon, 0.01": 1210,
     "one worker: Muon, 0.004": 880,
 }

@@ -134,18 +134,18 @@ def spent(
     return rows
 
 
-def permutation_p(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def permutation_p(these: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the exact p-value of a difference of two means, two-sided, by permuting the values.
 
     With n seeds each it is at least 2 / C(2n, n): 0.1 for three, 0.008 for five.
     """
-    pooled, total = [*ours, *theirs], sum(ours) + sum(theirs)
+    pooled, total = [*these, *theirs], sum(these) + sum(theirs)
 
     def difference(some: Sequence[float]) -> float:
-        return abs(sum(some) / len(ours) - (total - sum(some)) / len(theirs))
+        return abs(sum(some) / len(these) - (total - sum(some)) / len(theirs))
 
-    found = [difference(some) for some in itertools.combinations(pooled, len(ours))]
-    return sum(value >= difference(ours) - 1e-9 for value in found) / len(found)
+    found = [difference(some) for some in itertools.combinations(pooled, len(these))]
+    return sum(value >= difference(these) - 1e-9 for value in found) / len(found)
 
 
 def fronts(
@@ -198,7 +198,7 @@ def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tupl
             cells = ["-"] * 3
             if found is not None and other is not None:
                 pairs = zip(found[:3], other[:3], strict=True)
-                cells = [f"{ours / base:.2f}" if base else "-" for ours, base in pairs]
+                cells = [f"{one / base:.2f}" if base else "-" for one, base in pairs]
             rows.append((method, str(seed), *cells))
     return rows
 

@@ -16,12 +16,12 @@ A run is known by its name, its seed and its config, and what is in a record, st
 is not made again.
 
 Rule of choice: the trials of a method are declared in a commit before they run, with Muon at most
-ten of a baseline and sixteen of ours, on seeds 0, 6 and 7 (one seed at 0.61 M parameters). The
+ten of a baseline and sixteen of the pool, on seeds 0, 6 and 7 (one seed at 0.61 M parameters). The
 trial whose median seed reaches the target with the fewest sequential steps wins; among trials
 within 5 % of it, the one with the fewest synchronisations, then with the fewest tokens
 (`python studies/tables.py choose`). Rows are of seeds that no choice has used. The target of a text
 and size is the lowest loss, in steps of 0.02 nats per byte, that DiLoCo and data parallelism both
-reach on seed 0. Ours is to need at most 0.9 of DiLoCo's sequential steps, 0.5 of its
+reach on seed 0. The pool is to need at most 0.9 of DiLoCo's sequential steps, 0.5 of its
 synchronisations and 0.7 of its tokens, in medians.
 
 Texts: Python's standard library; prose, 9.8 MB of C4 and film reviews as JSON lines in a folder
@@ -70,16 +70,23 @@ TEXTS = {
     "debian": "runs/debian",
 }  # folders of prepared rows
 SMALL = (
-    *(methods.OURS, methods.DILOCO_MOMENTUM, methods.TRUNK, methods.DILOCO_RARE),
+    *(methods.GROWING_POOL, methods.DILOCO_MOMENTUM, methods.TRUNK, methods.DILOCO_RARE),
     *("one worker: rate 0.002, 13200 updates", "data parallel: rate 0.004, 2640 updates"),
     *(methods.QSR, methods.RAMP, methods.ADLOCO),
 )
 HALF = (
-    *(methods.OURS, methods.DILOCO, methods.TRUNK, methods.QSR),
+    *(methods.GROWING_POOL, methods.DILOCO, methods.TRUNK, methods.QSR),
     *("one worker: rate 0.001, 13200 updates", "data parallel: rate 0.002, 2640 updates"),
 )
 PROSE = (
-    *(methods.OURS, methods.DILOCO, methods.TRUNK, methods.QSR, methods.RAMP, methods.ADLOCO),
+    *(
+        methods.GROWING_POOL,
+        methods.DILOCO,
+        methods.TRUNK,
+        methods.QSR,
+        methods.RAMP,
+        methods.ADLOCO,
+    ),
     *("one worker: rate 0.002, 6600 updates", "data parallel: rate 0.004, 2640 updates"),
 )
 # A front's ends, and its methods as they were tuned before, are rows of older records.
@@ -88,8 +95,8 @@ EARLIER = {
     "one worker: Muon": "one worker: Muon",
     "data parallel: Muon": "data parallel: Muon",
     "DiLoCo: Muon": "earlier DiLoCo, 110: outer 0.8, 0.6",
-    "ours: eta 1.6, Muon": "earlier pool by test, 220: eta 1.6",
-    "ours, fewer tokens: eta 2.3, Muon": "earlier pool by test (2.3), 220: eta 2.3",
+    "growing pool: eta 1.6, Muon": "earlier pool by test, 220: eta 1.6",
+    "growing pool, fewer tokens: eta 2.3, Muon": "earlier pool by test (2.3), 220: eta 2.3",
 }
 FRESH, FRESHER, NEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), (41, 42, 43, 44, 45)
 
