@@ -1,7 +1,7 @@
 """Make the default config of a run, check a config, and report all faults.
 
-A config file calls `default_config()`, a locked ConfigDict of the knobs that `adloco_jax.settings`
-declares, and changes some. `validate` turns it into `Settings`, which all other modules read.
+A config file calls `default_config()`, a locked ConfigDict of the options in `adloco_jax.settings`,
+and changes some. `validate` turns it into `Settings`, which all other modules read.
 """
 
 import contextlib
@@ -18,7 +18,16 @@ from ml_collections import ConfigDict, FieldReference
 from pydantic import ValidationError
 
 from adloco_jax.errors import ConfigError
-from adloco_jax.settings import ENTRIES, GROUPS, KNOBS, SIZES, Settings, default_of, meaning, shown
+from adloco_jax.settings import (
+    ENTRIES,
+    GROUPS,
+    OPTIONS,
+    SIZES,
+    Settings,
+    default_of,
+    meaning,
+    shown,
+)
 
 # What a value needs, by the type of pydantic's error. Other errors have pydantic's own words.
 _NEEDS = {
@@ -35,9 +44,9 @@ _NEEDS = {
 
 
 def default_config() -> ConfigDict:
-    """Return a locked config in which every knob has its default value."""
+    """Return a locked config in which every option has its default value."""
     config = ConfigDict({group: {} for group in GROUPS})
-    for key in KNOBS:
+    for key in OPTIONS:
         group, _, name = key.rpartition(".")
         value = default_of(key)
         if value in (None, "auto"):
@@ -52,7 +61,7 @@ def default_config() -> ConfigDict:
 
 
 def plain_type(key: str) -> Any:
-    """Return the type of a knob that is set, without its limits."""
+    """Return the type of an option that is set, without its limits."""
     group, _, name = key.rpartition(".")
     kind = get_type_hints(GROUPS.get(group, Settings))[name]
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
@@ -64,18 +73,18 @@ def validate(
     """Check a whole config, and return its values.
 
     Args:
-      config: The groups and knobs of `default_config()`, as a ConfigDict or nested dicts. Settings
-        are returned as they are.
+      config: The groups and options of `default_config()`, as a ConfigDict or nested dicts.
+        Settings are returned as they are.
       workdir: The folder of the run. A run that it contains is resumed without its checkpoint
         `model.init_from`, because unset sizes of the model are read from its record.
 
     Returns:
       The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. Unset sizes
-      of the model are those of the checkpoint `model.init_from`, or else the knobs' defaults.
+      of the model are those of the checkpoint `model.init_from`, or else the options' defaults.
 
     Raises:
-      ConfigError: With a line for each knob that is unknown, missing, of a wrong type, out of range
-        or contradicts another; also if the hub has no such checkpoint.
+      ConfigError: With a line for each option that is unknown, missing, of a wrong type, out of
+        range or contradicts another; also if the hub has no such checkpoint.
       ResourceError: If sizes of the model must be read from the hub, and it cannot be reached.
       DataError: If the checkpoint of `model.init_from` cannot be used.
     """
@@ -88,7 +97,7 @@ def validate(
     values: dict[str, Any] = {group: {} for group in GROUPS} | given
     faults = [
         f"{key}: missing; start from default_config(), which has every key"
-        for key in KNOBS
+        for key in OPTIONS
         for group, _, name in (key.rpartition("."),)
         if isinstance(holder := values[group] if group else values, dict) and name not in holder
     ]
@@ -117,7 +126,7 @@ def validate(
 
 
 def tables() -> dict[str, Mapping[str, Any]]:
-    """Return the public tables that knobs name, with the entries that config files have added."""
+    """Return the public tables that options name, with the entries that config files have added."""
     package = importlib.import_module("adloco_jax")
     return {entry.table: getattr(package, entry.table) for entry in ENTRIES.values()}
 
@@ -194,7 +203,7 @@ def worded(error: ValidationError) -> list[str]:
         if fault["type"] == "extra_forbidden":
             lines.append(unknown_key_fault(key))
         else:
-            words = fault.get("ctx", {}) | {"meaning": meaning(key) if key in KNOBS else ""}
+            words = fault.get("ctx", {}) | {"meaning": meaning(key) if key in OPTIONS else ""}
             need = _NEEDS.get(fault["type"], fault["msg"]).format(**words)
             need = need.replace("Input should be", "must be")
             lines.append(f"{key} = {shown(fault['input'])}: {need}")
@@ -203,7 +212,7 @@ def worded(error: ValidationError) -> list[str]:
 
 def unknown_key_fault(key: str) -> str:
     """Return one line: a key is unknown, and which known keys are nearest in name."""
-    nearest = namesakes(key) or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
+    nearest = namesakes(key) or difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.0)
     return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
 
 
@@ -214,14 +223,14 @@ def namesakes(key: str) -> list[str]:
     several, keys of the same group are preferred.
     """
     group, _, name = key.rpartition(".")
-    lasts = {known: known.rpartition(".")[2] for known in KNOBS}
+    lasts = {known: known.rpartition(".")[2] for known in OPTIONS}
     found = [
         known
         for known, last in lasts.items()
         if name in (last, "".join(word[0] for word in last.split("_") if "_" in last))
     ]
     found = found or [known for known, last in lasts.items() if f"_{name}_" in f"_{last}_"]
-    found = found or [known for known in KNOBS if known.startswith(f"{name}.")][:2]
+    found = found or [known for known in OPTIONS if known.startswith(f"{name}.")][:2]
     return [known for known in found if known.rpartition(".")[0] == group] or found
 
 

@@ -1,6 +1,6 @@
-"""The settings of a run: every knob, by group, with its type, limits, default, meaning and rules.
+"""The settings of a run: every option, by group, with its type, limits, default, meaning and rules.
 
-A knob is a field, and the text below it its meaning. "harmless", "accepted" (with
+An option is a field, and the text below it its meaning. "harmless", "accepted" (with
 --accept-config-change) or "refused" in the annotation of a field, or else of its group, says
 whether it may change when a run is resumed. Does not import JAX.
 """
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 Change = Literal["harmless", "accepted", "refused"]
 # The public tables, such as `BATCH_TESTS`, by name.
 Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
-# The knobs that a broken rule is about, separated by spaces, and what to do.
+# The options that a broken rule is about, separated by spaces, and what to do.
 Rule: TypeAlias = tuple[str, str]
 
 INT32 = 2**31 - 1  # counts have to fit into int32, because devices store them so
@@ -34,19 +34,19 @@ Amount: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 
-# A knob that a config unsets with "auto". In `Settings` it is then None.
+# An option that a config unsets with "auto". In `Settings` it is then None.
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
 # A size of the model. If a config leaves it unset, it is read from the checkpoint
 # `model.init_from`, or else has the default of the field.
 SIZE = "size"
 # The values of `data.text_column` that name the columns of chats.
 CHATS = ("messages", "conversations", "prompt+completion")
-# A field that is no knob: it is recorded with the settings, and no config has it.
+# A field that is no option: it is recorded with the settings, and no config has it.
 RECORDED = "recorded"
 
 
 class Entry(NamedTuple):
-    """Annotates a knob that names an entry of a public table; `names` are those of the package."""
+    """Annotates an option that names an entry of a public table; `names`: the package's own."""
 
     table: str
     names: str
@@ -58,10 +58,10 @@ class Entry(NamedTuple):
 class SettingsGroup(
     BaseModel, strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True
 ):
-    """A group of knobs; `faults` checks its rules."""
+    """A group of options; `faults` checks its rules."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the rules about combinations of knobs that are broken."""
+        """Find the rules about combinations of options that are broken."""
         yield from ()
 
     def _unknown_names(self, tables: Tables) -> Iterator[Rule]:
@@ -137,7 +137,7 @@ class ModelSettings(SettingsGroup):
     init_from: str = ""
     """Weights to start from: a folder in Hugging Face layout, its address, or a hub name. Sizes set
     here must equal the checkpoint's. A head that it lacks is random. Empty: random weights."""
-    # Not a knob: config.json of the checkpoint, as text (`config.completed`).
+    # Not an option: config.json of the checkpoint, as text (`config.completed`).
     checkpoint: Annotated[str, RECORDED] = ""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
@@ -202,7 +202,7 @@ class DataSettings(SettingsGroup):
     """Most rows to leave out because they are malformed, such as chats with an empty answer."""
     subset_frac: PartOrAll = 1.0
     """Fraction of the training rows that each trainer draws."""
-    # Not a knob: the date that a template of chats writes, of the first preparation.
+    # Not an option: the date that a template of chats writes, of the first preparation.
     date: Annotated[str, RECORDED] = ""
 
     @property
@@ -231,7 +231,7 @@ class DataSettings(SettingsGroup):
         if "path" not in source.needs and (self.path or self.heldout_path):
             yield "source path heldout_path", "reads no files; set another source, or no path"
         for name, need in source.refuses.items():
-            if getattr(self, name) != KNOBS[f"data.{name}"].default:
+            if getattr(self, name) != OPTIONS[f"data.{name}"].default:
                 yield f"source {name}", need
 
 
@@ -488,7 +488,7 @@ class EngineSettings(SettingsGroup):
     quorum: Count | None = None
     """Number of a trainer's learners whose results suffice to end its round. Unset: all."""
     grace_s: Amount = 5.0
-    """Seconds to wait for other learners after the quorum is reached; more if their answers have
+    """Seconds to wait for other learners after the quorum is reached; more if their responses have
     varied more."""
     heartbeat_s: Positive = 20.0
     """Seconds without a heartbeat after which a learner is lost; more if its heartbeats have taken
@@ -526,7 +526,7 @@ class LogSettings(SettingsGroup):
 
 
 class Settings(SettingsGroup):
-    """All checked settings of a run as plain Python values; a knob that is unset is None."""
+    """All checked settings of a run as plain Python values; an option that is unset is None."""
 
     model: Annotated[ModelSettings, "refused"]
     # Earlier versions had no such group, and their ledgers are read, too.
@@ -553,7 +553,7 @@ class Settings(SettingsGroup):
     num_epochs: Annotated[Positive | None, "harmless"] = None
     """Passes over the training rows, of all trainers together, after which the run ends, unless
     num_rounds or num_tokens ends it before. Rounds of a fixed length then divide a pass evenly."""
-    # Not a knob: the rows that trainers draw from, once they are read; 0: not yet.
+    # Not an option: the rows that trainers draw from, once they are read; 0: not yet.
     num_rows: Annotated[Number, RECORDED] = 0
 
     @property
@@ -592,7 +592,7 @@ class Settings(SettingsGroup):
         )
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about knobs of several groups."""
+        """Find the broken rules about options of several groups."""
         inner, outer, workers = self.inner, self.outer, self.ensemble
         source = tables["DATA_SOURCES"][self.data.source]
         is_labelled = tables["ARCHITECTURES"][self.model.arch].data == "labelled"
@@ -643,30 +643,30 @@ GROUPS: dict[str, Any] = {
     for name, field in Settings.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup)
 }
-KNOBS: dict[str, FieldInfo] = {
+OPTIONS: dict[str, FieldInfo] = {
     f"{group}.{name}".removeprefix("."): field
     for group, model in [("", Settings), *GROUPS.items()]
     for name, field in model.model_fields.items()
     if not (field.annotation in GROUPS.values() or RECORDED in field.metadata)
 }
 ENTRIES: dict[str, Entry] = {
-    key: mark for key in KNOBS for mark in KNOBS[key].metadata if isinstance(mark, Entry)
+    key: mark for key in OPTIONS for mark in OPTIONS[key].metadata if isinstance(mark, Entry)
 }
-SIZES = [key.removeprefix("model.") for key, field in KNOBS.items() if SIZE in field.metadata]
+SIZES = [key.removeprefix("model.") for key, field in OPTIONS.items() if SIZE in field.metadata]
 
 
 def change(key: str) -> Change:
-    """Return whether a knob may change when a run is resumed."""
-    words = [*KNOBS[key].metadata, *Settings.model_fields[key.partition(".")[0]].metadata]
+    """Return whether an option may change when a run is resumed."""
+    words = [*OPTIONS[key].metadata, *Settings.model_fields[key.partition(".")[0]].metadata]
     return next(word for word in words if word in get_args(Change))
 
 
 def default_of(key: str) -> Any:
-    """Return the value of a knob in `default_config()`: "auto" or None if it is unset there."""
-    field = KNOBS[key]
+    """Return the value of an option in `default_config()`: "auto" or None if it is unset there."""
+    field = OPTIONS[key]
     return "auto" if AUTO in field.metadata else None if SIZE in field.metadata else field.default
 
 
 def meaning(key: str) -> str:
-    """Return the text below a knob, such as `inner.tx`, on one line."""
-    return " ".join((KNOBS[key].description or "").split())
+    """Return the text below an option, such as `inner.tx`, on one line."""
+    return " ".join((OPTIONS[key].description or "").split())

@@ -24,7 +24,7 @@ from adloco_jax.core.types import Ensemble, LossFn, described
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import bucket_learner
 from adloco_jax.elastic.engine import ElasticEngine
-from adloco_jax.elastic.fleet import TRANSPORTS
+from adloco_jax.elastic.pool import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LAST_S, LocalEngine, OnCall
@@ -330,7 +330,7 @@ def _what_stops(engines: list[RunEngine]) -> str:
     if math.isnan(left_s):  # no call of this round has ended yet
         return "finishing and saving the round under way, or leaving it if it lasts long"
     return (
-        f"round {engines[0].underway.round + 1} ends in about"
+        f"round {engines[0].control_before.round + 1} ends in about"
         f" {datetime.timedelta(seconds=round(left_s))}; stopping after the updates under way, to"
         " resume from its start, or else from the last checkpoint"
     )

@@ -25,12 +25,12 @@ RUN = """
 
 
 def logs(run: Path) -> dict[str, dict[tuple[int, int], list[dict]]]:
-    """Read the learners' logs: identity, then sequences read, by driver start, learner and life."""
+    """Read the learners' logs (identity, sequences read), by driver start, learner, incarnation."""
     found: dict = defaultdict(dict)
     for path in sorted((run / "learners").rglob("*.jsonl")):
         if lines := _lines(path, path.stat().st_size):
-            number, life = map(int, path.stem.split("-"))
-            found[str(path.parent.relative_to(run))][number, life] = lines
+            number, incarnation = map(int, path.stem.split("-"))
+            found[str(path.parent.relative_to(run))][number, incarnation] = lines
     return found
 
 
@@ -47,8 +47,8 @@ def _lines(path: Path, size: int) -> list[dict]:
 def parts(run: Path) -> dict[tuple[str, int, int], list[dict]]:
     """The parts of streams that have been read, by driver start, trainer and stream."""
     found = defaultdict(list)
-    for attempt, lives in logs(run).items():
-        for line in (line for lines in lives.values() for line in lines[1:]):
+    for attempt, incarnations in logs(run).items():
+        for line in (line for lines in incarnations.values() for line in lines[1:]):
             found[attempt, line["trainer"], line["stream"]].append(line)
     return found
 
@@ -82,11 +82,13 @@ def first_counted_s(run: Path, stream: tuple[int, int], after_s: float) -> float
 def living(run: Path) -> dict[int, dict]:
     """The present processes of learners, by number: pid, last stream, number of rounds."""
     attempts = logs(run)
-    lives = attempts[max(attempts)] if attempts else {}
+    incarnations = attempts[max(attempts)] if attempts else {}
     found = {}
-    for number, life in lives:
-        first, *rest = lives[number, life]
-        if life == max(each for n, each in lives if n == number) and _is_there(first["pid"]):
+    for number, incarnation in incarnations:
+        first, *rest = incarnations[number, incarnation]
+        if incarnation == max(each for n, each in incarnations if n == number) and _is_there(
+            first["pid"]
+        ):
             streams = {(line["trainer"], line["stream"]) for line in rest[-1:]}
             found[number] = {"pid": first["pid"], "streams": streams, "rounds": len(rest)}
     return found

@@ -28,8 +28,8 @@ from ml_collections import ConfigDict  # noqa: E402
 from adloco_jax.cli.names import load_config  # noqa: E402
 from adloco_jax.config import validate  # noqa: E402
 from adloco_jax.engine.programs import lower  # noqa: E402
-from adloco_jax.engine.sharding import bytes_here, num_turns, placement, workers_spec  # noqa: E402
-from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
+from adloco_jax.engine.sharding import bytes_here, num_sequential, placement, workers_spec  # noqa: E402
+from adloco_jax.engine.spec import ProgramKey, ProgramSpec  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
 from adloco_jax.run.choose import Mode  # noqa: E402
 from adloco_jax.run.plan import described, device_plan  # noqa: E402
@@ -88,7 +88,7 @@ def float32_products(text: str) -> list[str]:
     return found
 
 
-def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> list[str]:
+def faults_of(spec: ProgramSpec, key: ProgramKey, compiled: Any, *, fused: bool) -> list[str]:
     """Describe what is wrong with a compiled program of inner steps or statistics."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     at, faults = placement(spec, key.layout), []
@@ -107,17 +107,17 @@ def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> lis
     state = bytes_here(workers_spec(spec, key.layout).params_R)
     if memory.alias_size_in_bytes < state:
         faults.append(f"{key}: {memory.alias_size_in_bytes} bytes are aliased, of {state}")
-    turns = num_turns(spec, key.layout)
+    turns = num_sequential(spec, key.layout)
     workers = sum(key.sizes) // (at.mesh.shape["trainer"] * at.mesh.shape["worker"]) // turns
-    most = workers * MOST_TEMPORARIES[spec.in_turn]
+    most = workers * MOST_TEMPORARIES[spec.sequential]
     if memory.temp_size_in_bytes > most:
         faults.append(f"{key}: {memory.temp_size_in_bytes:,} bytes of temporaries, {most:,.0f}")
     return faults
 
 
-def above_kept(spec: Spec, key: ProgramKey, work: Work) -> list[str]:
+def above_kept(spec: ProgramSpec, key: ProgramKey, work: Work) -> list[str]:
     """Name the figures of an update by a short program for one H100 that are above `KEPT`."""
-    kept = KEPT[spec.in_turn, key.accumulates]
+    kept = KEPT[spec.sequential, key.accumulates]
     return [
         f"{key}: {found:.1f} {unit} in an update, were {least}"
         for unit, found, least in zip(
@@ -141,7 +141,7 @@ def short() -> list[str]:
             pool = (settings.ensemble.num_workers,)
             alone = (False,) if device == "h100x1" else ()  # a program that accumulates has it all
             keys = [ProgramKey("steps", pool, 16, accumulates) for accumulates in (*alone, True)]
-            if not mode.in_turn:
+            if not mode.sequential:
                 keys.append(ProgramKey("stats", pool))
             for key in keys:
                 start_s = time.perf_counter()

@@ -42,7 +42,7 @@ def test_what_is_wrong_with_a_program_is_named(monkeypatch):
     machine = dataclasses.replace(here(), devices=here().devices[:1])
     spec = program_spec(settings, configured_model(settings, machine), machine)
     key = ProgramKey("steps", (8,), 16)
-    program = lower(dataclasses.replace(spec, in_turn=True), key).compile()
+    program = lower(dataclasses.replace(spec, sequential=True), key).compile()
     monkeypatch.setattr(accelerators, "float32_products", lambda text: [])
     assert accelerators.faults_of(spec, key, program, fused=False) == []
     (forward, backward) = accelerators.faults_of(spec, key, program, fused=True)
@@ -131,7 +131,7 @@ def test_an_instruction_has_its_bytes_and_kernels(line, num_bytes, kernels):
 
 def test_more_kernels_or_bytes_than_are_kept_are_a_fault(monkeypatch):
     monkeypatch.setitem(accelerators.KEPT, (True, False), (100, 20.0))
-    spec, key = types.SimpleNamespace(in_turn=True), ProgramKey("steps", (1,), 16)
+    spec, key = types.SimpleNamespace(sequential=True), ProgramKey("steps", (1,), 16)
     faults = functools.partial(accelerators.above_kept, spec, key)
     assert faults(Work(20.9e9, 104)) == []
     (kernels,) = faults(Work(20e9, 106))

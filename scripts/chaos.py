@@ -134,7 +134,7 @@ def bucket(rng: random.Random) -> Iterator[tuple[list[str], list[int]]]:
 
     def fate(method: str, path: str, number: int) -> str:
         _, share, faults = BUCKET_FAULTS[now[0]] if now else (0, 0.0, [""])
-        is_possible = now != ["forged"] or (method == "PUT" and "/answers/" in path)
+        is_possible = now != ["forged"] or (method == "PUT" and "/responses/" in path)
         return rng.choice(faults) if is_possible and rng.random() < share else ""
 
     def forge(path: str, body: bytes) -> bytes:

@@ -275,7 +275,7 @@ def parallel_updates(config: Any, count: int, num_updates: int) -> dict[str, Any
 
     settings = validate(config)
     corpus, model = load_corpus(settings), configured_model(settings, here())
-    loss_fn = model.loss_of(Mode(in_turn=True, remat=False), model.attention(1))
+    loss_fn = model.loss_of(Mode(sequential=True, remat=False), model.attention(1))
     tx = inner_transform(settings.inner, labeller(settings.model.arch))
     batch = settings.batching.initial_batch_size
     mesh = jax.make_mesh((count,), ("site",), devices=jax.devices()[:count])
@@ -500,11 +500,11 @@ def bucket_seconds(events: list[dict[str, Any]], link: cluster.Cluster) -> dict[
     num_params, seconds, ended_s = curves.last(events, "start")["num_params"], 0.0, {}
     for event in curves.lines(events, "round"):
         workers = event["workers"]
-        in_turn = math.ceil(workers / NUM_SITES)
+        sequential = math.ceil(workers / NUM_SITES)
         update = event["bytes"] / (2 * (workers - 1)) if workers > 1 else 4 * num_params
         from_driver = event["wire_bytes"] - workers * update
-        moved = event["wire_bytes"] + from_driver + in_turn * update
-        flops = 6 * num_params * event["tokens"] / workers * in_turn
+        moved = event["wire_bytes"] + from_driver + sequential * update
+        flops = 6 * num_params * event["tokens"] / workers * sequential
         seconds += flops / link.flops + moved / link.bandwidth
         ended_s[event["round"]] = seconds
     return ended_s

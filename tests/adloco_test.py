@@ -259,8 +259,8 @@ def test_a_trainers_statistics_are_its_own_whatever_class_it_was_tested_in():
     """Trainer 3's round was too short for a test."""
     group = functools.partial(batches.Group, plan=RoundPlan(4, 1, 3))
     tests = [
-        batches.Test(group((1,), (2,)), None, np.array([4, 4])),
-        batches.Test(group((0, 3, 2), (1, 1, 1)), None, np.array([4, 0, 4])),
+        batches.StatsRows(group((1,), (2,)), None, np.array([4, 4])),
+        batches.StatsRows(group((0, 3, 2), (1, 1, 1)), None, np.array([4, 0, 4])),
     ]
     measured = [
         stats(np.array([30.0, 50.0]), np.ones(2), workers=2),

@@ -39,12 +39,16 @@ def own(monkeypatch) -> Path:
 
 def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path, capsys):
     workdir, out = tmp_path / "r", tmp_path / "out"
-    knobs: dict = {"num_rounds": 1, "inner.steps_per_round": 40, "inner.learning_rate": 0.01}
-    knobs |= {"data.source": "text", "data.path": ROOT / "docs" / "*.md", "data.num_sequences": 200}
-    knobs |= {"ensemble.num_trainers": 1, "ensemble.num_workers": 1, "eval.num_sequences": 8}
-    knobs |= {"data.sequence_length": 16, "batching.test": "constant", "model.width": 16}
-    knobs |= {"batching.max_batch_size": 1, "batching.batch_cap": 1}
-    overrides = [f"--config.{key}={value}" for key, value in knobs.items()]
+    options: dict = {"num_rounds": 1, "inner.steps_per_round": 40, "inner.learning_rate": 0.01}
+    options |= {
+        "data.source": "text",
+        "data.path": ROOT / "docs" / "*.md",
+        "data.num_sequences": 200,
+    }
+    options |= {"ensemble.num_trainers": 1, "ensemble.num_workers": 1, "eval.num_sequences": 8}
+    options |= {"data.sequence_length": 16, "batching.test": "constant", "model.width": 16}
+    options |= {"batching.max_batch_size": 1, "batching.batch_cap": 1}
+    overrides = [f"--config.{key}={value}" for key, value in options.items()]
     assert cli.main([f"--config={own}", f"--workdir={workdir}", *overrides]) == 0
     evals = [event["loss"] for event in read(workdir / "ledger.jsonl") if event["event"] == "eval"]
     assert evals[-1] < 5.4  # an untrained model has log 257 = 5.55

@@ -70,7 +70,7 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
     settings = settings.model_copy(update={"batching": batching, "ensemble": ensemble})
     spec = dataclasses.replace(spec_of(settings, platform="gpu"), sequence_length=512)
     monkeypatch.setattr(
-        choose_module, "tokens_of_a_row", lambda spec, sizes: 512 * (1 if spec.in_turn else 8)
+        choose_module, "tokens_of_a_row", lambda spec, sizes: 512 * (1 if spec.sequential else 8)
     )
     left = list(found)
     monkeypatch.setattr(
@@ -78,7 +78,7 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
     )
     choice = choose(settings, spec, lambda *_: spec.loss_fn)
     chosen = choice.programs.spec
-    assert Mode(chosen.in_turn, chosen.remat) == expected and left == []
+    assert Mode(chosen.sequential, chosen.remat) == expected and left == []
     assert choice.max_batch_size == found[MODES.index(expected)]
 
 

@@ -17,11 +17,11 @@ from adloco_jax import settings as settings_module
 from adloco_jax.config import default_config, plain_type, tables, validate
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.folder import flat_settings
-from adloco_jax.settings import ENTRIES, KNOBS, default_of
+from adloco_jax.settings import ENTRIES, OPTIONS, default_of
 
 DEFAULTS = default_config().to_dict()
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-NUMERIC = [key for key in KNOBS if plain_type(key) in (int, float)]
+NUMERIC = [key for key in OPTIONS if plain_type(key) in (int, float)]
 # Repeated here, so that a test fails if a range in the schema loses its lower end.
 ZERO_IS_ALLOWED = """
     adapter.rank data.skip_bad
@@ -60,7 +60,7 @@ def load(name: str, monkeypatch) -> ml_collections.ConfigDict:
 
 
 def flat(config) -> dict:
-    return {key: operator.attrgetter(key)(config) for key in KNOBS}
+    return {key: operator.attrgetter(key)(config) for key in OPTIONS}
 
 
 # --- Values ---------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_default_config_is_locked_and_complete():
     assert config.is_locked and all(config[group].is_locked for group in ("model", "log"))
     assert config.inner.clip_norm is None and config.inner.get_type("clip_norm") is float
     assert config.batching.test_batch_size == "auto"
-    assert flat(config).keys() == KNOBS.keys()
+    assert flat(config).keys() == OPTIONS.keys()
 
 
 def test_values_are_read_as_their_own_type():
@@ -101,7 +101,7 @@ def test_buckets_are_sorted_or_powers_of_two_and_midpoints_up_to_the_largest():
 
 
 def test_an_unknown_key_is_refused_and_its_neighbour_named_and_a_missing_one_named():
-    for key in KNOBS:
+    for key in OPTIONS:
         assert faults(changed(**{f"{key}z": 1})) == [f"{key}z: no such key; did you mean {key}?"]
         config = changed()
         group, _, name = key.rpartition(".")
@@ -129,7 +129,7 @@ def test_a_name_that_must_not_be_empty_says_what_it_names():
 
 
 def test_wrong_types_are_refused():
-    for key in KNOBS:
+    for key in OPTIONS:
         types = {typing.get_origin(plain_type(key)) or plain_type(key)}
         types |= {str} & {type(name) for name in typing.get_args(plain_type(key))}
         wrong = [object(), [1], {"a": 1}, ml_collections.ConfigDict({"a": 1}), b"x"]
@@ -316,7 +316,7 @@ def test_microllama_has_the_papers_numbers(monkeypatch):
 
 def test_adloco_is_microllama_with_another_model_text_rate_and_batches(monkeypatch):
     small, paper = (flat(load(name, monkeypatch)) for name in ("adloco", "microllama"))
-    others = {key for key in KNOBS if small[key] != paper[key]}
+    others = {key for key in OPTIONS if small[key] != paper[key]}
     assert {key for key in others if key.partition(".")[0] not in ("model", "data")} == {
         *(f"batching.{key}" for key in ("max_batch_size", "buckets", "batch_cap")),
         "inner.learning_rate",
@@ -344,7 +344,7 @@ def test_baselines_differ_by_these_keys_only_and_make_as_many_updates(monkeypatc
         ("data_parallel", OTHER_TX | ONE_STEP),
     ):
         baseline = flat(load(name, monkeypatch))
-        assert {key for key in KNOBS if quickstart[key] != baseline[key]} == FEWER | keys
+        assert {key for key in OPTIONS if quickstart[key] != baseline[key]} == FEWER | keys
         updates = [c["num_rounds"] * c["inner.steps_per_round"] for c in (quickstart, baseline)]
         assert updates[0] == updates[1]
 

@@ -104,7 +104,7 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     control.trainers[2].cursors["3"] = 50
     keyed = lambda params, rows, key=None: bigram_loss(params, rows)  # noqa: E731
     spec = spec_of(settings, init_fn, keyed)
-    spec = dataclasses.replace(spec, num_micro_batches=1, in_turn=False)
+    spec = dataclasses.replace(spec, num_micro_batches=1, sequential=False)
     group = Group((0, 1, 2), (2, 1, 1), plan=RoundPlan(4, 1, 3))
     reads_R3 = np.array(control.reads())
     rows_TRBL, rate_TR = np.zeros((3, 4, 4, 9), np.int32), np.zeros((3, 4), np.float32)

@@ -139,9 +139,9 @@ def test_the_drawings_are_what_their_script_draws():
 
 
 def test_the_page_of_keys_is_what_its_script_writes():
-    script = runpy.run_path(str(ROOT / "scripts" / "knobs.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "options.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), (
-        "run: python scripts/knobs.py"
+        "run: python scripts/options.py"
     )
 
 

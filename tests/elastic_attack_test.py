@@ -1,4 +1,4 @@
-"""Answers, orders and boards that somebody has changed: nothing fails, and nothing else counts."""
+"""Objects and responses that somebody has changed: nothing fails, and nothing else counts."""
 
 import hashlib
 import json
@@ -17,21 +17,21 @@ from adloco_jax.config import validate
 from adloco_jax.configs.quickstart import get_config
 from adloco_jax.elastic import bucket, store
 from adloco_jax.elastic.formats import (
-    AnswerMessage,
-    DriverBoard,
+    DriverHeartbeat,
     Hello,
-    LearnerBoard,
-    LearnerOrders,
-    Order,
-    OrderId,
-    OrderMessage,
+    LearnerHeartbeat,
+    LearnerRequests,
     Params,
+    Request,
+    RequestId,
+    RequestMessage,
+    ResponseMessage,
     RunDescription,
     Sign,
-    WorkerOrder,
+    WorkerRequest,
     check_form,
 )
-from adloco_jax.elastic.learner import answer_form, inputs_form
+from adloco_jax.elastic.learner import inputs_form, response_form
 from adloco_jax.engine.spec import here
 from adloco_jax.run.program import spec_of
 from probes import runs
@@ -70,11 +70,11 @@ def settings_with(num_rounds, **engine):
     )
 
 
-def changed(rng, answer, other):
-    """An answer with one field that is not what was asked for."""
+def changed(rng, response, other):
+    """A response with one field that is not what was asked for."""
     while True:
-        name = rng.choice(answer._fields)
-        new, own = rng.choice(VALUES + SECONDS * (name == "seconds")), getattr(answer, name)
+        name = rng.choice(response._fields)
+        new, own = rng.choice(VALUES + SECONDS * (name == "seconds")), getattr(response, name)
         if name in ("stats_R", "seconds") and callable(new) and new(own, other) is other:
             continue  # another's measurement cannot be told from one's own
         found = new(own, getattr(other, name)) if callable(new) else new
@@ -82,7 +82,7 @@ def changed(rng, answer, other):
             with np.errstate(all="ignore"):
                 found = jax.tree.map(lambda x: spoiled(rng, x), own)
         if not same(found, own):
-            return answer._replace(**{name: found})
+            return response._replace(**{name: found})
 
 
 def spoiled(rng, array):
@@ -98,23 +98,23 @@ def same(one, two):
 
 
 def test_no_field_of_an_answer_ends_the_driver_or_changes_what_counts(monkeypatch, tmp_path):
-    def attacked(seed, answers):
-        rng, (answer,) = random.Random(seed), answers
-        other = answer._replace(loss_SR=answer.loss_SR[:1], skipped_SR=answer.skipped_SR[:1])
-        one = [changed(rng, answer, other)]
-        return rng.choice([None, 7, [], [answer, answer], *[one] * 9])
+    def attacked(seed, responses):
+        rng, (response,) = random.Random(seed), responses
+        other = response._replace(loss_SR=response.loss_SR[:1], skipped_SR=response.skipped_SR[:1])
+        one = [changed(rng, response, other)]
+        return rng.choice([None, 7, [], [response, response], *[one] * 9])
 
     def ended(name, attack):
-        def fate(n, life, method, arguments):
-            number = arguments[0].round if method == "play" else 0
+        def fate(n, incarnation, method, arguments):
+            number = arguments[0].round if method == "run_round" else 0
             is_hit = n == 1 and 1 < number <= 1 + NUM_SEEDS
-            return (lambda answers: attack(number, answers)) if is_hit else "answer"
+            return (lambda responses: attack(number, responses)) if is_hit else "response"
 
         with monkeypatch.context() as patch:
             Here(patch, fate)
             return run(tmp_path / name, settings_with(NUM_SEEDS + 2, kind="ray"))
 
-    calm, hit = ended("refused", lambda seed, answers: None), ended("attacked", attacked)
+    calm, hit = ended("refused", lambda seed, responses: None), ended("attacked", attacked)
     assert hit.loss == calm.loss and hit.controller == calm.controller
     kept = [[e | {"wire_bytes": 0} for e in lines(tmp_path / n)] for n in ("attacked", "refused")]
     assert kept[0] == kept[1]
@@ -152,12 +152,12 @@ def spoil(rng, message):
         inner[key] = new(inner[key], 1) if callable(new) else new
 
 
-ID = OrderId(epoch=1, learner=0, life=0, order=3)
+ID = RequestId(generation=1, learner=0, incarnation=0, request=3)
 HELLO = Hello(fingerprint="a", versions={"jax": "1"}, devices="cpu")
 SIGN = Sign(leaving=False, compiling=False, hello=HELLO)
-BOARDS = [
-    DriverBoard(count=5, learners=[LearnerOrders(id=ID, num_read=2, is_free=False)]),
-    LearnerBoard(count=5, num_answers=3, sign=SIGN),
+HEARTBEATS = [
+    DriverHeartbeat(count=5, learners=[LearnerRequests(id=ID, num_read=2, is_free=False)]),
+    LearnerHeartbeat(count=5, num_responses=3, sign=SIGN),
     RunDescription(id="a", adloco_jax="1", fingerprint="a", commit="", settings={"seed": 1}),
 ]
 
@@ -175,9 +175,9 @@ def filled(want):
     return np.ones(want.shape, want.dtype)
 
 
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: type(board).__name__)
-def test_a_board_is_refused_unless_each_field_has_its_type(board):
-    data, kind = store.to_json(board), type(board)
+@pytest.mark.parametrize("heartbeat", HEARTBEATS, ids=lambda heartbeat: type(heartbeat).__name__)
+def test_a_board_is_refused_unless_each_field_has_its_type(heartbeat):
+    data, kind = store.to_json(heartbeat), type(heartbeat)
     found = [
         kept(
             lambda seed=seed: store.from_json(forged(random.Random(seed), ".json", data), "", kind)
@@ -189,21 +189,21 @@ def test_a_board_is_refused_unless_each_field_has_its_type(board):
         kind.model_validate(each.model_dump())
 
 
-@pytest.mark.parametrize("what", ["order", "answer"])
+@pytest.mark.parametrize("what", ["request", "response"])
 def test_an_object_with_arrays_is_refused_unless_it_is_what_was_asked_for(
     monkeypatch, tmp_path, what
 ):
     spec = spec_of(validate(get_config()), here())
-    order = Order(0, 1, 2, 1, 2, False, (WorkerOrder(0, 8, 2, 4),))
+    request = Request(0, 1, 2, 1, 2, False, (WorkerRequest(0, 8, 2, 4),))
     params = Params(name="params/1/0.safetensors", sha256="")
-    message = OrderMessage(id=ID, method="play", order=order, states=[0], params=params)
+    message = RequestMessage(id=ID, method="run_round", request=request, states=[0], params=params)
 
     def form_of(found):
-        if what == "answer":
-            return [answer_form(spec, order, order.work[0])]
-        return inputs_form(spec, found.order, found.states)
+        if what == "response":
+            return [response_form(spec, request, request.work[0])]
+        return inputs_form(spec, found.request, found.states)
 
-    message = message if what == "order" else AnswerMessage(id=ID)
+    message = message if what == "request" else ResponseMessage(id=ID)
     tree = jax.tree.map(filled, form_of(message))
     monkeypatch.setattr(store, "READ_PAUSES_S", ())
     there, data = store.Store(f"file://{tmp_path}/bucket"), store.pack(message, tree)
@@ -216,7 +216,7 @@ def test_an_object_with_arrays_is_refused_unless_it_is_what_was_asked_for(
         check_form(read, form_of(said), "")
 
 
-@pytest.mark.parametrize("what", ["answers params orders", "orders", "learners", "driver"])
+@pytest.mark.parametrize("what", ["responses params requests", "requests", "learners", "driver"])
 def test_no_field_of_an_object_in_the_bucket_ends_the_driver(monkeypatch, tmp_path, what):
     def ended(name, seed):
         rng, get, spoilt, lasting = random.Random(seed), store.Store.get, [], set()
@@ -225,7 +225,7 @@ def test_no_field_of_an_object_in_the_bucket_ends_the_driver(monkeypatch, tmp_pa
             data = get(self, name, **how)
             if seed is None or data is None or name.split("/")[0] not in what.split():
                 return data
-            if what == "orders" and rng.random() < 0.1:
+            if what == "requests" and rng.random() < 0.1:
                 lasting.add(name)
             is_good = spoilt[-1:] == [name] or rng.random() < 0.5  # not bad twice in a row
             is_good &= name not in lasting
@@ -242,7 +242,7 @@ def test_no_field_of_an_object_in_the_bucket_ends_the_driver(monkeypatch, tmp_pa
     hit, count = ended("hit", 1)
     assert hit.controller.round == 8 and count > 4
     assert runs.audit(tmp_path / "hit") == []
-    if "answers" in what:  # what is read again only delays
+    if "responses" in what:  # what is read again only delays
         calm, _ = ended("calm", None)
         assert hit.loss == calm.loss and hit.controller == calm.controller
         jax.tree.map(np.testing.assert_array_equal, hit.ensemble, calm.ensemble)
@@ -254,12 +254,12 @@ FORGED = [
     *({name: 2**62} for name in ("micro_batch_size", "num_updates", "work.start")),
     *({f"work.{name}": value} for name in ("start", "num_updates") for value in (-1, 1000)),
     *({"trainer": m} for m in (-1, 1)),
-    *({"work.stream": stream} for stream in (-1, 0, 77)),
+    *({"work.worker_id": worker_id} for worker_id in (-1, 0, 77)),
     {"work.num_updates": 0},
     {"work.num_tested": 10**6},
     {"work": []},
     {"work": [[1, 4, 2, 0]] * 2},
-    {"order": None},
+    {"request": None},
     {"states": [0]},
     *({"rates": rate} for rate in (-1.0, 1e9, math.nan)),
     {"params_sha256": "0" * 64},
@@ -267,34 +267,34 @@ FORGED = [
 ]
 
 
-def with_order(data, change):
-    """An order with its own SHA-256, of which a field is another."""
+def with_request(data, change):
+    """A request with its own SHA-256, of which a field is another."""
     arrays = load(data[64:])
     content = json.loads(arrays["message"].tobytes())
     message = content["message"]
-    order = dict(zip(Order._fields, message["order"], strict=True))
-    work = dict(zip(WorkerOrder._fields, order["work"][0], strict=True))
-    order["work"] = [work]
+    request = dict(zip(Request._fields, message["request"], strict=True))
+    work = dict(zip(WorkerRequest._fields, request["work"][0], strict=True))
+    request["work"] = [work]
     for name, value in change.items():
-        place = work if name.startswith("work.") else order if name in order else message
+        place = work if name.startswith("work.") else request if name in request else message
         place[name.removeprefix("work.")] = value
-    order["work"] = [[*each.values()] if each is work else each for each in order["work"]]
-    if "order" not in change:
-        message["order"] = [*order.values()]
+    request["work"] = [[*each.values()] if each is work else each for each in request["work"]]
+    if "request" not in change:
+        message["request"] = [*request.values()]
     arrays[".rate_T"] = np.full_like(arrays[".rate_T"], change.get("rates", 1e-3))
     arrays["message"] = np.frombuffer(json.dumps(content).encode(), np.uint8)
     return hashlib.sha256(save(arrays)).hexdigest().encode() + save(arrays)
 
 
 def test_an_order_that_a_learner_cannot_run_is_refused_and_costs_one_round(monkeypatch, tmp_path):
-    orders, get = {}, store.Store.get
+    requests, get = {}, store.Store.get
     there = InBucket(monkeypatch, tmp_path / "bucket")
 
     def getting(self, name, **how):
         data, place = get(self, name, **how), len(events(tmp_path / "run", "round")) + 1
-        if data is None or not name.startswith("orders/1/1-0/") or place % 2:
+        if data is None or not name.startswith("requests/1/1-0/") or place % 2:
             return data
-        return orders.setdefault(name, with_order(data, FORGED[place // 2 - 1]))
+        return requests.setdefault(name, with_request(data, FORGED[place // 2 - 1]))
 
     monkeypatch.setattr(store.Store, "get", getting)
     settings = settings_with(2 * len(FORGED) + 1, kind="bucket", address=there.url)

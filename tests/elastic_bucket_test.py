@@ -23,11 +23,11 @@ from adloco_jax import __version__, join
 from adloco_jax.config import validate
 from adloco_jax.elastic import bucket, bucket_learner, store
 from adloco_jax.elastic.formats import (
-    DriverBoard,
-    LearnerBoard,
-    LearnerOrders,
-    OrderId,
+    DriverHeartbeat,
+    LearnerHeartbeat,
+    LearnerRequests,
     Params,
+    RequestId,
     RunDescription,
 )
 from adloco_jax.engine.spec import here
@@ -92,8 +92,8 @@ def there(monkeypatch, tmp_path):
     return made
 
 
-def order(epoch, learner, number):
-    return OrderId(epoch=epoch, learner=learner, life=0, order=number)
+def request(generation, learner, number):
+    return RequestId(generation=generation, learner=learner, incarnation=0, request=number)
 
 
 def test_an_object_holds_what_was_packed_and_zeros_take_no_space():
@@ -115,18 +115,18 @@ def test_an_altered_object_is_refused_by_name(at):
         data = data[:-4]
     else:
         data[{"header": 30, "last": -1}[at]] ^= 1
-    with pytest.raises(store.Refused, match="^orders/1: ") as error:
-        store.unpack(bytes(data), "orders/1", Format, lambda _: form)
+    with pytest.raises(store.Refused, match="^requests/1: ") as error:
+        store.unpack(bytes(data), "requests/1", Format, lambda _: form)
     assert "\n" not in str(error.value)
 
 
 def test_no_memory_is_made_for_arrays_larger_than_the_run_has(monkeypatch, tmp_path):
     there = store.Store(f"file://{tmp_path}/bucket")
     monkeypatch.setattr(store, "READ_PAUSES_S", ())
-    there.put("orders/1", store.pack(Format(), {"a": np.zeros(1, np.float32)}))
+    there.put("requests/1", store.pack(Format(), {"a": np.zeros(1, np.float32)}))
     form = {"a": jax.ShapeDtypeStruct((2**32,), np.dtype("f4"))}
-    with pytest.raises(store.Refused, match="^orders/1: for 17179869184 bytes, expected at most"):
-        there.read("orders/1", 2**20, Format, lambda _: form)
+    with pytest.raises(store.Refused, match="^requests/1: for 17179869184 bytes, expected at most"):
+        there.read("requests/1", 2**20, Format, lambda _: form)
 
 
 @pytest.mark.parametrize("name", ["params/../run.json", "/etc/passwd", "params/1/1.safetensors\n"])
@@ -156,7 +156,7 @@ def test_a_link_inside_a_folder_is_not_followed(tmp_path, link):
 def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
     monkeypatch.setattr(store, "READ_PAUSES_S", (0.0, 0.0))
     there = store.Store(f"file://{tmp_path}/bucket")
-    there.put("orders/1", store.pack(Format(), TREE))
+    there.put("requests/1", store.pack(Format(), TREE))
     get, damaged = there.get, [1, 2]
 
     def getting(name, *, limit):
@@ -165,44 +165,44 @@ def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
         return bytes(data)
 
     monkeypatch.setattr(there, "get", getting)
-    _, tree, _ = there.read("orders/1", 2**20, Format, lambda _: FORM)
+    _, tree, _ = there.read("requests/1", 2**20, Format, lambda _: FORM)
     assert tree["a"][1, 2] == 5 and damaged == []
     damaged[:] = [1, 2, 3]
-    with pytest.raises(store.Refused, match="^orders/1: damaged"):
-        there.read("orders/1", 2**20, Format, lambda _: FORM)
+    with pytest.raises(store.Refused, match="^requests/1: damaged"):
+        there.read("requests/1", 2**20, Format, lambda _: FORM)
 
 
 def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(
     monkeypatch, tmp_path
 ):
     there = store.Store(f"file://{tmp_path}/bucket")
-    there.put("driver/1.json", store.to_json(DriverBoard(count=1)))
+    there.put("driver/1.json", store.to_json(DriverHeartbeat(count=1)))
     clock = types.SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(bucket, "time", clock)
 
     def writes_until(end_s):
         def sleep(seconds):
             clock.now_s += seconds
-            if clock.now_s < end_s:  # of a dead driver older boards are seen for a while
-                board = DriverBoard(count=int(clock.now_s) + 2)
-                there.put("driver/1.json", store.to_json(board))
+            if clock.now_s < end_s:  # of a dead driver older heartbeats are seen for a while
+                heartbeat = DriverHeartbeat(count=int(clock.now_s) + 2)
+                there.put("driver/1.json", store.to_json(heartbeat))
 
         return sleep
 
     clock.sleep = writes_until(math.inf)
     with pytest.raises(ConfigError, match="another driver runs there") as error:
-        bucket.next_epoch(there, 0, 4.0)
+        bucket.next_generation(there, 0, 4.0)
     assert "\n" not in str(error.value) and 4 < clock.now_s < 10
-    for writes_s, next_epoch in ((3.5, 2), (0.0, 3)):
+    for writes_s, next_generation in ((3.5, 2), (0.0, 3)):
         clock.now_s, clock.sleep = 0.0, writes_until(writes_s)
-        assert bucket.next_epoch(there, 1, 4.0) == next_epoch and 4 <= clock.now_s <= 8
+        assert bucket.next_generation(there, 1, 4.0) == next_generation and 4 <= clock.now_s <= 8
 
 
 def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
     there = store.Store(f"file://{tmp_path}/bucket")
-    for epoch in (1, 2):
-        board = DriverBoard(count=9, has_ended=True)
-        there.put(f"driver/{epoch}.json", store.to_json(board))
+    for generation in (1, 2):
+        heartbeat = DriverHeartbeat(count=9, has_ended=True)
+        there.put(f"driver/{generation}.json", store.to_json(heartbeat))
     clock = types.SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
     monkeypatch.setattr(bucket, "time", clock)
@@ -212,7 +212,7 @@ def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
         return get(name, **how) if name != "driver/2.json" or clock.now_s > 2 else None
 
     monkeypatch.setattr(there, "get", old)
-    assert bucket.next_epoch(there, 1, 4.0) == 3 and clock.now_s < 4
+    assert bucket.next_generation(there, 1, 4.0) == 3 and clock.now_s < 4
 
 
 def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
@@ -246,14 +246,16 @@ def test_rounds_that_epochs_have_shortened_are_those_of_the_bucket(monkeypatch, 
 
 
 def test_an_old_driver_that_comes_back_ends(monkeypatch, tmp_path):
-    def fate(n, life, method, arguments):
+    def fate(n, incarnation, method, arguments):
         shared, path = store.Store(there.url), tmp_path / "bucket/run.json"
-        if method == "play" and arguments[0].round == 2:
+        if method == "run_round" and arguments[0].round == 2:
             message = json.loads(path.read_bytes())["message"]
             path.write_bytes(store.to_json(RunDescription(**message | {"driver": 2})))
-        if method == "play" and arguments[0].round >= 2:  # the second driver gives signs
-            shared.put("driver/2.json", store.to_json(DriverBoard(count=int(there.now_s * 1e3))))
-        return "answer"
+        if method == "run_round" and arguments[0].round >= 2:  # the second driver gives signs
+            shared.put(
+                "driver/2.json", store.to_json(DriverHeartbeat(count=int(there.now_s * 1e3)))
+            )
+        return "response"
 
     there = InBucket(monkeypatch, tmp_path / "bucket", fate)
     with pytest.raises(ResourceError, match="another driver has taken over"):
@@ -264,11 +266,11 @@ def test_an_old_driver_that_comes_back_ends(monkeypatch, tmp_path):
 def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
     monkeypatch, tmp_path, how
 ):
-    """A lifecycle rule deletes what is old; somebody writes boards of drivers that never were."""
+    """A lifecycle rule deletes what is old; somebody writes heartbeats of no driver."""
     folder, spoilt = tmp_path / "bucket", []
 
-    def fate(n, life, method, arguments):
-        if method == "play" and arguments[0].round == 2 and not spoilt:
+    def fate(n, incarnation, method, arguments):
+        if method == "run_round" and arguments[0].round == 2 and not spoilt:
             spoilt.append(json.loads((folder / "run.json").read_bytes())["message"])
             message = {"another": {"id": "another"}, "forged": {"driver": 7}}.get(how, {})
             data = store.to_json(RunDescription(**spoilt[0] | message)) if message else b""
@@ -276,8 +278,8 @@ def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
                 (folder / name).write_bytes(data if name == "run.json" else b"{}")
                 if how == "deleted":
                     (folder / name).unlink()
-        dies = method == "play" and (n, life, arguments[0].round) == (1, 0, 3)
-        return "its process has ended" if dies else "answer"
+        dies = method == "run_round" and (n, incarnation, arguments[0].round) == (1, 0, 3)
+        return "its process has ended" if dies else "response"
 
     there = InBucket(monkeypatch, folder, fate)
     ended = run(tmp_path / "run", settings_at(there.url).model_copy(update={"num_rounds": 5}))
@@ -359,29 +361,29 @@ def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp
 
 def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(there, tmp_path, capfd):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
-    one.handle, one._epoch, path = None, 0, tmp_path / "bucket/run.json"
+    one.handle, one._generation, path = None, 0, tmp_path / "bucket/run.json"
     capfd.readouterr()
 
-    def write(epoch, count, **board):
-        board = DriverBoard(count=count, **{"adloco_jax": __version__} | board)
-        shared.put(f"driver/{epoch}.json", store.to_json(board))
+    def write(generation, count, **heartbeat):
+        heartbeat = DriverHeartbeat(count=count, **{"adloco_jax": __version__} | heartbeat)
+        shared.put(f"driver/{generation}.json", store.to_json(heartbeat))
 
     def name(**changed):
         message = json.loads(path.read_bytes())["message"] | changed
         path.write_bytes(store.to_json(RunDescription(**message)))
 
     own_id = one._run_id
-    for epoch in (2, 3):
-        write(epoch, 7)
+    for generation in (2, 3):
+        write(generation, 7)
     for changed, found in [
         ({"driver": 2}, 2),
-        ({"driver": 9}, 2),  # it has no board
+        ({"driver": 9}, 2),  # it has no heartbeat
         ({"driver": 3, "id": "another"}, 2),
         ({"id": own_id}, 3),
     ]:
         name(**changed)
-        assert one.step() == "nothing" and one._epoch == found
-    free = LearnerOrders(id=order(3, 0, 0), is_free=True)
+        assert one.step() == "nothing" and one._generation == found
+    free = LearnerRequests(id=request(3, 0, 0), is_free=True)
     for count, version, joins in [
         (6, __version__, False),
         (8, "9.9", None),
@@ -401,13 +403,13 @@ def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(there, tmp
 
 def test_boards_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(there):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
-    one.handle, counts = order(1, 0, 0), itertools.count(one._driver.count + 1)
-    busy = LearnerOrders(id=one.handle, is_free=False)
+    one.handle, counts = request(1, 0, 0), itertools.count(one._driver.count + 1)
+    busy = LearnerRequests(id=one.handle, is_free=False)
 
     def looks(count=None, **forged):
         count = next(counts) if count is None else count
-        board = DriverBoard(count=count, learners=[busy], adloco_jax=__version__, **forged)
-        shared.put("driver/1.json", store.to_json(board))
+        heartbeat = DriverHeartbeat(count=count, learners=[busy], adloco_jax=__version__, **forged)
+        shared.put("driver/1.json", store.to_json(heartbeat))
         there.now_s += 1
         return one.step(), one._driver.count == count
 
@@ -419,7 +421,7 @@ def test_boards_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(
     assert looks(900) == ("nothing", True)  # until it counts as silent
     assert [looks()[1] for _ in range(4)] == [False, False, False, True]
     assert looks() == ("nothing", True)
-    looks(is_over=True)  # and no other board comes
+    looks(is_over=True)  # and no other heartbeat comes
     there.now_s += 1
     assert one.step() == "nothing"
     there.now_s += 1
@@ -427,10 +429,10 @@ def test_boards_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(
 
 
 def test_a_learner_of_forged_counts_is_replaced(monkeypatch, tmp_path):
-    def fate(n, life, method, arguments):
-        if method == "ping" and (n, life) == (1, 0) and there.learners[1, 0]._num_answers:
+    def fate(n, incarnation, method, arguments):
+        if method == "ping" and (n, incarnation) == (1, 0) and there.learners[1, 0]._num_responses:
             there.learners[1, 0]._count = max(there.learners[1, 0]._count, 2**62)
-        return "answer"
+        return "response"
 
     there = InBucket(monkeypatch, tmp_path / "bucket", fate)
     run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 40}))
@@ -447,27 +449,27 @@ def test_a_resumed_driver_writes_its_own_version(there, monkeypatch, tmp_path):
 
 def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(there):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
-    one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 5
-    boards = iter(
-        DriverBoard(
+    one._generation, one.handle, one._num_responses = 1, request(1, 0, 0), 5
+    heartbeats = iter(
+        DriverHeartbeat(
             id="",
             count=count,
-            learners=[LearnerOrders(id=one.handle.of(5), num_read=read, is_free=False)],
+            learners=[LearnerRequests(id=one.handle.of(5), num_read=read, is_free=False)],
         )
         for count, read in enumerate([4, 4, 5, 5], start=1000)
     )
-    one._read_driver = lambda epoch: next(boards) if epoch == 1 else None
+    one._read_driver = lambda generation: next(heartbeats) if generation == 1 else None
     one.learner.leaving = True
     one.serve()
-    assert len([*boards]) == 1  # at once when the fifth answer has been read
-    left = store.from_json(shared.get(one.handle.board_name()), "", LearnerBoard)
+    assert len([*heartbeats]) == 1  # at once when the fifth response has been read
+    left = store.from_json(shared.get(one.handle.heartbeat_name()), "", LearnerHeartbeat)
     assert left.sign.has_left
 
 
 def test_a_learner_without_a_driver_ends_after_its_patience(there, tmp_path):
     (one, *_), start_s = there.learners.values(), there.now_s
-    one._driver = DriverBoard(count=10**9, adloco_jax=__version__)
-    one.handle, one._epoch, one._changed_s = None, 1, start_s
+    one._driver = DriverHeartbeat(count=10**9, adloco_jax=__version__)
+    one.handle, one._generation, one._changed_s = None, 1, start_s
     one._store.patience_s = 600.0
     with pytest.raises(ResourceError, match="left, as for 10 minutes there was no driver"):
         one.serve()
@@ -479,31 +481,33 @@ def test_a_learner_without_a_driver_ends_after_its_patience(there, tmp_path):
 
 def test_a_learner_says_for_what_it_waits(there, capfd):
     (one, *_) = there.learners.values()
-    one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 1
+    one._generation, one.handle, one._num_responses = 1, request(1, 0, 0), 1
     one._idle_s, counts = there.now_s, iter(range(1000, 2000))
     for seconds, late, said in [
         (19, [1], ""),
-        (1, [1], "waiting for learner 1's answer\n"),
+        (1, [1], "waiting for learner 1's response\n"),
         (1, [1], ""),
         (1, [], "waiting for the driver\n"),
-        (1, [1, 2], "waiting for answers of learners [1, 2]\n"),
+        (1, [1, 2], "waiting for responses of learners [1, 2]\n"),
     ]:
         there.now_s += seconds
         learners = [
-            LearnerOrders(id=order(1, n, 1), num_read=int(read), is_free=False)
+            LearnerRequests(id=request(1, n, 1), num_read=int(read), is_free=False)
             for n, read in enumerate([0, 1 not in late, 2 not in late])  # 0: not yet
         ]
-        board = DriverBoard(count=next(counts), learners=learners)
-        one._read_driver = lambda epoch, board=board: board if epoch == 1 else None
+        heartbeat = DriverHeartbeat(count=next(counts), learners=learners)
+        one._read_driver = lambda generation, heartbeat=heartbeat: (
+            heartbeat if generation == 1 else None
+        )
         capfd.readouterr()
         assert one.step() == "nothing" and capfd.readouterr().out == said
 
 
 def test_learners_that_have_left_are_not_waited_for(monkeypatch, tmp_path, capfd):
-    def fate(n, life, method, arguments):
-        has_left = (life, method) == (0, "ping") and len(there.orders) > 2
+    def fate(n, incarnation, method, arguments):
+        has_left = (incarnation, method) == (0, "ping") and len(there.requests) > 2
         gone = {"leaving": True, "has_left": True}
-        return (lambda found: found.model_copy(update=gone)) if has_left else "answer"
+        return (lambda found: found.model_copy(update=gone)) if has_left else "response"
 
     there = InBucket(monkeypatch, tmp_path / "bucket", fate)
     run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 20}))
@@ -515,11 +519,11 @@ def test_learners_that_have_left_are_not_waited_for(monkeypatch, tmp_path, capfd
 
 def test_a_learner_that_is_lost_deletes_its_last_answer(there):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
-    one._epoch, one.handle, one._num_answers = 1, order(1, 0, 0), 5
-    again = LearnerOrders(id=OrderId(epoch=1, learner=0, life=1), is_free=True)
-    one._find_driver, one._driver = lambda: True, DriverBoard(count=1, learners=[again])
+    one._generation, one.handle, one._num_responses = 1, request(1, 0, 0), 5
+    again = LearnerRequests(id=RequestId(generation=1, learner=0, incarnation=1), is_free=True)
+    one._find_driver, one._driver = lambda: True, DriverHeartbeat(count=1, learners=[again])
     last = one.handle.of(5)
-    for name in (last.board_name(), last.name("answers")):
+    for name in (last.heartbeat_name(), last.name("responses")):
         shared.put(name, b"late")
     assert one.step() == "done" and one.handle is None
     assert shared.names() == ["driver/1.json", "run.json"]
@@ -528,7 +532,7 @@ def test_a_learner_that_is_lost_deletes_its_last_answer(there):
 def test_a_driver_without_a_link_judges_nobody(monkeypatch, tmp_path):
     there, look = InBucket(monkeypatch, tmp_path / "bucket"), concurrent.futures.Future()
     run(tmp_path / "one", settings_at(there.url))
-    there.driver._exchanges[0] = bucket._Exchange(order(1, 0, 0), look=look, next_s=there.now_s)
+    there.driver._exchanges[0] = bucket._Exchange(request(1, 0, 0), look=look, next_s=there.now_s)
     there.now_s += 1  # a sign of life comes every second
     assert not there.driver._is_cut_off()
     there.now_s += 0.1
@@ -625,12 +629,12 @@ def test_one_learner_whose_order_cannot_be_written_does_not_hold_up_another(monk
     put, written = there.put, concurrent.futures.Future()
 
     def putting(name, data):
-        if name.startswith("orders/1/1-0"):
+        if name.startswith("requests/1/1-0"):
             is_open.wait()
         put(name, data)
-        board = name == "driver/1.json" and store.from_json(data, "", DriverBoard)
-        if board and board.learners[0].id.order == 1 and not written.done():
-            written.set_result(board.learners[1].id.order)
+        heartbeat = name == "driver/1.json" and store.from_json(data, "", DriverHeartbeat)
+        if heartbeat and heartbeat.learners[0].id.request == 1 and not written.done():
+            written.set_result(heartbeat.learners[1].id.request)
 
     monkeypatch.setattr(there, "put", putting)
     handles = [driver.start(number, 0) for number in (0, 1)]

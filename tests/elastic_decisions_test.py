@@ -18,11 +18,13 @@ from adloco_jax.elastic.decisions import (
 from adloco_jax.settings import EngineSettings
 
 
-def there(*streams):
-    return [LearnerRecord(n, 0, 0.0, joined=True, streams=[*own]) for n, own in enumerate(streams)]
+def there(*worker_ids):
+    return [
+        LearnerRecord(n, 0, 0.0, joined=True, worker_ids=[*own]) for n, own in enumerate(worker_ids)
+    ]
 
 
-TRAINERS = {0: 0, 1: 0, 2: 1, 3: 1}  # trainer by stream
+TRAINERS = {0: 0, 1: 0, 2: 1, 3: 1}  # trainer by worker id
 
 
 def divided(learners, *, movable=TRAINERS, returning=()):
@@ -38,7 +40,7 @@ def test_workers_are_spread_and_a_trainers_workers_are_neighbours():
 
 
 def test_a_worker_stays_and_a_spare_replaces_a_lost_learner_at_once():
-    with_spare = there((0,), (1,), (3,), ())  # the learner of stream 2 is lost
+    with_spare = there((0,), (1,), (3,), ())  # worker 2's learner is lost
     assert divided(with_spare, returning={2}) == {0: 0, 1: 1, 3: 2, 2: 3}
 
 

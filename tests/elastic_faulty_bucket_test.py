@@ -43,9 +43,9 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
             return long[number // 20]  # 20 requests in a row
         return rng.choice(kinds) if number > CALM and rng.random() < 0.08 else ""
 
-    def fate(n, life, method, arguments):
-        dies = method == "play" and not is_repaired and rng.random() < 0.05
-        return "its process or its node has ended" if dies else "answer"
+    def fate(n, incarnation, method, arguments):
+        dies = method == "run_round" and not is_repaired and rng.random() < 0.05
+        return "its process or its node has ended" if dies else "response"
 
     monkeypatch.setattr(faulty_store, "SLOW_S", 0.05)
     monkeypatch.setattr(store, "SECOND", datetime.timedelta(milliseconds=50))
@@ -72,7 +72,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
 @pytest.fixture
 def short_deadlines(monkeypatch):
     monkeypatch.setattr(store, "LEAST_LIMIT_S", 0.5)
-    monkeypatch.setattr(store, "FIRST_TIMES_S", {"answer": 0.0, "byte": 0.0})
+    monkeypatch.setattr(store, "FIRST_TIMES_S", {"response": 0.0, "byte": 0.0})
 
 
 @pytest.mark.usefixtures("short_deadlines")
@@ -91,7 +91,7 @@ def test_a_request_that_is_never_answered_is_asked_again(monkeypatch, server):
         there.put("a", b"1" * 100)
         assert there.create("b", Format())
         assert there.get("a") == b"1" * 100
-        assert there.board("b", Format) == Format()
+        assert there.valid("b", Format) == Format()
         there.delete("a")
         assert there.names() == []  # one try: what is left costs space only
         assert time.monotonic() - start_s < 10  # six times 0.5 s, and a pause
@@ -104,7 +104,7 @@ def test_after_a_signal_nobody_waits_for_a_server_that_is_silent(monkeypatch, se
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
         start_s, there = time.monotonic(), store.Store("s3://bkt/silent")
-        with pytest.raises(ResourceError, match=r"cannot read \(no answer in 0 s\)|no answer"):
+        with pytest.raises(ResourceError, match=r"cannot read \(no response in 0 s\)|no response"):
             there.get("a")
         assert time.monotonic() - start_s < 3
 
@@ -120,4 +120,4 @@ def test_an_empty_object_is_damaged(monkeypatch, tmp_path, server, where):
         there.read("1", 2**30, Format, lambda _: {})
     with pytest.raises(store.Refused, match="^1: 0 bytes"):
         there.message("1", Format)
-    assert there.board("1", Format) is None
+    assert there.valid("1", Format) is None

@@ -11,7 +11,7 @@ from learners import Here, InBucket, num_updates
 from toy import settings_of
 from toy_runs import events, run
 
-from adloco_jax.elastic import fleet
+from adloco_jax.elastic import pool
 from adloco_jax.elastic.formats import Refused
 from adloco_jax.errors import DivergedError, ResourceError
 from probes import runs
@@ -24,7 +24,7 @@ FATES = {
     "hello": {"dies": 0.1, "never": 0.05},
     "ping": {"leaves": 0.05, "dies": 0.01},
     "states": {"dies": 0.15, "hangs": 0.05},
-    "play": dict.fromkeys(("dies", "answers and dies", "nan", "hidden nan", "huge"), 0.05)
+    "run_round": dict.fromkeys(("dies", "responses and dies", "nan", "hidden nan", "huge"), 0.05)
     | dict.fromkeys(("hangs", "is stuck"), 0.02),
 }
 
@@ -39,15 +39,15 @@ class Fates:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.here: Here
-        self.record = []  # handle, order, work, updates before and after; or a loss
+        self.record = []  # handle, request, work, updates before and after; or a loss
 
     def start(self, crash_s):
         self.dead, self.hung, self.leaving, self.crash_s = set(), set(), set(), crash_s
         self.drawn = {}  # in a bucket the calls of each driver have the same names
         self.record.append(("starts", None))
 
-    def __call__(self, n, life, method, arguments):
-        handle, now_s = (n, life), self.here.now_s
+    def __call__(self, n, incarnation, method, arguments):
+        handle, now_s = (n, incarnation), self.here.now_s
         if now_s > self.crash_s:
             raise Crash
         assert now_s < 2e4, "the run does not end"
@@ -59,11 +59,11 @@ class Fates:
             joins = method == "hello" and isinstance(self.here, InBucket)
             chances = {} if joins else FATES[method]
             others = 1 - sum(chances.values())
-            (what,) = self.rng.choices([*chances, "answers"], [*chances.values(), others])
+            (what,) = self.rng.choices([*chances, "responses"], [*chances.values(), others])
             seconds = self.rng.uniform(0.0, 1.0)
             if method == "hello":
                 seconds *= 8
-            elif method == "play":
+            elif method == "run_round":
                 seconds += sum(w.num_updates for w in arguments[0].work) * (3 if n == 1 else 1)
             self.drawn[call] = what, now_s, seconds
         what, start_s, seconds = self.drawn[call]
@@ -80,33 +80,33 @@ class Fates:
             self.leaving.add(handle)
         if method == "ping":
             return lambda found: found.model_copy(update={"leaving": handle in self.leaving})
-        if method == "play":
-            return lambda answers: self.played(handle, arguments[0], answers, what, seconds)
-        return "answer"
+        if method == "run_round":
+            return lambda responses: self.played(handle, arguments[0], responses, what, seconds)
+        return "response"
 
-    def played(self, handle, order, answers, what, seconds):
-        if isinstance(answers, Refused):
-            return answers
+    def played(self, handle, request, responses, what, seconds):
+        if isinstance(responses, Refused):
+            return responses
         held = self.here.learner(handle).held
-        for work in order.work:
-            key = order.trainer, work.stream
+        for work in request.work:
+            key = request.trainer, work.worker_id
             before = num_updates(held[*key, work.start])
-            after = num_updates(held[*key, work.start + order.sequences(work.num_updates)])
-            self.record.append((handle, order, work, before, after))
+            after = num_updates(held[*key, work.start + request.sequences(work.num_updates)])
+            self.record.append((handle, request, work, before, after))
         factor = {"nan": math.nan, "hidden nan": math.nan, "huge": 1e4}.get(what, 1.0)
         if factor != 1.0:
             self.record.append(("rejected", handle))
         return [
-            answer._replace(
-                seconds=np.array(seconds / len(answers)),
-                differences=answer.differences._replace(
+            response._replace(
+                seconds=np.array(seconds / len(responses)),
+                differences=response.differences._replace(
                     packed_R=jax.tree.map(
                         lambda leaf: leaf * np.float32(factor) if leaf.dtype.kind == "f" else leaf,
-                        answer.differences.packed_R,
+                        response.differences.packed_R,
                     )
                 ),
             )
-            for answer in answers
+            for response in responses
         ]
 
 
@@ -126,17 +126,17 @@ def misplaced(record, merged, *, moves_fresh):
             rejected |= {(entry[1], *place[:2]) for place, known in last.items()}
         if entry[0] in ("lost", "starts", "rejected"):
             continue
-        handle, order, work, before, after = entry
-        place = order.trainer, work.stream, work.start
+        handle, request, work, before, after = entry
+        place = request.trainer, work.worker_id, work.start
         known = last.get(place, {})
         has_moved = moves_fresh and [*known][-1:] != [handle]
         holder = [*known][-1] if known else None
         is_forgotten = holder in lost or (holder, *place[:2]) in rejected
         fresh = before == 0 and (not known or has_moved or is_forgotten)
         rejected.discard((handle, *place[:2]))
-        if known and before not in known.values() and not fresh and order.round - 1 not in merged:
-            faults.append((handle, order.trainer, order.round, work.stream, before, known))
-        size = work.num_updates * order.micro_batch_size * order.num_accum_steps
+        if known and before not in known.values() and not fresh and request.round - 1 not in merged:
+            faults.append((handle, request.trainer, request.round, work.worker_id, before, known))
+        size = work.num_updates * request.micro_batch_size * request.num_accum_steps
         last.setdefault((*place[:2], work.start + size), {})[handle] = after
     return faults
 
@@ -174,13 +174,13 @@ def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path
         settings = settings_for(seed, kind="bucket", address=here.url)
     else:
         here = fates.here = Here(monkeypatch, fates)
-    lose = fleet.Fleet._lose
+    lose = pool.LearnerPool._lose
 
     def noted(self, lost, cause, **how):
-        fates.record.append(("lost", (lost.number, lost.life)))
+        fates.record.append(("lost", (lost.number, lost.incarnation)))
         return lose(self, lost, cause, **how)
 
-    monkeypatch.setattr(fleet.Fleet, "_lose", noted)
+    monkeypatch.setattr(pool.LearnerPool, "_lose", noted)
     ended = None
     for attempt in range(20):
         fates.start(here.now_s + fates.rng.uniform(5, 60) if attempt < 2 else math.inf)

@@ -1,4 +1,4 @@
-"""Runs in learners of this process, without Ray: what becomes of late, lost and broken answers."""
+"""Runs in learners of this process, without Ray: late, lost and broken responses."""
 
 import contextlib
 import itertools
@@ -64,8 +64,8 @@ def settings_with(num_workers=3, num_rounds=5, precision="float32", **engine):
     )
 
 
-def scaled(answers, factor):
-    """Answers whose updates are multiplied."""
+def scaled(responses, factor):
+    """Responses whose updates are multiplied."""
     return [
         a._replace(
             differences=a.differences._replace(
@@ -75,17 +75,22 @@ def scaled(answers, factor):
                 )
             )
         )
-        for a in answers
+        for a in responses
     ]
 
 
 def at(number, rounds, what):
-    """A fate: something happens to a learner's first life in some rounds; else all answer."""
+    """A fate: something happens to a learner's first incarnation in some rounds."""
 
-    def fate(n, life, method, arguments):
-        if method == "play" and n == number and life == 0 and arguments[0].round in rounds:
+    def fate(n, incarnation, method, arguments):
+        if (
+            method == "run_round"
+            and n == number
+            and incarnation == 0
+            and arguments[0].round in rounds
+        ):
             return what
-        return "answer"
+        return "response"
 
     return fate
 
@@ -103,13 +108,13 @@ def counted(workdir):
     return [e["workers_counted"] for e in events(workdir, "round")]
 
 
-def work_of(here, stream):
-    """What a worker was asked for: learner, life, round, first sequence, inner state."""
+def work_of(here, worker_id):
+    """What a worker was asked for: learner, incarnation, round, first sequence, inner state."""
     return [
-        (number, life, order.round, work.start, inputs.inner_states.get(stream))
-        for number, life, order, inputs in here.orders
-        for work in order.work
-        if work.stream == stream
+        (number, incarnation, request.round, work.start, inputs.inner_states.get(worker_id))
+        for number, incarnation, request, inputs in here.requests
+        for work in request.work
+        if work.worker_id == worker_id
     ]
 
 
@@ -117,9 +122,9 @@ def work_of(here, stream):
 def test_an_answer_after_the_quorum_does_not_count_and_its_sequences_are_read_again(
     monkeypatch, tmp_path
 ):
-    def fate(n, life, method, arguments):
-        is_late = method == "play" and n == 2 and arguments[0].round == 2
-        return "wait" if is_late and len(counted(tmp_path)) < 2 else "answer"
+    def fate(n, incarnation, method, arguments):
+        is_late = method == "run_round" and n == 2 and arguments[0].round == 2
+        return "wait" if is_late and len(counted(tmp_path)) < 2 else "response"
 
     here = Here(monkeypatch, fate)
     ended = run(tmp_path, settings_with(quorum=2))
@@ -157,12 +162,12 @@ def test_a_learner_that_dies_between_its_answer_and_the_end_of_the_round_costs_o
 ):
     sent = []
 
-    def fate(n, life, method, arguments):
-        if n == 0 and method == "play" and arguments[0].round == 1:
-            return "answer" if (1, 1) in here.alive else "wait"
-        if (n, life, method) == (1, 0, "play"):
-            return lambda answers: sent.append(answers) or answers
-        return DIED if (n, life) == (1, 0) and sent else "answer"
+    def fate(n, incarnation, method, arguments):
+        if n == 0 and method == "run_round" and arguments[0].round == 1:
+            return "response" if (1, 1) in here.alive else "wait"
+        if (n, incarnation, method) == (1, 0, "run_round"):
+            return lambda responses: sent.append(responses) or responses
+        return DIED if (n, incarnation) == (1, 0) and sent else "response"
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with())
@@ -176,34 +181,36 @@ def test_a_learner_that_dies_between_its_answer_and_the_end_of_the_round_costs_o
 def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(
     monkeypatch, tmp_path, capfd
 ):
-    def fate(n, life, method, arguments):
-        if n == 0 and method == "play" and arguments[0].round <= 2:
+    def fate(n, incarnation, method, arguments):
+        if n == 0 and method == "run_round" and arguments[0].round <= 2:
             is_done = here.now_s > 1000 + 40 * arguments[0].round
             return (
                 (lambda found: [a._replace(seconds=np.array(40.0)) for a in found])
                 if is_done
                 else "wait"
             )
-        is_asked = n == 1 and life == 0 and method == "ping" and len(counted(tmp_path)) == 1
-        return (lambda found: found.model_copy(update={"leaving": True})) if is_asked else "answer"
+        is_asked = n == 1 and incarnation == 0 and method == "ping" and len(counted(tmp_path)) == 1
+        return (
+            (lambda found: found.model_copy(update={"leaving": True})) if is_asked else "response"
+        )
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with())
     assert [e["learner"] for e in events(tmp_path, "learner", what="left")] == [1]
-    asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each life
+    asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each incarnation
     assert num_updates(asked[1][4]) == 3 * (asked[1][2] - 1) and counted(tmp_path)[1] == 3
     said = capfd.readouterr().out.splitlines()
-    assert "round 1: 2 of 3 answers have come, 180 bytes to move" in said
-    assert "round 2: 2 of 3 answers have come, 180 bytes to move, in about 20 s" in said
-    assert "learner 1 left (2 answers): asked to end" in said
+    assert "round 1: 2 of 3 responses have come, 180 bytes to move" in said
+    assert "round 2: 2 of 3 responses have come, 180 bytes to move, in about 20 s" in said
+    assert "learner 1 left (2 responses): asked to end" in said
     assert runs.audit(tmp_path) == []
 
 
 def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_path):
-    def fate(n, life, method, arguments):
-        if n == 1 and life == 0 and method == "play" and arguments[0].round == 2:
+    def fate(n, incarnation, method, arguments):
+        if n == 1 and incarnation == 0 and method == "run_round" and arguments[0].round == 2:
             return DIED
-        return "wait" if n == 1 and life else "answer"  # it does not come back
+        return "wait" if n == 1 and incarnation else "response"  # it does not come back
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with(max_learners=4))
@@ -215,25 +222,25 @@ def test_a_spare_takes_the_workers_of_a_lost_learner_at_once(monkeypatch, tmp_pa
 def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(monkeypatch, tmp_path):
     lost_s = []
 
-    def fate(n, life, method, arguments):
+    def fate(n, incarnation, method, arguments):
         now_s = here.now_s
-        if n == 1 and life == 0 and method == "play" and arguments[0].round == 2:
+        if n == 1 and incarnation == 0 and method == "run_round" and arguments[0].round == 2:
             lost_s.append(now_s)
             return DIED
-        if n == 0 and method == "play" and arguments[0].round == 3:  # until nobody waits for 1
-            return "wait" if now_s < lost_s[0] + 0.6 else "answer"
-        return "wait" if n == 1 and life and len(counted(tmp_path)) < 5 else "answer"
+        if n == 0 and method == "run_round" and arguments[0].round == 3:  # until nobody waits for 1
+            return "wait" if now_s < lost_s[0] + 0.6 else "response"
+        return "wait" if n == 1 and incarnation and len(counted(tmp_path)) < 5 else "response"
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with(num_workers=2, num_rounds=9, restart_s=0.3))
     asked = work_of(here, 1)
     hosts = [a[0] for a in asked]
     assert hosts[:2] == [1, 1] and 0 in hosts and hosts[-1] == 1  # with learner 0 meanwhile
-    there = [order for number, _, order, _ in here.orders if number == 0]
-    assert {work.stream for order in there for work in order.work} == {0, 1}
-    _, life, _, start, state = asked[len(hosts) - hosts[::-1].index(0)]
+    there = [request for number, _, request, _ in here.requests if number == 0]
+    assert {work.worker_id for request in there for work in request.work} == {0, 1}
+    _, incarnation, _, start, state = asked[len(hosts) - hosts[::-1].index(0)]
     kept = here.learner((0, 0)).held[0, 1, start]
-    assert life > 0
+    assert incarnation > 0
     jax.tree.map(np.testing.assert_array_equal, state, kept)
     assert runs.audit(tmp_path) == [] and counted(tmp_path)[-1] == 2
 
@@ -241,7 +248,7 @@ def test_a_learner_that_joins_takes_over_a_worker_with_the_state_that_it_had(mon
 @both
 @pytest.mark.parametrize("factor", [1e6, 1e30, math.nan])
 def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, factor):
-    Here(monkeypatch, at(2, [2], lambda answers: scaled(answers, factor)))
+    Here(monkeypatch, at(2, [2], lambda responses: scaled(responses, factor)))
     run(tmp_path, settings_with())
     assert counted(tmp_path) == [3, 2, 3, 3, 3]
     norms = [e["pseudo_grad_norm"] for e in events(tmp_path, "round")]
@@ -257,14 +264,14 @@ def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, facto
 def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeypatch, tmp_path):
     sent = []
 
-    def fate(n, life, method, arguments):
-        def timed(answers):
+    def fate(n, incarnation, method, arguments):
+        def timed(responses):
             seconds = 3.0 * arguments[0].num_sequences * (3.0 if n == 1 else 1.0)
             there.now_s += seconds
-            sent.append(answers[0])
-            return [answers[0]._replace(seconds=np.array(seconds))]
+            sent.append(responses[0])
+            return [responses[0]._replace(seconds=np.array(seconds))]
 
-        return timed if method == "play" else "answer"
+        return timed if method == "run_round" else "response"
 
     there = Here(monkeypatch, fate)
     run(tmp_path, settings_with(num_workers=2, num_rounds=2, steps="by_speed"))
@@ -280,9 +287,9 @@ def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeyp
 def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
     monkeypatch, tmp_path
 ):
-    def fate(n, life, method, arguments):
-        is_stopped = n == 1 and life == 0 and len(counted(tmp_path)) >= 1
-        return "wait" if is_stopped else "answer"
+    def fate(n, incarnation, method, arguments):
+        is_stopped = n == 1 and incarnation == 0 and len(counted(tmp_path)) >= 1
+        return "wait" if is_stopped else "response"
 
     Here(monkeypatch, fate)
     run(tmp_path, settings_with(heartbeat_s=0.5))
@@ -294,7 +301,7 @@ def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
 
 @both
 def test_after_a_rejected_update_parameters_and_inner_state_are_sent_again(monkeypatch, tmp_path):
-    here = Here(monkeypatch, at(0, [2], lambda answers: scaled(answers, 1e6)))
+    here = Here(monkeypatch, at(0, [2], lambda responses: scaled(responses, 1e6)))
     with the_drivers_parameters(monkeypatch) as sent:
         run(tmp_path, settings_with(num_workers=2, num_rounds=4, precision="int4"))
     assert counted(tmp_path) == [2, 1, 2, 2]
@@ -307,7 +314,7 @@ def test_after_a_rejected_update_parameters_and_inner_state_are_sent_again(monke
 def test_a_round_that_cannot_begin_ends_the_run_after_the_last_one_is_recorded(
     monkeypatch, tmp_path
 ):
-    Here(monkeypatch, lambda *_: "answer")
+    Here(monkeypatch, lambda *_: "response")
     begin = engine.ElasticEngine._begin
 
     def failing(self, state):
@@ -323,7 +330,7 @@ def test_a_round_that_cannot_begin_ends_the_run_after_the_last_one_is_recorded(
 
 @both
 def test_a_driver_that_evaluates_for_long_loses_no_learner(monkeypatch, tmp_path):
-    here, evaluate = Here(monkeypatch, lambda *_: "answer"), Evaluator.__call__
+    here, evaluate = Here(monkeypatch, lambda *_: "response"), Evaluator.__call__
 
     def slowly(self, state, boundary):
         here.now_s += 1e4
@@ -343,14 +350,14 @@ def test_a_driver_that_evaluates_for_long_loses_no_learner(monkeypatch, tmp_path
 
 @both
 def test_a_round_that_fails_again_and_again_names_learner_trainer_and_cause(monkeypatch, tmp_path):
-    def fate(n, life, method, arguments):
-        return "OSError: a disk" if method == "play" else "answer"
+    def fate(n, incarnation, method, arguments):
+        return "OSError: a disk" if method == "run_round" else "response"
 
     monkeypatch.setattr(engine, "PATIENCE_S", 5.0)
     there = Here(monkeypatch, fate)
     with pytest.raises(Exception, match=r"failed for \d+ s; learner 0: .*OSError: a disk"):
         run(tmp_path, settings_with(num_workers=1))
-    assert there.now_s > 1005 and len(there.orders) < 7  # with growing pauses
+    assert there.now_s > 1005 and len(there.requests) < 7  # with growing pauses
 
 
 @pytest.mark.parametrize(
@@ -360,10 +367,10 @@ def test_a_round_that_fails_again_and_again_names_learner_trainer_and_cause(monk
 def test_a_learner_that_differs_from_the_driver_is_refused_at_the_start(
     monkeypatch, tmp_path, differing, words
 ):
-    def fate(n, life, method, arguments):
+    def fate(n, incarnation, method, arguments):
         if method == "hello" and n == 1:
             return lambda found: found.model_copy(update={differing: {"jax": "0"}})
-        return "answer"
+        return "response"
 
     here = Here(monkeypatch, fate)
     with pytest.raises(ConfigError, match=f"learner 1 .*: has {words} than the driver") as error:
@@ -373,17 +380,17 @@ def test_a_learner_that_differs_from_the_driver_is_refused_at_the_start(
 
 
 def test_a_later_learner_that_differs_is_lost_and_the_run_goes_on(monkeypatch, tmp_path):
-    def fate(n, life, method, arguments):
-        if method == "hello" and n == 1 and life:
+    def fate(n, incarnation, method, arguments):
+        if method == "hello" and n == 1 and incarnation:
             return lambda found: found.model_copy(update={"versions": {"jax": "0"}})
-        return at(1, [2], DIED)(n, life, method, arguments)
+        return at(1, [2], DIED)(n, incarnation, method, arguments)
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with())
     lost = [e["why"] for e in events(tmp_path, "learner", what="lost")]
     others = "has other versions of packages than the driver; not started again"
     assert lost == [DIED, others]
-    assert [life for number, life, _ in here.starts if number == 1] == [0, 1]
+    assert [incarnation for number, incarnation, _ in here.starts if number == 1] == [0, 1]
     assert counted(tmp_path)[-1] == 3  # its worker runs in another learner
     assert runs.audit(tmp_path) == []
 
@@ -391,16 +398,18 @@ def test_a_later_learner_that_differs_is_lost_and_the_run_goes_on(monkeypatch, t
 def test_a_learner_that_cannot_start_is_tried_after_growing_pauses_and_its_time_counts(
     monkeypatch, tmp_path
 ):
-    def fate(n, life, method, arguments):
-        if n == 1 and life:
+    def fate(n, incarnation, method, arguments):
+        if n == 1 and incarnation:
             return "OSError: no disk"
-        if method == "play" and n == 0 and arguments[0].round == 5:
-            return "answer" if here.now_s > 1050 else "wait"
-        return at(1, [2], DIED)(n, life, method, arguments)
+        if method == "run_round" and n == 0 and arguments[0].round == 5:
+            return "response" if here.now_s > 1050 else "wait"
+        return at(1, [2], DIED)(n, incarnation, method, arguments)
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with())
-    starts = [start_s for number, life, start_s in here.starts if number == 1 and life]
+    starts = [
+        start_s for number, incarnation, start_s in here.starts if number == 1 and incarnation
+    ]
     pauses = np.diff(starts)
     assert len(starts) >= 6 and (pauses[1:] > 1.8 * pauses[:-1] - 0.5).all()
     lost = events(tmp_path, "learner", what="lost", why="OSError: no disk")
@@ -408,10 +417,10 @@ def test_a_learner_that_cannot_start_is_tried_after_growing_pauses_and_its_time_
 
 
 def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path):
-    def fate(n, life, method, arguments):
-        if method == "hello" and life:
+    def fate(n, incarnation, method, arguments):
+        if method == "hello" and incarnation:
             return lambda found: found.model_copy(update={"fingerprint": "others"})
-        return at(0, [2], DIED)(n, life, method, arguments)
+        return at(0, [2], DIED)(n, incarnation, method, arguments)
 
     Here(monkeypatch, fate)
     with pytest.raises(ResourceError, match="no learner is left; learner 0: has other data"):
@@ -421,8 +430,12 @@ def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path
 def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch, tmp_path):
     sent = []
 
-    def fate(n, life, method, arguments):
-        return (lambda answers: sent.extend(answers) or answers) if method == "play" else "answer"
+    def fate(n, incarnation, method, arguments):
+        return (
+            (lambda responses: sent.extend(responses) or responses)
+            if method == "run_round"
+            else "response"
+        )
 
     Here(monkeypatch, fate)
     run(tmp_path, settings_with(num_workers=1, num_rounds=2, precision="bfloat16"))
@@ -437,30 +450,30 @@ def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch,
 def the_drivers_parameters(monkeypatch):
     """Checks the parameters that learners begin with; yields, by round, how they got them."""
     begun, ended, sent = {}, {}, []
-    play, run_worker = learner.Learner.play, learner.Learner._play
+    run_round, run_worker = learner.Learner.run_round, learner.Learner._run_worker
     evaluate = Evaluator.__call__
 
-    def playing(self, order, inputs, params):
-        kind = "update" if order.is_update else "whole"
-        begun.setdefault(order.round, []).append(["nothing" if params is None else kind])
-        return play(self, order, inputs, params)
+    def playing(self, request, inputs, params):
+        kind = "update" if request.is_update else "whole"
+        begun.setdefault(request.round, []).append(["nothing" if params is None else kind])
+        return run_round(self, request, inputs, params)
 
-    def running(self, order, work, inputs, params_M):
-        begun[order.round][-1].append(params_M)
-        return run_worker(self, order, work, inputs, params_M)
+    def running(self, request, work, inputs, params_M):
+        begun[request.round][-1].append(params_M)
+        return run_worker(self, request, work, inputs, params_M)
 
     def noting(self, state, boundary):
         ended[state.control.round] = jax.device_get(state.ensemble.params_M)
         evaluate(self, state, boundary)
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner.Learner, "play", playing)
-        patch.setattr(learner.Learner, "_play", running)
+        patch.setattr(learner.Learner, "run_round", playing)
+        patch.setattr(learner.Learner, "_run_worker", running)
         patch.setattr(Evaluator, "__call__", noting)
         yield sent
-    for number, orders in sorted(begun.items()):
-        sent.append([kind for kind, *_ in orders])
-        for params_M in [each for _, *found in orders for each in found] if number > 1 else ():
+    for number, requests in sorted(begun.items()):
+        sent.append([kind for kind, *_ in requests])
+        for params_M in [each for _, *found in requests for each in found] if number > 1 else ():
             jax.tree.map(np.testing.assert_array_equal, params_M, ended[number - 1])
 
 
@@ -469,7 +482,7 @@ def the_drivers_parameters(monkeypatch):
 def test_learners_make_the_parameters_of_the_driver_from_packed_updates(
     monkeypatch, tmp_path, precision
 ):
-    Here(monkeypatch, lambda *_: "answer")
+    Here(monkeypatch, lambda *_: "response")
     with the_drivers_parameters(monkeypatch) as sent:
         run(tmp_path, settings_with(num_workers=2, precision=precision))
     assert sent == [[kind] * 2 for kind in ["whole", *["update"] * 4]]
@@ -479,13 +492,21 @@ def test_learners_make_the_parameters_of_the_driver_from_packed_updates(
 
 @both
 def test_what_the_only_worker_ends_with_is_not_sent_back(monkeypatch, tmp_path):
-    Here(monkeypatch, at(0, [2], lambda answers: scaled(answers, 1e6)))
+    Here(monkeypatch, at(0, [2], lambda responses: scaled(responses, 1e6)))
     pool = {"num_trainers": 1, "num_workers": 2, "initial_workers": 1, "spawn_frac": 0.6}
     groups = {"ensemble": pool, "batching": {"test": "constant"}, "outer": {"skip_single": True}}
     engine = ENGINE | {"max_learners": 2}
     with the_drivers_parameters(monkeypatch) as sent:
         run(tmp_path, settings_of(num_rounds=7, engine=engine, **groups))
-    assert counted(tmp_path) == [1, 0, 1, 1, 1, 2, 2]  # after a rejected answer whole ones are sent
+    assert counted(tmp_path) == [
+        1,
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]  # after a rejected response whole ones are sent
     kinds = ["whole"], ["nothing"], ["whole"], ["nothing"], ["nothing"], ["nothing", "whole"]
     assert sent == [*kinds, ["whole", "whole"]]
     nothing = events(tmp_path, "round")[3]["wire_bytes"]
@@ -495,14 +516,14 @@ def test_what_the_only_worker_ends_with_is_not_sent_back(monkeypatch, tmp_path):
 @both
 @pytest.mark.parametrize("how", ["died", "late", "has others"])
 def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_path, how):
-    def fate(n, life, method, arguments):
-        if (n, life, method) != (1, 0, "play") or arguments[0].round != 2:
-            return "answer"
+    def fate(n, incarnation, method, arguments):
+        if (n, incarnation, method) != (1, 0, "run_round") or arguments[0].round != 2:
+            return "response"
         if how == "has others":
             there = here.learner((1, 0))._params
             there[0] = jax.tree.map(lambda x: x + np.float32(1e-3), there[0])
         is_late = how == "late" and len(counted(tmp_path)) < 2
-        return DIED if how == "died" else "wait" if is_late else "answer"
+        return DIED if how == "died" else "wait" if is_late else "response"
 
     here = Here(monkeypatch, fate)
     run(
@@ -511,8 +532,8 @@ def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_
     )
     assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
     sent = {0: [], 1: []}
-    for number, _, order, _ in here.orders:
-        sent.setdefault(number, []).append((order.round, order.is_update))
+    for number, _, request, _ in here.requests:
+        sent.setdefault(number, []).append((request.round, request.is_update))
     assert sent[0] == [(n, n > 1) for n in range(1, 13)]
     again = sent[1][2:]
     assert sent[1][:2] == [(1, False), (2, True)]
@@ -527,30 +548,30 @@ def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_
 def test_an_update_of_parameters_that_arrives_as_another_costs_one_round(
     monkeypatch, tmp_path, factor
 ):
-    play = learner.Learner.play
+    run_round = learner.Learner.run_round
 
-    def playing(self, order, inputs, params):
-        if (order.round, order.work[0].stream) == (3, 1):
-            assert order.is_update
+    def playing(self, request, inputs, params):
+        if (request.round, request.work[0].worker_id) == (3, 1):
+            assert request.is_update
             params = jax.tree.map(
                 lambda x: x * np.float32(factor) if x.dtype.kind == "f" else x, params
             )
-        return play(self, order, inputs, params)
+        return run_round(self, request, inputs, params)
 
-    monkeypatch.setattr(learner.Learner, "play", playing)
-    here = Here(monkeypatch, lambda *_: "answer")
+    monkeypatch.setattr(learner.Learner, "run_round", playing)
+    here = Here(monkeypatch, lambda *_: "response")
     run(tmp_path, settings_with(num_workers=2, precision="int4"))
     assert counted(tmp_path) == [2, 2, 1, 2, 2]
     (refused,) = events(tmp_path, "learner", what="refused")
     assert refused["learner"] == 1 and "other parameters of trainer 0" in refused["why"]
-    orders = [order for number, _, order, _ in here.orders if number == 1]
-    assert [order.is_update for order in orders] == [False, True, True, False, True]
+    requests = [request for number, _, request, _ in here.requests if number == 1]
+    assert [request.is_update for request in requests] == [False, True, True, False, True]
     assert runs.audit(tmp_path) == []
 
 
 def test_skipped_updates_give_no_tokens_and_their_worker_begins_afresh(monkeypatch, tmp_path):
-    def skipping(answers):
-        (a,) = answers
+    def skipping(responses):
+        (a,) = responses
         nothing = a.differences._replace(packed_R=jax.tree.map(np.zeros_like, a.differences[0]))
         loss_SR = np.full_like(a.loss_SR, np.nan)
         return [a._replace(differences=nothing, loss_SR=loss_SR, skipped_SR=np.isnan(loss_SR))]
@@ -567,10 +588,10 @@ def test_skipped_updates_give_no_tokens_and_their_worker_begins_afresh(monkeypat
 
 
 def test_a_learners_event_is_in_the_ledger_when_it_happens(monkeypatch, tmp_path, capfd):
-    def fate(n, life, method, arguments):
-        if method == "play" and n == 0 and arguments[0].round == 2:
-            return "answer" if events(tmp_path, "learner", what="lost") else "wait"
-        return at(1, [2], DIED)(n, life, method, arguments)
+    def fate(n, incarnation, method, arguments):
+        if method == "run_round" and n == 0 and arguments[0].round == 2:
+            return "response" if events(tmp_path, "learner", what="lost") else "wait"
+        return at(1, [2], DIED)(n, incarnation, method, arguments)
 
     Here(monkeypatch, fate)
     run(tmp_path, settings_with(num_workers=2))
@@ -579,7 +600,7 @@ def test_a_learners_event_is_in_the_ledger_when_it_happens(monkeypatch, tmp_path
     assert "workers 1/2 (1 missing)" in said and "workers 2/2, " in said
 
 
-KINDS = ("params", "orders", "answers", "learners", "driver")
+KINDS = ("params", "requests", "responses", "learners", "driver")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "run.json"])
@@ -608,10 +629,10 @@ def test_an_object_that_is_lost_costs_at_most_a_round(monkeypatch, tmp_path, kin
 
 
 def test_a_driver_that_was_cut_off_waits_as_long_for_learners_as_before(monkeypatch, tmp_path):
-    def fate(n, life, method, arguments):
-        if method == "play" and arguments[0].round == 3 and here.now_s < 2000:
+    def fate(n, incarnation, method, arguments):
+        if method == "run_round" and arguments[0].round == 3 and here.now_s < 2000:
             here.now_s += 1000  # they pass in one look
-        return "answer" if here.now_s > 2001 or len(counted(tmp_path)) < 2 else "wait"
+        return "response" if here.now_s > 2001 or len(counted(tmp_path)) < 2 else "wait"
 
     here = Here(monkeypatch, fate)
     run(tmp_path, settings_with())
@@ -625,7 +646,7 @@ def test_a_learner_with_less_memory_accumulates_gradients_of_smaller_micro_batch
     def peak(programs, key, sizes):
         return Peak(0 if key.micro_batch_size < 2 else 2**62, 0)
 
-    here = Here(monkeypatch, lambda *_: "answer")
+    here = Here(monkeypatch, lambda *_: "response")
     whole = run(tmp_path / "whole", settings_with())
     monkeypatch.setattr(learner, "peak", peak)
     divided = run(tmp_path / "divided", settings_with())
@@ -635,17 +656,17 @@ def test_a_learner_with_less_memory_accumulates_gradients_of_smaller_micro_batch
 
 
 def test_learners_begin_the_next_round_while_the_driver_evaluates(monkeypatch, tmp_path):
-    here, begun = Here(monkeypatch, lambda *_: "answer"), {}
+    here, begun = Here(monkeypatch, lambda *_: "response"), {}
     evaluate = Evaluator.__call__
 
     def counting(self, state, boundary):
-        begun[state.control.round] = max(order.round for _, _, order, _ in here.orders)
+        begun[state.control.round] = max(request.round for _, _, request, _ in here.requests)
         evaluate(self, state, boundary)
 
     monkeypatch.setattr(Evaluator, "__call__", counting)
     run(tmp_path / "one", settings_with())
     assert begun == {1: 2, 2: 3, 3: 4, 4: 5, 5: 5}
-    begun.clear(), here.orders.clear()
+    begun.clear(), here.requests.clear()
     merging = run(tmp_path / "merging", settings_of(**GROWING | {"engine": ENGINE}))
     (merge, *_) = events(merging.workdir, "merge")
     assert merge["round"] == 3  # a merge waits for all rounds, and rounds wait for a merge
@@ -654,14 +675,14 @@ def test_learners_begin_the_next_round_while_the_driver_evaluates(monkeypatch, t
 
 @both
 def test_when_workers_join_only_their_inner_states_are_sent(monkeypatch, tmp_path):
-    here = Here(monkeypatch, lambda *_: "answer")
+    here = Here(monkeypatch, lambda *_: "response")
     pool = {"num_trainers": 1, "num_workers": 3, "initial_workers": 2, "spawn_frac": 0.5}
     constant = {"test": "constant"}
     engine = ENGINE | {"max_learners": 3}
     run(tmp_path, settings_of(num_rounds=6, ensemble=pool, batching=constant, engine=engine))
     assert counted(tmp_path) == [2, 2, 2, 3, 3, 3]
-    for stream, sent in [(0, [1]), (1, [1]), (2, [4])]:
-        assert [a[2] for a in work_of(here, stream) if a[4] is not None] == sent
+    for worker_id, sent in [(0, [1]), (1, [1]), (2, [4])]:
+        assert [a[2] for a in work_of(here, worker_id) if a[4] is not None] == sent
     assert num_updates(work_of(here, 2)[0][4]) == 9  # the mean of the others
     assert runs.audit(tmp_path) == []
 
@@ -671,7 +692,7 @@ def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tm
     here, put, written = InBucket(monkeypatch, tmp_path / "bucket"), store.Store.put, [0]
 
     def putting(self, name, data):
-        is_sent = name.startswith(("params/", "orders/", "answers/"))
+        is_sent = name.startswith(("params/", "requests/", "responses/"))
         if name.startswith("params/") and name.split("/")[-1] != "0.safetensors":
             written.append(0)
         written[-1] += is_sent * len(data)
@@ -693,8 +714,8 @@ def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tm
 def test_a_driver_averages_over_the_rounds_of_each_trainer(monkeypatch, tmp_path):
     settings = settings_of(**GROWING | {"outer": {"average": 0.5}})
     local = run(tmp_path / "local", settings)
-    # Trainers run at their own pace: the last learner answers later.
-    Here(monkeypatch, lambda n, *_: "wait" if n == 3 and next(turns) % 3 else "answer")
+    # Trainers run at their own pace: the last learner responds later.
+    Here(monkeypatch, lambda n, *_: "wait" if n == 3 and next(turns) % 3 else "response")
     turns = itertools.count()
     far = run(tmp_path / "far", settings.model_copy(update={"engine": settings_with().engine}))
     assert far.loss == pytest.approx(local.loss, abs=1e-5)
@@ -730,7 +751,7 @@ def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
     with contextlib.ExitStack() as stack:
         config.engine.update(kind="ray", heartbeat_s=600.0, max_learners=4)
         if way == "ray":
-            Here(monkeypatch, lambda *_: "answer")
+            Here(monkeypatch, lambda *_: "response")
         else:
             url = tmp_path / "bucket" if way == "folder" else stack.enter_context(s3(monkeypatch))
             config.engine.update(kind="bucket", address=InBucket(monkeypatch, url).url)
@@ -767,9 +788,9 @@ def assert_same_rounds(elastic, local):
 def test_a_signal_ends_a_driver_soon_whatever_its_learners_and_its_bucket_do(
     monkeypatch, tmp_path, what, transport
 ):
-    def fate(n, life, method, arguments):
-        if method != "play" or arguments[0].round < 3:
-            return DIED if ended else "answer"
+    def fate(n, incarnation, method, arguments):
+        if method != "run_round" or arguments[0].round < 3:
+            return DIED if ended else "response"
         if not ended:
             ended.append(there.now_s)
             signal.raise_signal(signal.SIGTERM)

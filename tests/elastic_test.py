@@ -50,9 +50,9 @@ class Slow(Table):
 
     seconds: float = 0.2
 
-    def batch(self, trainer, stream, start, count):
+    def batch(self, trainer, worker_id, start, count):
         time.sleep(self.seconds)
-        return super().batch(trainer, stream, start, count)
+        return super().batch(trainer, worker_id, start, count)
 
 
 class Other(Table):

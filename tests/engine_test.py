@@ -17,7 +17,7 @@ from adloco_jax.core.types import init
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine import sharding
-from adloco_jax.engine.inputs import group_trainers, make_batch, round_keys
+from adloco_jax.engine.inputs import group_trainers, make_round_inputs, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower, needed_bytes
 from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
@@ -152,8 +152,8 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
     spec = spec_of(settings)
     assert spec.by_position
     params = {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
-    for in_turn in (False, True):
-        chosen = dataclasses.replace(spec, in_turn=in_turn)
+    for sequential in (False, True):
+        chosen = dataclasses.replace(spec, sequential=sequential)
         transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
         ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
         calls: dict[float, jax.Array] = {}
@@ -167,9 +167,9 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
         metrics = boundary.metrics
         compiled = {event.key for event in noted if isinstance(event, Compiled)}
         assert compiled == set(round_keys(control, plans, settings.batching, chosen))
-        num_calls = 6 if in_turn else 5
+        num_calls = 6 if sequential else 5
         assert list(calls) == pytest.approx(np.arange(1, num_calls + 1) / num_calls)
-        first_SR = metrics.outcomes[0].loss_SR[:, : 1 if in_turn else None]
+        first_SR = metrics.outcomes[0].loss_SR[:, : 1 if sequential else None]
         assert calls[min(calls)].mean() == pytest.approx(first_SR.mean())
         ended.append((after.ensemble, metrics.outcomes))
     assert_close(ended[1], ended[0], rtol=1e-5, atol=1e-7)
@@ -191,11 +191,11 @@ def test_workers_in_turn_share_one_sum_of_gradients():
     spec = spec_of(settings)
     key = ProgramKey("steps", (4,), 2, accumulates=True)
     needs = {}
-    for in_turn in (False, True):
-        chosen = dataclasses.replace(spec, in_turn=in_turn)
+    for sequential in (False, True):
+        chosen = dataclasses.replace(spec, sequential=sequential)
         sums = sharding.workers_spec(chosen, key.layout, accumulates=True).grad_sum_R["w"]
-        assert sums.shape == (1 if in_turn else 4, VOCAB, VOCAB)
-        needs[in_turn] = needed_bytes(lower(chosen, key).compile())
+        assert sums.shape == (1 if sequential else 4, VOCAB, VOCAB)
+        needs[sequential] = needed_bytes(lower(chosen, key).compile())
     assert needs[True] + 3 * spec.param_bytes <= needs[False]
 
 
@@ -252,6 +252,6 @@ def test_rows_read_ahead_are_the_next_rounds_unless_something_changes(changes):
     plans = round_plans(control, settings)
     batch = engine.inputs(control, plans)
     assert len(rows.reads) == (8 if changes else 4)
-    expected = make_batch(control, plans, settings, spec, rows)
+    expected = make_round_inputs(control, plans, settings, spec, rows)
     assert_equal([batch.calls, batch.lines], [expected.calls, expected.lines])
     engine.programs.close()

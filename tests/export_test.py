@@ -30,7 +30,7 @@ from adloco_jax.run.export import read_trained, write_consensus
 from adloco_jax.run.folder import check_config, recorded_settings, write_config
 from adloco_jax.run.ledger import read
 from adloco_jax.run.weights import pretrained_params
-from adloco_jax.settings import KNOBS, SIZES, Settings
+from adloco_jax.settings import OPTIONS, SIZES, Settings
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -327,7 +327,7 @@ def test_sizes_that_are_unset_are_the_checkpoints(trained):
     alone = validate(config).model
     network = hf.load(trained.workdir / "export").network
     for name in SIZES:
-        size = KNOBS[f"model.{name}"].default
+        size = OPTIONS[f"model.{name}"].default
         assert getattr(found, name) == getattr(network, name, size)
         assert getattr(alone, name) == size
     assert found.width != alone.width

@@ -24,7 +24,7 @@ from adloco_jax.config import validate
 from adloco_jax.core.batching import BatchTest
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.ledger import read
-from adloco_jax.settings import KNOBS
+from adloco_jax.settings import OPTIONS
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -120,7 +120,7 @@ def test_fit_takes_the_callers_optimizers_as_they_are(tmp_path):
     """AdamW and Nesterov as arguments equal AdamW and Nesterov by name and rate."""
     how = {"num_rounds": 2, "ensemble": {"num_trainers": 1, "num_workers": 2}}
     named = settings_of(**how, inner={"learning_rate": 0.05}, outer={"learning_rate": 0.6})
-    free = settings_of(**how, inner={"learning_rate": KNOBS["inner.learning_rate"].default})
+    free = settings_of(**how, inner={"learning_rate": OPTIONS["inner.learning_rate"].default})
     given = {
         "inner_tx": optax.adamw(0.05, weight_decay=named.inner.weight_decay),
         "outer_tx": optax.sgd(0.6, momentum=0.9, nesterov=True),
@@ -130,7 +130,7 @@ def test_fit_takes_the_callers_optimizers_as_they_are(tmp_path):
     assert run(tmp_path / "given", free, **given).loss == results[1].loss  # it may be resumed
 
 
-def test_an_optimizer_given_beside_knobs_of_another_is_refused(tmp_path):
+def test_an_optimizer_given_beside_options_of_another_is_refused(tmp_path):
     config = config_of(
         inner={"tx": "sgd", "weight_decay": 0.0, "schedule": "cosine", "round_length": "qsr"},
         outer={"learning_rate": 0.5},

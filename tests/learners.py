@@ -13,8 +13,8 @@ from adloco_jax.elastic import (
     bucket,
     bucket_learner,
     engine,
-    fleet,
     learner,
+    pool,
     rounds,
     store,
 )
@@ -25,19 +25,19 @@ from adloco_jax.run import processes
 
 
 class Here:
-    """Stands in for a transport of `fleet.TRANSPORTS`.
+    """Stands in for a transport of `pool.TRANSPORTS`.
 
-    `fate` is asked at every look at a call: by learner, life, method and arguments it returns
-    "answer", "wait", an error in words, or a function that changes the answer.
+    `fate` is asked at every look at a call: by learner, incarnation, method and arguments it
+    returns "response", "wait", an error in words, or a function that changes the response.
     """
 
     def __init__(self, monkeypatch, fate):
         self.fate, self.number, self.now_s = fate, itertools.count(), 1000.0
         self.calls, self.handles, self.alive, self.met = {}, {}, set(), set()
         self.unsent = {}
-        self.orders = []  # learner, life, order, arrays
-        self.starts = []  # learner, life, seconds
-        monkeypatch.setitem(fleet.TRANSPORTS, "ray", self)
+        self.requests = []  # learner, incarnation, request, arrays
+        self.starts = []  # learner, incarnation, seconds
+        monkeypatch.setitem(pool.TRANSPORTS, "ray", self)
         _simulate(monkeypatch, self)
 
     is_far = False
@@ -59,8 +59,8 @@ class Here:
     def put(self, value, trainer):
         return value, 0  # its bytes are those of an argument
 
-    def start(self, number, life):
-        handle = number, life
+    def start(self, number, incarnation):
+        handle = number, incarnation
         self.handles[handle] = functools.partial(Learner, self.given)
         self.alive.add(handle)
         self.starts.append((*handle, self.now_s))
@@ -72,20 +72,20 @@ class Here:
             method = "hello"  # for fates: the first sign of a learner
             self.met.add(handle)
         self.calls[call] = handle, method, arguments
-        if method == "play":
-            self.orders.append((*handle, *arguments[:2]))
+        if method == "run_round":
+            self.requests.append((*handle, *arguments[:2]))
         return call, array_bytes(arguments)
 
     def poll(self, calls, timeout_s):
         ended = {}
         for call in calls:
             handle, method, arguments = self.calls[call]
-            assert handle in self.alive, "a call of an earlier life is still waited for"
+            assert handle in self.alive, "a call of an earlier incarnation is still waited for"
             self.call = call
             fate = self.fate(*handle, method, arguments)
             if fate == "wait":
                 continue
-            if fate == "answer" or callable(fate):
+            if fate == "response" or callable(fate):
                 try:
                     value = getattr(self.learner(handle), method)(*arguments)
                 except Refused as error:
@@ -110,7 +110,7 @@ class Here:
         return found
 
 
-CALLS = ("hello", "ping", "play", "states")
+CALLS = ("hello", "ping", "run_round", "states")
 
 
 class InBucket:
@@ -119,11 +119,11 @@ class InBucket:
     Learners act whenever the driver polls.
     """
 
-    def __init__(self, monkeypatch, folder, fate=lambda *_: "answer"):
+    def __init__(self, monkeypatch, folder, fate=lambda *_: "response"):
         self.fate, self.now_s = fate, 1000.0
         self.url = folder if "://" in str(folder) else f"file://{folder}"
         self.alive = set()  # of learners that hold something of this process
-        self.learners, self.dead, self.orders, self.starts, self.acts = {}, set(), [], [], []
+        self.learners, self.dead, self.requests, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
         monkeypatch.setattr(store, "aside", _inline)
         monkeypatch.setattr(
@@ -168,7 +168,7 @@ class InBucket:
         for act in self.acts:
             act()
         for number, exchange in [*self.driver._exchanges.items()]:
-            handle = number, exchange.id.life
+            handle = number, exchange.id.incarnation
             if handle not in self.learners and handle not in self.dead:
                 self.open(handle)
         for handle, there in [*self.learners.items()]:
@@ -178,7 +178,7 @@ class InBucket:
                 there.give_sign()
                 there.step()
                 held = there.handle  # `open` lets another machine take the number
-                if held is None or (held.learner, held.life) != handle:
+                if held is None or (held.learner, held.incarnation) != handle:
                     self.dead.add(handle)
             except (_Waits, ResourceError):  # here a signal ends their patience, too
                 pass
@@ -202,18 +202,20 @@ class InBucket:
                 there.step()
             self.learners[handle] = there
 
-    def only(self, handle, read_driver, epoch):
-        """The driver's board, in which only one number is free."""
-        board = read_driver(epoch)
-        if board is None:
+    def only(self, handle, read_driver, generation):
+        """The driver's heartbeat, in which only one number is free."""
+        heartbeat = read_driver(generation)
+        if heartbeat is None:
             return None
         learners = [
             each.model_copy(
-                update={"is_free": each.is_free and (each.id.learner, each.id.life) == handle}
+                update={
+                    "is_free": each.is_free and (each.id.learner, each.id.incarnation) == handle
+                }
             )
-            for each in board.learners
+            for each in heartbeat.learners
         ]
-        return board.model_copy(update={"learners": learners})
+        return heartbeat.model_copy(update={"learners": learners})
 
     def fated(self, made, handle, method):
         """A method of a learner whose call may wait, fail or return something else."""
@@ -224,15 +226,15 @@ class InBucket:
                 return first[0]
             if method == "ping" and handle not in self.learners:
                 return own()
-            if method == "play" and arguments[0].round not in told:
-                self.orders.append((*handle, *arguments[:2]))
+            if method == "run_round" and arguments[0].round not in told:
+                self.requests.append((*handle, *arguments[:2]))
                 told.append(arguments[0].round)
             self.call = (*handle, method, made.calls[method])
             fate = self.fate(*handle, method, arguments)
             if fate == "wait":
                 raise _Waits
             made.calls[method] += 1
-            if fate != "answer" and not callable(fate):
+            if fate != "response" and not callable(fate):
                 raised = OSError(fate.removeprefix("OSError: "))
                 raise raised if fate.startswith("OSError") else _Dies
             value = own(*arguments)
@@ -261,10 +263,10 @@ def _inline(function, *arguments):
 
 def _simulate(monkeypatch, clock, *modules):
     """Give modules of `elastic` a simulated clock, and let learners share their programs."""
-    for module in (engine, fleet, rounds, *modules):
+    for module in (engine, pool, rounds, *modules):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(learner, "use_compilation_cache", lambda: None)
-    for module in (fleet, learner):
+    for module in (pool, learner):
         monkeypatch.setattr(module, "versions", dict)
     made, shared = learner.Programs, []
 

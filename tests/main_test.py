@@ -26,7 +26,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.configured import build_model
 from adloco_jax.run import folder as run_folder
 from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
-from adloco_jax.settings import KNOBS, default_of, meaning
+from adloco_jax.settings import OPTIONS, default_of, meaning
 from probes import crashes
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -77,12 +77,12 @@ def test_overrides_reach_the_config():
 
 def test_every_key_can_be_overridden_by_its_own_value():
     before = configured()
-    values = {key: attrgetter(key)(before) for key in KNOBS} | OPTIONAL | {"engine.kind": "ray"}
+    values = {key: attrgetter(key)(before) for key in OPTIONS} | OPTIONAL | {"engine.kind": "ray"}
     after = configured(*(f"--config.{key}={value}" for key, value in values.items()))
-    assert {key: attrgetter(key)(after) for key in KNOBS} == values
+    assert {key: attrgetter(key)(after) for key in OPTIONS} == values
 
 
-OPTIONAL = {key: KNOBS[key].default or 60 for key in KNOBS if default_of(key) is None}
+OPTIONAL = {key: OPTIONS[key].default or 60 for key in OPTIONS if default_of(key) is None}
 OPTIONAL |= {"ensemble.initial_workers": 3, "ensemble.spawn_frac": 0.5, "batching.memory_frac": 0.5}
 OPTIONAL |= {"data.tokenizer": "bytes"}
 
@@ -130,14 +130,14 @@ def test_help_says_what_every_key_means_allows_and_how_to_unset_it(capsys):
         and "config.merge:\n  Which trainers are merged into one, and when" in out
     )
     entries = out.split("  --config.")
-    assert [entry.partition(" ")[0] for entry in entries[1:]] == list(KNOBS)
+    assert [entry.partition(" ")[0] for entry in entries[1:]] == list(OPTIONS)
     by_key = {entry.partition(" ")[0]: " ".join(entry.split()) for entry in entries}
     assert "Devices over which one worker's parameters" in by_key["ensemble.model_shards"]
     assert "Largest micro-batch per worker" in by_key["batching.max_batch_size"]
     assert by_key["batching.eta"].endswith("a number, greater than 0, at most 100 (default: 0.8)")
     assert by_key["inner.clip_norm"].endswith("(default: unset); unset with =none")
     assert by_key["data.heldout_path"].endswith("text (default: ''); unset with =''")
-    assert all(len(meaning(key).split()) > 1 for key in KNOBS)
+    assert all(len(meaning(key).split()) > 1 for key in OPTIONS)
 
 
 def test_every_command_has_help_that_does_not_wait_for_jax(elsewhere):
@@ -236,7 +236,7 @@ def test_shipped_configs_are_listed_by_name_and_can_be_imported(capsys):
 def test_the_schema_has_every_key_with_its_meaning_and_limits(capsys):
     assert cli.main(["configs", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    for key in KNOBS:
+    for key in OPTIONS:
         group, _, name = key.rpartition(".")
         part = schema["$defs"][f"{group.capitalize()}Settings"] if group else schema
         assert " ".join(part["properties"][name]["description"].split()) == meaning(key)
@@ -405,7 +405,7 @@ def test_a_broken_config_file_is_refused(capsys, tmp_path):
         words = ["--config.seed=1", "--config.data.path=x.txt"]
         lines = refused(capsys, f"--config={tmp_path / 'mine.py'}", *words)
         assert expected in "\n".join(lines)
-        assert len(lines) == (len(KNOBS) if expected == "seed: missing" else 1)
+        assert len(lines) == (len(OPTIONS) if expected == "seed: missing" else 1)
 
 
 def test_errors_end_with_their_own_code_and_one_line(capsys, monkeypatch):

@@ -175,15 +175,15 @@ print(last[0]["text/plain"])
 
 
 @pytest.mark.parametrize(
-    ("knobs", "batch", "limit"),
+    ("options", "batch", "limit"),
     [
         ({}, 12, "batching.max_growth"),
         ({}, 15, "batching.batch_cap"),
         ({"growth": ("workers",)}, 4, "batching.growth, which has no 'batch'"),
     ],
 )
-def test_growth_names_the_limit_that_held_it(knobs, batch, limit):
-    settings = settings_of(batching=knobs)
+def test_growth_names_the_limit_that_held_it(options, batch, limit):
+    settings = settings_of(batching=options)
     line = {"round": 3, "trainer": 1, "requested_batch_size": 3, "steps_per_round": 3}
     line |= {"next_batch_size": batch, "next_steps_per_round": 3, "skipped_updates": 0}
     decision = Decision(Size(1, 1, batch), "capped", 1.0, 1.0, 99.5)

@@ -23,7 +23,7 @@ from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.folder import check_config, exclusive, recorded_settings, write_config
-from adloco_jax.settings import KNOBS, change
+from adloco_jax.settings import OPTIONS, change
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -145,7 +145,7 @@ def test_a_ledger_that_lacks_rounds_is_refused_and_left_as_it_is(stopped):
 
 
 def test_every_key_has_a_class():
-    assert {change(key) for key in KNOBS} == {"harmless", "accepted", "refused"}
+    assert {change(key) for key in OPTIONS} == {"harmless", "accepted", "refused"}
     another_run = ["seed", "model.width", "data.source", "inner.tx", "ensemble.num_trainers"]
     assert {change(key) for key in another_run} == {"refused"}
 

@@ -8,7 +8,7 @@ import optax
 from ml_collections import ConfigDict
 
 from adloco_jax.config import default_config, validate
-from adloco_jax.engine.spec import Spec, here
+from adloco_jax.engine.spec import ProgramSpec, here
 from adloco_jax.run.program import Model, program_spec
 from adloco_jax.settings import Settings
 
@@ -68,7 +68,7 @@ def bigram_loss(params, tokens):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
-def spec_of(settings, init_fn=init_fn, loss_fn=bigram_loss) -> Spec:
+def spec_of(settings, init_fn=init_fn, loss_fn=bigram_loss) -> ProgramSpec:
     """What the programs of a run of this model share, on the devices that are here."""
     return program_spec(settings, Model(init_fn, lambda *_: loss_fn, LENGTH + 1), here())
 

@@ -20,7 +20,7 @@ from adloco_jax.cli.names import is_run, runs_in
 from adloco_jax.config import namesakes, plain_type, unknown_key_fault
 from adloco_jax.errors import ConfigError
 from adloco_jax.files import local_path
-from adloco_jax.settings import GROUPS, KNOBS, default_of
+from adloco_jax.settings import GROUPS, OPTIONS, default_of
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def _with_usual_hyphens(word: str) -> str:
     if not name.startswith("--config."):
         return f"--{name[2:].replace('_', '-')}{equals}{value}" if name[:2] == "--" else word
     key = name.removeprefix("--config.").replace("-", "_")
-    is_switch = not equals and key in KNOBS and plain_type(key) is bool
+    is_switch = not equals and key in OPTIONS and plain_type(key) is bool
     return f"--config.{key}=True" if is_switch else f"--config.{key}{equals}{value}"
 
 
@@ -159,7 +159,7 @@ def _train(parser: Parser) -> None:
     add("--num-processes", **_INT, help="number of processes")
     add("--process-id", **_INT, help="index of this process")
     add("--meeting-s", **_INT, default=300, help="to wait for the other processes (default: 300)")
-    for name, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
+    for name, keys in itertools.groupby(OPTIONS, key=lambda key: key.rpartition(".")[0]):
         card = inspect.getdoc(GROUPS[name]) if name else "The whole run."
         group = parser.add_argument_group(f"config.{name}".removesuffix("."), card)
         for key in keys:

@@ -15,7 +15,7 @@ from adloco_jax import config
 from adloco_jax.cli.keys import override
 from adloco_jax.cli.names import add_entries, find_config, is_run, load_config, runs_in
 from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
-from adloco_jax.settings import KNOBS, SIZES, DataSettings, Settings
+from adloco_jax.settings import OPTIONS, SIZES, DataSettings, Settings
 
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
 
@@ -67,11 +67,11 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
             made = load_config(path, "get_config", ConfigDict, **given)
     except ConfigError as error:
         raise ConfigError("\n".join([str(error), *faults])) from error
-    values = {key: vars(options)[f"config.{key}"] for key in KNOBS}
+    values = {key: vars(options)[f"config.{key}"] for key in OPTIONS}
     if values["data.path"] is not None or values["data.source"] is not None:
         # The command line names another text. So the settings with which the config file selects
         # its own data set do not apply.
-        values |= {key: KNOBS[key].default for key in _OF_A_DATA_SET if values[key] is None}
+        values |= {key: OPTIONS[key].default for key in _OF_A_DATA_SET if values[key] is None}
     guessed: dict[str, str] = {}
     at, data = values["data.path"], made.get("data")
     names_no_text = isinstance(data, ConfigDict) and not data.get("path")
@@ -102,7 +102,7 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
         if text is not None:
             override(made, key, text)
     if run is None and isinstance(batching, ConfigDict):
-        follow_batch(batching, before, {key for key in KNOBS if values[key] is not None})
+        follow_batch(batching, before, {key for key in OPTIONS if values[key] is not None})
     sizes, model = "", made.get("model")
     if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
         sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})

@@ -274,7 +274,7 @@ def fixed(*, steps_per_round: int, **_: object) -> int:
 
 
 ROUND_LENGTHS: dict[str, Callable[..., float]] = {"fixed": fixed}
-"""Rules for the length of a round by name, for the knob `inner.round_length`.
+"""Rules for the length of a round by name, for the option `inner.round_length`.
 
 `rule(*, ...) -> steps` returns the inner steps of a trainer's next round. Its keywords, of which it
 ignores others by `**_`: `steps_per_round`, `max_steps_per_round`, `warmup_updates` (config group

@@ -222,18 +222,18 @@ def _map_workers(
         after = run(*jax.tree.map(lambda leaf: leaf[0], (carry_R, inputs_R)))
         return jax.tree.map(lambda leaf: leaf[None], after)
     lead, run_some = ((), run) if at_once == 1 else ((at_once,), jax.vmap(run))
-    turns = num_workers // at_once
+    num_steps = num_workers // at_once
 
-    def run_next(carry_N, turn):
-        index, inputs = turn
+    def run_next(carry_N, step):
+        index, inputs = step
         carry = jax.tree.map(lambda leaf: leaf[index], carry_N)
         carry, outputs = run_some(carry, inputs)
         return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), carry_N, carry), outputs
 
     carry_N, inputs_N = jax.tree.map(
-        lambda leaf: leaf.reshape(turns, *lead, *leaf.shape[1:]), (carry_R, inputs_R)
+        lambda leaf: leaf.reshape(num_steps, *lead, *leaf.shape[1:]), (carry_R, inputs_R)
     )
-    after_N = lax.scan(run_next, carry_N, (jnp.arange(turns), inputs_N))
+    after_N = lax.scan(run_next, carry_N, (jnp.arange(num_steps), inputs_N))
     return jax.tree.map(
         lambda leaf: leaf.reshape(num_workers, *leaf.shape[1 + len(lead) :]), after_N
     )
@@ -278,7 +278,7 @@ INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
     "sgd": lambda **_: optax.sgd(1.0),
 }
-"""Factories of inner optimizers by name, for the knob `inner.tx`.
+"""Factories of inner optimizers by name, for the option `inner.tx`.
 
 `factory(*, beta1, beta2, weight_decay, decay, label_params)` returns an optax transformation with
 learning rate 1. `label_params` is the model's, see `contrib.muon`.

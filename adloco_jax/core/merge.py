@@ -61,7 +61,7 @@ MERGE_POLICIES: dict[str, MergePolicy] = {
     "best_with_worst": best_with_worst,
     "none": lambda trainers, *, width: (),
 }
-"""Merge policies by name, for the knob `merge.policy`. To use your own policy, add an entry."""
+"""Merge policies by name, for the option `merge.policy`. To use your own policy, add an entry."""
 
 
 def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:

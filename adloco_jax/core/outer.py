@@ -74,7 +74,7 @@ def labels_of(label_params: Callable[[PyTree], PyTree] | None, difference_W: PyT
 
 
 AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
-"""Aggregators by name, for the knob `outer.aggregator`. To use one of your own, add an entry."""
+"""Aggregators by name, for the option `outer.aggregator`. To use one of your own, add an entry."""
 
 
 def by_trainers(
@@ -107,7 +107,7 @@ OUTER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sgd": lambda **_: optax.sgd(1.0),
     "adamw": lambda **_: optax.adamw(1.0, weight_decay=0.0),
 }
-"""Factories of outer optimizers by name, for the knob `outer.tx`.
+"""Factories of outer optimizers by name, for the option `outer.tx`.
 
 `factory(*, momentum)` returns an optax transformation with learning rate 1.
 """

@@ -1,16 +1,16 @@
 """The driver's side of a run whose learners share only a bucket with it (`bucket_learner`: theirs).
 
-A board is overwritten by its owner; its count is a sign of life, timed by the reader's clock.
-Parameters, orders and answers are written once:
+A heartbeat is overwritten by its owner; its count is a sign of life, timed by the reader's clock.
+Parameters, requests and responses are written once:
 
-    run.json                                     settings, version and data of the run, and the
-                                                 number of its driver, who replaces it if it is gone
-    driver/EPOCH.json                            board of the EPOCH-th driver of the run, from 1 on;
-                                                 0 is written and deleted as a trial
-    learners/EPOCH/NUMBER-LIFE.json              board of a learner
-    params/EPOCH/INDEX.safetensors               parameters of a trainer, or their last update
-    orders/EPOCH/NUMBER-LIFE/ORDER.safetensors   call of a learner's method
-    answers/EPOCH/NUMBER-LIFE/ORDER.safetensors  result of the call
+    run.json                                 settings, version and data of the run, and the number
+                                             of its driver, who replaces it if it is gone
+    driver/GENERATION.json                   heartbeat of the run's driver of this number, from 1
+                                             on; 0 is written and deleted as a trial
+    learners/GENERATION/LEARNER.json         heartbeat of a learner, as NUMBER-INCARNATION
+    params/GENERATION/INDEX.safetensors      parameters of a trainer, or their last update
+    requests/GENERATION/LEARNER/REQUEST.safetensors    call of a learner's method
+    responses/GENERATION/LEARNER/REQUEST.safetensors   result of the call
 """
 
 import concurrent.futures
@@ -32,39 +32,39 @@ from jaxtyping import PyTree
 from adloco_jax import __version__
 from adloco_jax.elastic import store
 from adloco_jax.elastic.formats import (
-    AnswerMessage,
-    DriverBoard,
-    LearnerBoard,
-    LearnerOrders,
-    OrderId,
-    OrderMessage,
+    DriverHeartbeat,
+    LearnerHeartbeat,
+    LearnerRequests,
     Params,
     Refused,
+    RequestId,
+    RequestMessage,
+    ResponseMessage,
     RunDescription,
     array_bytes,
     follows,
     said,
 )
-from adloco_jax.elastic.learner import Given, Reply, answer_form, state_form
+from adloco_jax.elastic.learner import Given, Reply, response_form, state_form
 from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
 from adloco_jax.files import Format
 from adloco_jax.run import processes
 from adloco_jax.run.folder import flat_settings
-from adloco_jax.settings import KNOBS, Settings, change
+from adloco_jax.settings import OPTIONS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 
 
 @dataclasses.dataclass(eq=False)
-class OrderCall:
-    """A call of a learner's method, or a question that the learner's board answers."""
+class RequestCall:
+    """A call of a learner's method, or a question that the learner's heartbeat responses."""
 
-    what: str  # the method; "ping" is answered by the board
-    id: OrderId  # its `order` is, for "ping", the board's count when it was asked
-    form: list = dataclasses.field(default_factory=list)  # what the answer must look like
-    answer: concurrent.futures.Future | None = None  # set once the answer is being read
+    what: str  # the method; "ping" is answered by the heartbeat
+    id: RequestId  # its `request` is, for "ping", the heartbeat's count when it was asked
+    form: list = dataclasses.field(default_factory=list)  # what the response must look like
+    response: concurrent.futures.Future | None = None  # set once the response is being read
 
 
 def limit(form: Any) -> int:
@@ -103,13 +103,15 @@ def connected(
     """
     bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
     run = _description(bucket, given)
-    epoch = next_epoch(bucket, run.driver, heartbeat_s)
-    described = store.to_json(run.model_copy(update={"adloco_jax": __version__, "driver": epoch}))
+    generation = next_generation(bucket, run.driver, heartbeat_s)
+    described = store.to_json(
+        run.model_copy(update={"adloco_jax": __version__, "driver": generation})
+    )
     bucket.put("run.json", described)
     # Read, so that it is equal to what is found later.
     run = store.from_json(described, "run.json", RunDescription)
     made = BucketTransport(bucket, run, given)
-    _delete_rounds(bucket, epoch - 1)  # what a driver that was killed has left
+    _delete_rounds(bucket, generation - 1)  # what a driver that was killed has left
     print(f"to join, on up to {num_learners} machines: adloco join {address}", flush=True)
     try:
         with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
@@ -155,7 +157,7 @@ def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> No
     """Check that learners, which have the settings of `run.json`, train as the driver means."""
     there = flatten_dict(before, sep=".")
     now = flat_settings(settings.with_rows(before.get("num_rows", 0)))  # as when the run began
-    matter = (key for key in KNOBS if change(key) != "harmless" or key == "engine.heartbeat_s")
+    matter = (key for key in OPTIONS if change(key) != "harmless" or key == "engine.heartbeat_s")
     differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
     if differ:
         raise ConfigError(
@@ -164,49 +166,49 @@ def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> No
         )
 
 
-def next_epoch(bucket: Store, last: int, heartbeat_s: float) -> int:
+def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
     """Begin as the next driver, once the `last` one or a later gives no sign; return its number.
 
-    A store may show an older list or board for a while, so one that changes is looked at again.
+    A store may show an older list or heartbeat for a while, so one that changes is looked at again.
     """
     start_s = changed_s = time.monotonic()
-    epoch, board = _newest(bucket, last)
-    if not board.has_ended:
+    generation, heartbeat = _newest(bucket, last)
+    if not heartbeat.has_ended:
         print(
             f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True
         )
     while time.monotonic() <= start_s + 2 * heartbeat_s:
-        begun = DriverBoard(count=0, adloco_jax=__version__)
-        is_free = board.has_ended or time.monotonic() - changed_s >= heartbeat_s
-        if is_free and bucket.create(f"driver/{epoch + 1}.json", begun):
-            return epoch + 1
+        begun = DriverHeartbeat(count=0, adloco_jax=__version__)
+        is_free = heartbeat.has_ended or time.monotonic() - changed_s >= heartbeat_s
+        if is_free and bucket.create(f"driver/{generation + 1}.json", begun):
+            return generation + 1
         time.sleep(min(1.0, heartbeat_s / SIGNS))
-        before, (epoch, board) = (epoch, board), _newest(bucket, epoch)
-        if before != (epoch, board):
+        before, (generation, heartbeat) = (generation, heartbeat), _newest(bucket, generation)
+        if before != (generation, heartbeat):
             changed_s = time.monotonic()
     raise ConfigError(
         f"{bucket.url}: another driver runs there; wait for it, or name another prefix"
     )
 
 
-def _newest(bucket: Store, epoch: int) -> tuple[int, DriverBoard]:
-    """Return the number of the newest driver, from `epoch` on, and its board."""
+def _newest(bucket: Store, generation: int) -> tuple[int, DriverHeartbeat]:
+    """Return the number of the newest driver, from `generation` on, and its heartbeat."""
 
-    def read(number: int) -> DriverBoard | None:
+    def read(number: int) -> DriverHeartbeat | None:
         try:
-            return bucket.message(f"driver/{number}.json", DriverBoard)
+            return bucket.message(f"driver/{number}.json", DriverHeartbeat)
         except Refused:
-            return DriverBoard(count=0)  # the number is taken
+            return DriverHeartbeat(count=0)  # the number is taken
 
-    board = read(epoch) or DriverBoard(count=0, has_ended=not epoch)
-    while (found := read(epoch + 1)) is not None:
-        epoch, board = epoch + 1, found
-    return epoch, board
+    heartbeat = read(generation) or DriverHeartbeat(count=0, has_ended=not generation)
+    while (found := read(generation + 1)) is not None:
+        generation, heartbeat = generation + 1, found
+    return generation, heartbeat
 
 
 def _delete_rounds(bucket: Store, last: int) -> None:
     """Delete what drivers up to the `last` one have left."""
-    named = [re.match(r"(?:params|orders|answers)/(\d+)/", name) for name in bucket.names()]
+    named = [re.match(r"(?:params|requests|responses)/(\d+)/", name) for name in bucket.names()]
     bucket.delete(*(found.string for found in named if found and int(found[1]) <= last))
 
 
@@ -214,13 +216,13 @@ def _delete_rounds(bucket: Store, last: int) -> None:
 class _Exchange:
     """What the driver has written to a learner, and read from it."""
 
-    id: OrderId  # of the last order that was written
-    num_asked: int = 0  # orders that have been submitted
-    num_read: int = 0  # answers that have been read
-    board: LearnerBoard | None = None  # the newest one; None: no machine has taken the number
-    writes: concurrent.futures.Future | None = None  # the newest order's; after earlier orders
-    look: concurrent.futures.Future | None = None  # a request for the board that has not ended
-    next_s: float = 0.0  # when to look at the board next, or when the look began
+    id: RequestId  # of the last request that was written
+    num_asked: int = 0  # requests that have been submitted
+    num_read: int = 0  # responses that have been read
+    heartbeat: LearnerHeartbeat | None = None  # the newest; None: no machine has the number
+    writes: concurrent.futures.Future | None = None  # the newest request's; after earlier requests
+    look: concurrent.futures.Future | None = None  # a request for the heartbeat that has not ended
+    next_s: float = 0.0  # when to look at the heartbeat next, or when the look began
     pause_s: float = store.FIRST_PAUSE_S
 
 
@@ -230,8 +232,8 @@ class BucketTransport:
     is_far = True
 
     def __init__(self, bucket: Store, run: RunDescription, given: Given):
-        self._store, self._run, self._epoch, self._spec = bucket, run, run.driver, given.spec
-        self._other: DriverBoard | None = None  # of a driver that `run.json` names
+        self._store, self._run, self._generation, self._spec = bucket, run, run.driver, given.spec
+        self._other: DriverHeartbeat | None = None  # of a driver that `run.json` names
         self._exchanges: dict[int, _Exchange] = {}
         self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
@@ -239,50 +241,50 @@ class BucketTransport:
         self.unsent: dict[str, int] = {}  # bytes of parameters that are not yet in the bucket
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
         self._sign_s = math.inf  # when the sign of life under way began
-        self._returned_s = 0.0  # when a look at a learner's board last returned
+        self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing, self._is_closed = threading.Lock(), False
         self._fault: BaseException | None = None  # an error of a thread
 
     def give_sign(self) -> None:
-        """Write the board, and `run.json` if it is gone; raise an error if a driver took over."""
+        """Write the heartbeat, and `run.json` if it is gone; raise if another driver took over."""
         self._sign_s = time.monotonic()
-        found = self._store.board("run.json", RunDescription)
+        found = self._store.valid("run.json", RunDescription)
         if not self._may_be_over(found) and found != self._run:
             self._store.put("run.json", store.to_json(self._run))
-        self._write_board()
+        self._write_heartbeat()
         self._sign_s = math.inf
 
     def _may_be_over(self, found: RunDescription | None) -> bool:
-        """Whether `run.json` names a later driver; raise an error if its board changes."""
+        """Whether `run.json` names a later driver; raise an error if its heartbeat changes."""
         before, self._other = self._other, None
-        if found is not None and found.id == self._run.id and found.driver > self._epoch:
-            self._other = self._store.board(f"driver/{found.driver}.json", DriverBoard)
+        if found is not None and found.id == self._run.id and found.driver > self._generation:
+            self._other = self._store.valid(f"driver/{found.driver}.json", DriverHeartbeat)
         if None not in (before, self._other) and before != self._other:
             raise ResourceError(f"{self._store.url}: another driver has taken over")
         return before is None and self._other is not None
 
-    def _write_board(self, *, is_over: bool = False, has_ended: bool = False) -> None:
+    def _write_heartbeat(self, *, is_over: bool = False, has_ended: bool = False) -> None:
         with self._writing:
             if self._is_closed and not has_ended:
                 return
-            board = DriverBoard(
+            heartbeat = DriverHeartbeat(
                 adloco_jax=__version__,
                 count=next(self._count),
                 learners=[
-                    LearnerOrders(id=e.id, num_read=e.num_read, is_free=e.board is None)
+                    LearnerRequests(id=e.id, num_read=e.num_read, is_free=e.heartbeat is None)
                     for e in [*self._exchanges.values()]
                 ],
                 is_over=is_over,
                 has_ended=has_ended,
             )
-            self._store.put(f"driver/{self._epoch}.json", store.to_json(board))
+            self._store.put(f"driver/{self._generation}.json", store.to_json(heartbeat))
 
     def put(self, params: PyTree, kind: Any) -> tuple[Params, int]:
         """Begin to write a trainer's parameters, or their update: a `kind` of object.
 
         The last one of a kind stays, for learners that are late; earlier ones are deleted.
         """
-        name = f"params/{self._epoch}/{next(self._num_params)}.safetensors"
+        name = f"params/{self._generation}/{next(self._num_params)}.safetensors"
         there = self._params.setdefault(kind, [])
         old, there[:] = there[:-1], [*there[-1:], name]
         data = store.pack(Format(), params)
@@ -317,39 +319,39 @@ class BucketTransport:
         except Exception as error:  # deliberately broad: `poll` raises it
             self._fault = error
 
-    def start(self, number: int, life: int) -> OrderId:
+    def start(self, number: int, incarnation: int) -> RequestId:
         """Let a machine become a learner, and return a handle for calls to it."""
-        handle = OrderId(epoch=self._epoch, learner=number, life=life)
+        handle = RequestId(generation=self._generation, learner=number, incarnation=incarnation)
         self._exchanges[number] = _Exchange(handle)
-        self._begin(self._write_board)
+        self._begin(self._write_heartbeat)
         return handle
 
-    def submit(self, handle: OrderId, method: Any, **arguments: Any) -> tuple[OrderCall, int]:
-        """Call a method of a learner; return the call, for `poll`, and the order's bytes."""
+    def submit(self, handle: RequestId, method: Any, **arguments: Any) -> tuple[RequestCall, int]:
+        """Call a method of a learner; return the call, for `poll`, and the request's bytes."""
         exchange = self._exchanges[handle.learner]
         if method == "ping":
-            count = 0 if exchange.board is None else exchange.board.count
-            return OrderCall(method, handle.of(count)), 0
+            count = 0 if exchange.heartbeat is None else exchange.heartbeat.count
+            return RequestCall(method, handle.of(count)), 0
         exchange.num_asked += 1
-        call = OrderCall(method, handle.of(exchange.num_asked))
+        call = RequestCall(method, handle.of(exchange.num_asked))
         if inputs := arguments.pop("inputs", None):
-            order, arguments["states"] = arguments["order"], [*inputs.inner_states]
-            call.form = [answer_form(self._spec, order, work) for work in order.work]
-        message = OrderMessage(id=call.id, method=method, **arguments)
+            request, arguments["states"] = arguments["request"], [*inputs.inner_states]
+            call.form = [response_form(self._spec, request, work) for work in request.work]
+        message = RequestMessage(id=call.id, method=method, **arguments)
         call.form += [state_form(self._spec)] * len(message.wanted)
         data = store.pack(message, inputs)
 
         def write() -> None:
-            self._store.put(call.id.name("orders"), data)
+            self._store.put(call.id.name("requests"), data)
             exchange.id = call.id
-            self._write_board()
+            self._write_heartbeat()
 
-        # One learner's order does not wait for another's, but for its parameters.
+        # One learner's request does not wait for another's, but for its parameters.
         params = None if message.params is None else self._writes.get(message.params.name)
         exchange.writes = self._begin(write, exchange.writes, params)
         return call, len(data)
 
-    def poll(self, calls: Sequence[OrderCall], timeout_s: float) -> dict[OrderCall, Reply]:
+    def poll(self, calls: Sequence[RequestCall], timeout_s: float) -> dict[RequestCall, Reply]:
         """Wait until a call has ended or the time is over.
 
         Raises ResourceError if another driver has taken over.
@@ -376,82 +378,84 @@ class BucketTransport:
         return self._sign_s < late_s or any(e.look and not e.look.done() for e in late)
 
     def _look(self, exchange: _Exchange) -> None:
-        """Take the board of a learner if it has come, or request it if it is time."""
+        """Take the heartbeat of a learner if it has come, or request it if it is time."""
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
-                exchange.look = store.aside(self._read_board, exchange.id.board_name())
+                exchange.look = store.aside(self._read_heartbeat, exchange.id.heartbeat_name())
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
             return
-        board, exchange.look, self._returned_s = exchange.look.result(), None, time.monotonic()
+        heartbeat, exchange.look, self._returned_s = exchange.look.result(), None, time.monotonic()
         exchange.pause_s = store.longer(exchange.pause_s)
-        before = exchange.board
-        if board is not None and (before is None or follows(board.count, before.count)):
-            if before is None or board.num_answers != before.num_answers:
+        before = exchange.heartbeat
+        if heartbeat is not None and (before is None or follows(heartbeat.count, before.count)):
+            if before is None or heartbeat.num_responses != before.num_responses:
                 exchange.pause_s = store.FIRST_PAUSE_S
-            exchange.board = board
+            exchange.heartbeat = heartbeat
             if before is None:
-                self._begin(self._write_board)
+                self._begin(self._write_heartbeat)
         exchange.next_s = time.monotonic() + exchange.pause_s
 
-    def _read_board(self, name: str) -> LearnerBoard | None:
-        # As if there were no board, so no sign of life; or a signal has ended the patience.
+    def _read_heartbeat(self, name: str) -> LearnerHeartbeat | None:
+        # As if there were no heartbeat, so no sign of life; or a signal has ended the patience.
         with contextlib.suppress(ResourceError):
-            return self._store.board(name, LearnerBoard)
+            return self._store.valid(name, LearnerHeartbeat)
         return None
 
-    def _reply(self, call: OrderCall) -> Reply | None:
+    def _reply(self, call: RequestCall) -> Reply | None:
         exchange = self._exchanges[call.id.learner]
-        if (board := exchange.board) is None:
+        if (heartbeat := exchange.heartbeat) is None:
             return None
         if call.what == "ping":
-            is_new = board.sign.has_left or board.count != call.id.order
-            return Reply(board.sign) if is_new else None
-        if call.answer is not None and call.answer.done():
-            exchange.num_read = max(exchange.num_read, call.id.order)
-            return call.answer.result()
-        if call.answer is None and board.num_answers >= call.id.order:
-            call.answer = store.aside(self._read, call)
+            is_new = heartbeat.sign.has_left or heartbeat.count != call.id.request
+            return Reply(heartbeat.sign) if is_new else None
+        if call.response is not None and call.response.done():
+            exchange.num_read = max(exchange.num_read, call.id.request)
+            return call.response.result()
+        if call.response is None and heartbeat.num_responses >= call.id.request:
+            call.response = store.aside(self._read, call)
         return None
 
-    def _read(self, call: OrderCall) -> Reply:
-        name = call.id.name("answers")
+    def _read(self, call: RequestCall) -> Reply:
+        name = call.id.name("responses")
 
-        def form_of(message: AnswerMessage) -> Any:
+        def form_of(message: ResponseMessage) -> Any:
             if message.id != call.id:
-                raise Refused(f"{name}: answers another order")
+                raise Refused(f"{name}: responds to another request")
             return None if message.error else call.form
 
         try:
-            message, value, size = self._store.read(name, limit(call.form), AnswerMessage, form_of)
+            message, value, size = self._store.read(
+                name, limit(call.form), ResponseMessage, form_of
+            )
             if message.refused:
-                value = Refused(f"it refused the order: {said(message.error)}")
+                value = Refused(f"it refused the request: {said(message.error)}")
             error = said(message.error) if message.error and not message.refused else ""
             return Reply(value, error, size)
         except (Refused, ResourceError) as error:
             return Reply(Refused(str(error)))
         finally:
-            self._begin(lambda: self._store.delete(call.id.name("orders"), name))
+            self._begin(lambda: self._store.delete(call.id.name("requests"), name))
 
-    def kill(self, handle: OrderId) -> None:
+    def kill(self, handle: RequestId) -> None:
         """End the exchange with a learner, which leaves when it sees this."""
         exchange = self._exchanges.pop(handle.learner)
-        left = [handle.board_name()]
-        for order in range(exchange.num_read + 1, exchange.num_asked + 1):
-            left += [handle.of(order).name(part) for part in ("orders", "answers")]
-        self._begin(self._write_board)
+        left = [handle.heartbeat_name()]
+        for request in range(exchange.num_read + 1, exchange.num_asked + 1):
+            left += [handle.of(request).name(part) for part in ("requests", "responses")]
+        self._begin(self._write_heartbeat)
         self._begin(lambda: self._store.delete(*left), exchange.writes)
 
     def close(self, *, is_over: bool) -> None:
-        """Say on the board that the driver has ended, and delete its rounds.
+        """Say on the heartbeat that the driver has ended, and delete its rounds.
 
         After a signal it waits a few seconds for the bucket.
         """
 
         def end() -> None:
-            self._write_board(is_over=is_over, has_ended=True)
-            _delete_rounds(self._store, self._epoch)
+            self._write_heartbeat(is_over=is_over, has_ended=True)
+            _delete_rounds(self._store, self._generation)
 
         self._is_closed, self._fault, until_s = True, None, math.inf
         ending = store.aside(self.act, end)

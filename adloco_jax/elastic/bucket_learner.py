@@ -18,14 +18,14 @@ from adloco_jax.config import validate
 from adloco_jax.elastic import store
 from adloco_jax.elastic.bucket import SIGNS, limit
 from adloco_jax.elastic.formats import (
-    AnswerMessage,
-    DriverBoard,
-    LearnerBoard,
-    LearnerOrders,
-    Order,
-    OrderId,
-    OrderMessage,
+    DriverHeartbeat,
+    LearnerHeartbeat,
+    LearnerRequests,
     Refused,
+    Request,
+    RequestId,
+    RequestMessage,
+    ResponseMessage,
     RunDescription,
     follows,
 )
@@ -151,14 +151,14 @@ class BucketLearner:
         self._store, self.learner, self._spec, self._run_id = bucket, learner, given.spec, run_id
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
         self._num_workers = given.settings.ensemble.num_workers
-        self._epoch = 0  # number of the driver; 0: none is known yet
-        self.handle: OrderId | None = None  # None: not in the run
-        self._num_answers = self._count = 0  # answers in this life; own signs of life
-        self._driver = DriverBoard(count=0)  # the driver's newest board
+        self._generation = 0  # number of the driver; 0: none is known yet
+        self.handle: RequestId | None = None  # None: not in the run
+        self._num_responses = self._count = 0  # responses in this incarnation; own signs of life
+        self._driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
         self._changed_s = time.monotonic()  # when it came
-        self._seen = 0  # the count of the last board that was looked at
+        self._seen = 0  # the count of the last heartbeat that was looked at
         self._writing = threading.Lock()
-        self._idle_s = time.monotonic()  # when the last answer was sent
+        self._idle_s = time.monotonic()  # when the last response was sent
         self._has_left = False
         self._said = ""  # the last line that was printed
 
@@ -180,62 +180,62 @@ class BucketLearner:
         if self._has_left:
             self.give_sign()
         elif self.handle is not None:
-            self._store.delete(self.handle.board_name())
-        bytes_up, bytes_down = self._store.bytes_up, self._store.bytes_down
+            self._store.delete(self.handle.heartbeat_name())
+        there, why = self._store, "left" if self.learner.leaving else "the run is over"
         self._say(
-            f"{'left' if self.learner.leaving else 'the run is over'}: {self._num_answers} answers,"
-            f" {self._store.requests} requests, {bytes_up} bytes up, {bytes_down} bytes down"
+            f"{why}: {self._num_responses} responses, {there.requests} requests,"
+            f" {there.bytes_up} bytes up, {there.bytes_down} bytes down"
         )
 
     def step(self) -> str:
-        """Look at the driver's board, and do the next order: "over", "done" or "nothing"."""
+        """Look at the driver's heartbeat, and do the next request: "over", "done" or "nothing"."""
         if not self._find_driver():
             return "nothing"
-        if self._driver.is_over:  # a driver that is alive would write two other boards
+        if self._driver.is_over:  # a driver that is alive would write two other heartbeats
             return "over" if self._silent_s() >= 2 * self._heartbeat_s / SIGNS else "nothing"
         if self.handle is None:
             return "done" if not self.learner.leaving and self._enlist() else "nothing"
-        if (own := self._own_orders()) is None:
+        if (own := self._own_requests()) is None:
             number = self.handle.learner
             self._resign()
             if self.learner.leaving:
                 return "over"
             self._say(f"lost: the driver goes on without learner {number}, as it was silent")
             return "done"
-        if own.id.order <= self._num_answers:
+        if own.id.request <= self._num_responses:
             self._say_for_what(own)
             return "nothing"
-        self._do(self.handle.of(self._num_answers + 1))
+        self._do(self.handle.of(self._num_responses + 1))
         return "done"
 
     def give_sign(self) -> None:
-        """Write this learner's board, if it takes part."""
+        """Write this learner's heartbeat, if it takes part."""
         with self._writing:
             if self.handle is not None:
-                self._store.put(self.handle.board_name(), store.to_json(self._board()))
+                self._store.put(self.handle.heartbeat_name(), store.to_json(self._heartbeat()))
 
-    def _own_orders(self) -> LearnerOrders | None:
+    def _own_requests(self) -> LearnerRequests | None:
         return next((e for e in self._driver.learners if e.id.of(0) == self.handle), None)
 
     def _is_awaited(self) -> bool:
-        """Whether there is a driver that still has to read an answer."""
-        own = self._own_orders() if self._is_alive() else None
-        return own is not None and own.num_read < self._num_answers
+        """Whether there is a driver that still has to read a response."""
+        own = self._own_requests() if self._is_alive() else None
+        return own is not None and own.num_read < self._num_responses
 
-    def _say_for_what(self, own: LearnerOrders) -> None:
+    def _say_for_what(self, own: LearnerRequests) -> None:
         """Say for what the learner waits, if it takes long."""
         if time.monotonic() - self._idle_s < store.TELL_S or not self._is_alive():
             return
         others = [each for each in self._driver.learners if each is not own]
-        late = [each.id.learner for each in others if each.id.order > each.num_read]
-        whose = f"learner {late[0]}'s answer" if late else "the driver"
-        self._say(f"waiting for {whose if len(late) < 2 else f'answers of learners {late}'}")
+        late = [each.id.learner for each in others if each.id.request > each.num_read]
+        whose = f"learner {late[0]}'s response" if late else "the driver"
+        self._say(f"waiting for {whose if len(late) < 2 else f'responses of learners {late}'}")
 
-    def _board(self) -> LearnerBoard:
+    def _heartbeat(self) -> LearnerHeartbeat:
         self._count += 1
         self.learner.leaving |= processes.is_asked_to_stop()
         sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
-        return LearnerBoard(count=self._count, num_answers=self._num_answers, sign=sign)
+        return LearnerHeartbeat(count=self._count, num_responses=self._num_responses, sign=sign)
 
     def _say(self, line: str) -> None:
         if line != self._said:
@@ -250,30 +250,30 @@ class BucketLearner:
         return time.monotonic() - self._changed_s
 
     def _find_driver(self) -> bool:
-        """Read the board of the newest driver; return whether there is one that works."""
-        if self._epoch and (board := self._read_driver(self._epoch)) is not None:
+        """Read the heartbeat of the newest driver; return whether there is one that works."""
+        if self._generation and (heartbeat := self._read_driver(self._generation)) is not None:
             # After a forged count the driver's own is small, but changes.
-            is_back = self._silent_s() >= self._heartbeat_s and board.count != self._seen
-            if is_back or follows(board.count, self._driver.count):
-                self._changed_s, self._driver = time.monotonic(), board
-            self._seen = board.count
+            is_back = self._silent_s() >= self._heartbeat_s and heartbeat.count != self._seen
+            if is_back or follows(heartbeat.count, self._driver.count):
+                self._changed_s, self._driver = time.monotonic(), heartbeat
+            self._seen = heartbeat.count
         if self.handle is None or not self._is_alive():
             self._find_newest()
         if self._driver.has_ended and not self._driver.is_over:
             self._say("the driver has ended; waiting until it is started again")
             return False
-        if self._epoch and not (self._is_alive() or self._driver.is_over):
+        if self._generation and not (self._is_alive() or self._driver.is_over):
             self._say("the driver gives no sign; waiting for it")
-        return self._epoch > 0
+        return self._generation > 0
 
     def _find_newest(self) -> None:
-        """Go to the driver that `run.json` names, if it has a board."""
-        run = self._store.board("run.json", RunDescription)
-        if run is None or run.id != self._run_id or run.driver == self._epoch:
+        """Go to the driver that `run.json` names, if it has a heartbeat."""
+        run = self._store.valid("run.json", RunDescription)
+        if run is None or run.id != self._run_id or run.driver == self._generation:
             return
-        if (board := self._read_driver(run.driver)) is not None:
+        if (heartbeat := self._read_driver(run.driver)) is not None:
             self._resign()
-            self._epoch, self._driver, self._seen = run.driver, board, board.count
+            self._generation, self._driver, self._seen = run.driver, heartbeat, heartbeat.count
             self._changed_s = time.monotonic()
 
     def _resign(self) -> None:
@@ -281,10 +281,12 @@ class BucketLearner:
         if self.handle is not None:
             with self._writing:
                 before, self.handle = self.handle, None
-            self._store.delete(before.board_name(), before.of(self._num_answers).name("answers"))
+            self._store.delete(
+                before.heartbeat_name(), before.of(self._num_responses).name("responses")
+            )
 
-    def _read_driver(self, epoch: int) -> DriverBoard | None:
-        return self._store.board(f"driver/{epoch}.json", DriverBoard)
+    def _read_driver(self, generation: int) -> DriverHeartbeat | None:
+        return self._store.valid(f"driver/{generation}.json", DriverHeartbeat)
 
     def _enlist(self) -> bool:
         """Become a learner of the run, if it has room for one, and this version is the driver's."""
@@ -293,71 +295,71 @@ class BucketLearner:
         random.shuffle(free)
         for handle in free:
             with self._writing:
-                self.handle, self._num_answers = handle, 0
-                if not self._store.create(handle.board_name(), self._board()):
+                self.handle, self._num_responses = handle, 0
+                if not self._store.create(handle.heartbeat_name(), self._heartbeat()):
                     self.handle = None
                     continue
-            folder = (self._workdir or Path(os.devnull)) / str(self._epoch)
+            folder = (self._workdir or Path(os.devnull)) / str(self._generation)
             if self._workdir is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-            self.learner.enlist(handle.learner, handle.life, folder)
+            self.learner.enlist(handle.learner, handle.incarnation, folder)
             self._say(f"joined as learner {handle.learner}")
             return True
         self._say("the run has its learners; waiting to replace one")
         return False
 
-    def _do(self, order: OrderId) -> None:
-        """Run an order of the driver, and write the answer."""
-        message, fault, start_s = AnswerMessage(id=order), None, time.monotonic()
-        played, found = None, []
+    def _do(self, request: RequestId) -> None:
+        """Run a request of the driver, and write the response."""
+        message, fault, start_s = ResponseMessage(id=request), None, time.monotonic()
+        ran, found = None, []
         try:
-            played, found = self._execute(order)
+            ran, found = self._execute(request)
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
             why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
-            message, fault = AnswerMessage(id=order, error=why, refused=refused), error
+            message, fault = ResponseMessage(id=request, error=why, refused=refused), error
         worked_s = time.monotonic() - start_s
-        self._store.put(order.name("answers"), store.pack(message, found))
+        self._store.put(request.name("responses"), store.pack(message, found))
         sent_s, waited_s = time.monotonic() - start_s - worked_s, start_s - self._idle_s
         self._idle_s = time.monotonic()
-        if played and found:
-            tokens = self._spec.sequence_length * played.num_sequences
+        if ran and found:
+            tokens = self._spec.sequence_length * ran.num_sequences
             computed_s = min(worked_s, sum(each.seconds for each in found))
             loss = np.nanmean(np.concatenate([each.loss_SR for each in found]))
             self._say(
-                f"round {played.round} of trainer {played.trainer}: loss {loss:.4g},"
+                f"round {ran.round} of trainer {ran.trainer}: loss {loss:.4g},"
                 f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; waited {waited_s:.1f} s, prepared"
                 f" {worked_s - computed_s:.1f} s, computed {computed_s:.1f} s, sent {sent_s:.1f} s"
             )
-        self._num_answers = order.order
+        self._num_responses = request.request
         self.give_sign()
         if isinstance(fault, Refused):
             print(f"refused: {fault}", file=sys.stderr, flush=True)
         elif fault is not None:
             raise fault
 
-    def _execute(self, which: OrderId) -> tuple[Order | None, list]:
-        """Run an order; return the round that was played, if one was, and what was found."""
-        spec, name = self._spec, which.name("orders")
+    def _execute(self, which: RequestId) -> tuple[Request | None, list]:
+        """Run a request; return the round that ran, if one did, and what was found."""
+        spec, name = self._spec, which.name("requests")
 
-        def form(message: OrderMessage) -> Any:
+        def form(message: RequestMessage) -> Any:
             if message.id != which:
-                raise Refused(f"{name}: another order")
-            order = message.order
-            workers = order.work if order else message.wanted
+                raise Refused(f"{name}: another request")
+            request = message.request
+            workers = request.work if request else message.wanted
             if max(len(workers), len(message.states)) > self._num_workers:
                 raise Refused(f"{name}: for more workers than the run has")
-            if order is None:
+            if request is None:
                 return None
-            self.learner.check(order, message.states)
-            return inputs_form(spec, order, message.states)
+            self.learner.check(request, message.states)
+            return inputs_form(spec, request, message.states)
 
         most = limit([state_form(spec)] * self._num_workers)
-        message, inputs, _ = self._store.read(name, most, OrderMessage, form)
-        order, params = message.order, message.params
-        if order is None:
+        message, inputs, _ = self._store.read(name, most, RequestMessage, form)
+        request, params = message.request, message.params
+        if request is None:
             return None, self.learner.states(message.wanted)
         if params is None:
-            return order, self.learner.play(order, inputs, None)
-        want = sent_form(spec, order)
+            return request, self.learner.run_round(request, inputs, None)
+        want = sent_form(spec, request)
         how = params.name, limit(want), Format, lambda _: want, params.sha256
-        return order, self.learner.play(order, inputs, self._store.read(*how)[1])
+        return request, self.learner.run_round(request, inputs, self._store.read(*how)[1])

@@ -38,14 +38,14 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITI
 class RayLearner(Learner):
     """A learner in a process of the cluster, which ends with its parent, Ray's own process."""
 
-    def __init__(self, number: int, life: int, given: Given):
-        """Begin a life of the learner. SIGTERM asks it to leave."""
+    def __init__(self, number: int, incarnation: int, given: Given):
+        """Begin an incarnation of the learner. SIGTERM asks it to leave."""
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         model, data = given.settings.model, given.settings.data
         ARCHITECTURES[model.arch], DATA_SOURCES[data.source] = given.entries
         super().__init__(given)
-        self.enlist(number, life, given.log)
+        self.enlist(number, incarnation, given.log)
 
 
 def _end_with(parent: int) -> None:
@@ -79,7 +79,7 @@ def connected(
     how = {"prefix": "adloco-", "dir": "/tmp", "ignore_cleanup_errors": True}
     with tempfile.TemporaryDirectory(**how) as folder:
         if address:
-            _join(address)
+            _connect(address)
         else:
             _start(num_learners, folder)
         import ray
@@ -92,7 +92,7 @@ def connected(
             ray.shutdown()
 
 
-def _join(address: str) -> None:
+def _connect(address: str) -> None:
     import ray
 
     try:
@@ -142,7 +142,7 @@ def _reply(call: Any) -> Reply:
         return Reply(value, num_bytes=array_bytes(value))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, Refused):
-            return Reply(Refused(f"it refused the order: {said(str(error.cause))}"))
+            return Reply(Refused(f"it refused the request: {said(str(error.cause))}"))
         return Reply(None, said(f"{type(error.cause).__name__}: {error.cause}"))
     except ray.exceptions.ActorUnavailableError:
         return Reply(None, "its process or its node cannot be reached")
@@ -176,7 +176,7 @@ class RayTransport:
                 f" ({type(error.__cause__).__name__}: {str(error.__cause__)[:200]})"
             ) from None
 
-    def start(self, number: int, life: int) -> Any:
+    def start(self, number: int, incarnation: int) -> Any:
         """Ask for a process on any node with a free CPU (and GPUs, if any); return its handle."""
         gpus = self._ray.cluster_resources().get("GPU", 0)
         options: dict[str, Any] = {
@@ -187,7 +187,7 @@ class RayTransport:
             "concurrency_groups": {"aside": 2},
             "scheduling_strategy": "SPREAD",
         }
-        return self._ray.remote(**options)(RayLearner).remote(number, life, self._given)
+        return self._ray.remote(**options)(RayLearner).remote(number, incarnation, self._given)
 
     def submit(self, handle: Any, method: str, **arguments: Any) -> tuple[Any, int]:
         """Call a method of a learner without waiting; return a reference for `poll`, and bytes."""

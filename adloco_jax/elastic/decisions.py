@@ -1,6 +1,6 @@
 """Decisions about learners, as pure functions; times are seconds of one clock.
 
-A worker is known by its stream, a learner by its number, which its next process keeps.
+A worker is known by its id, a learner by its number, which its next process keeps.
 """
 
 import math
@@ -26,30 +26,30 @@ class LearnerRecord:
     """What the driver (the process with the training loop) knows about a learner's process."""
 
     number: int  # the learner's number, which its next processes keep
-    life: int  # how many times the learner has been restarted
+    incarnation: int  # how many times the learner has been restarted
     started_s: float  # when the process was started, or will be
     joined: bool = False  # whether the process has answered its first call
     leaving: bool = False  # whether the process has been asked to end
-    asked_s: float | None = None  # time of a heartbeat request without an answer yet
-    next_s: float = 0.0  # time of the next heartbeat request
+    asked_s: float | None = None  # time of a ping without a response yet
+    next_s: float = 0.0  # time of the next ping
     sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
-    # The last seconds to the answer of a heartbeat, and of an order without the round itself.
+    # The last seconds to the response of a heartbeat, and of a request without the round itself.
     sign_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
-    sent_s: float = 0.0  # when its present order was submitted
-    num_answers: int = 0
+    sent_s: float = 0.0  # when its present request was submitted
+    num_responses: int = 0
     failures: float = 0  # number of processes before it, in a row, that ran but did not join
     lost_s: float | None = None  # when its last process ended; None if it has joined since
     cause: str = ""  # why that one was lost; empty if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
-    streams: list[int] = field(default_factory=list)  # streams of the workers that it runs
+    worker_ids: list[int] = field(default_factory=list)  # the workers that it runs
     params_ids: dict[int, int] = field(default_factory=dict)  # that it has, by trainer's id
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
         """Say in words why the learner now counts as lost; empty if it does not.
 
         `heartbeat_s` limits the wait for a heartbeat (unless earlier ones took longer), `restart_s`
-        that for the first answer.
+        that for the first response.
         """
         if not self.joined:
             is_late = now_s - self.started_s > restart_s
@@ -69,7 +69,7 @@ class LearnerRecord:
         return self.sequence_s * sequences + transfer_s
 
     def sent(self, sequences: int, now_s: float, *, heartbeat_s: float) -> None:
-        """Record that an order for some sequences is sent, and until when they must be done.
+        """Record that a request for some sequences is sent, and until when they must be done.
 
         It may take `SLOW` times the predicted seconds, and at least `SLOW` heartbeats.
         """
@@ -105,7 +105,7 @@ def assign(
     *,
     returning: Collection[int],
 ) -> dict[int, int]:
-    """Assign workers to learners; return the learner of each stream that has one.
+    """Assign workers to learners; return the learner of each worker that has one.
 
     1. A worker whose learner is present (in `learners`) stays with it.
     2. The other `movable` ones are divided among the spare learners, which have no worker.
@@ -114,30 +114,30 @@ def assign(
     4. A learner that is still spare takes a movable one from the learner with the most workers, if
        these are at least two.
 
-    `trainers` has each stream's trainer id. `movable` are streams of workers between two rounds,
+    `trainers` has each worker's trainer id. `movable` are workers between two rounds,
     `returning` those whose lost learner may soon be back.
     """
-    hosts = {s: each.number for each in learners for s in each.streams if s in trainers}
+    hosts = {s: each.number for each in learners for s in each.worker_ids if s in trainers}
 
     def load(number: int) -> list[int]:
-        return [stream for stream, host in hosts.items() if host == number]
+        return [worker_id for worker_id, host in hosts.items() if host == number]
 
     homeless = sorted((s for s in movable if s not in hosts), key=lambda s: (trainers[s], s))
     spares = [each.number for each in learners if not load(each.number)]
     if spares and homeless:  # divide equally; workers of a trainer stay together
         size = -(-len(homeless) // len(spares))
-        hosts |= {stream: spares[index // size] for index, stream in enumerate(homeless)}
+        hosts |= {worker_id: spares[index // size] for index, worker_id in enumerate(homeless)}
     else:
-        for stream in (s for s in homeless if learners and s not in returning):
+        for worker_id in (s for s in homeless if learners and s not in returning):
 
-            def cost(number: int, stream: int = stream) -> tuple[int, bool, int]:
+            def cost(number: int, worker_id: int = worker_id) -> tuple[int, bool, int]:
                 held = load(number)
-                return len(held), trainers[stream] not in {trainers[s] for s in held}, number
+                return len(held), trainers[worker_id] not in {trainers[s] for s in held}, number
 
-            hosts[stream] = min((each.number for each in learners), key=cost)
+            hosts[worker_id] = min((each.number for each in learners), key=cost)
     for spare in [each.number for each in learners if not load(each.number)]:
         largest = max((each.number for each in learners), key=lambda n: (len(load(n)), -n))
-        given = [stream for stream in load(largest) if stream in movable]
+        given = [worker_id for worker_id in load(largest) if worker_id in movable]
         if len(load(largest)) >= 2 and given:
             hosts[given[-1]] = spare
     return hosts

@@ -20,15 +20,15 @@ from adloco_jax.core.outer import apply_differences
 from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
-from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.formats import Order, Refused, WorkerOrder, array_bytes
-from adloco_jax.elastic.learner import Inputs, answer_form
-from adloco_jax.elastic.rounds import Round, check_answers
+from adloco_jax.elastic.formats import Refused, Request, WorkerRequest, array_bytes
+from adloco_jax.elastic.learner import Inputs, response_form
+from adloco_jax.elastic.pool import Event, LearnerPool
+from adloco_jax.elastic.rounds import Round, check_responses
 from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S, TELL_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
 from adloco_jax.engine.local import end_round
-from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned
+from adloco_jax.engine.programs import Programs, merge_positions, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import (
@@ -79,17 +79,17 @@ class ElasticEngine:
         self.settings, self.spec = run.settings, run.spec
         self.state_bytes = run.spec.state_bytes
         self.programs, self.heldout = programs, heldout
-        self.underway: Control
+        self.control_before: Control
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
-        self.fleet = Fleet(run, write)
-        self._states = InnerStates(run.spec, self.fleet, self._poll)
-        self._params = SentParams(self.fleet)
+        self.pool = LearnerPool(run, write)
+        self._states = InnerStates(run.spec, self.pool, self._poll)
+        self._params = SentParams(self.pool)
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
         self._stop_s = math.inf  # when rounds under way are given up, after a signal
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
-        # By trainer's id, rounds without an answer: time of the first, number, and time to go on.
+        # By trainer's id, rounds without a response: time of the first, number, and time to go on.
         self._failures: dict[int, tuple[float, int, float]] = {}
         # By trainer's id, the median norm of the last accepted updates.
         self._usual_norm: dict[int, float] = {}
@@ -119,10 +119,10 @@ class ElasticEngine:
         )
         control, decided = decide(control, _by_trainer(ended), plans)
         ensemble, outcomes = self._outer_updates(state, ended)
-        before_s, self._up_s = self._up_s, self.fleet.up_s()
+        before_s, self._up_s = self._up_s, self.pool.up_s()
         # Trainers whose rounds end together share alike.
         up_s = round((self._up_s - before_s) / len(ended), 6)
-        wire_bytes, self.fleet.wire_bytes = divmod(self.fleet.wire_bytes, len(ended))
+        wire_bytes, self.pool.wire_bytes = divmod(self.pool.wire_bytes, len(ended))
         lines = {
             m: planned(state.control, m, each.plan, each.rate_T)
             | {"workers_counted": len(each.useful), "wire_bytes": wire_bytes, "up_s": up_s}
@@ -139,17 +139,17 @@ class ElasticEngine:
         return state, boundary
 
     def _wait_for_rounds(self, state: State) -> dict[int, Round]:
-        """Start rounds, wait until some have ended, take them out and judge their answers."""
+        """Start rounds, wait until some have ended, take them out and judge their responses."""
         if self._fault is not None:
             raise self._fault
-        self.underway = control = state.control
-        self.fleet.control = control
-        if not self.fleet.learners:
-            self.fleet.start_all(control.num_workers)
+        self.control_before = control = state.control
+        self.pool.control = control
+        if not self.pool.learners:
+            self.pool.start_all(control.num_workers)
         if not self.rounds:
             self._states.adopt(state)
         together, rule = _keep_together(self.settings), self.settings.engine
-        self._tell_s = time.monotonic() + TELL_S * (self.fleet.num_present > 0)
+        self._tell_s = time.monotonic() + TELL_S * (self.pool.num_present > 0)
         while True:
             if processes.is_asked_to_stop():
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
@@ -158,7 +158,7 @@ class ElasticEngine:
             else:
                 self._begin(state)
             under_way = [m for m in control.trainers if m in self.rounds]
-            over = [m for m in under_way if self.rounds[m].is_over(rule, self.fleet.learners)]
+            over = [m for m in under_way if self.rounds[m].is_over(rule, self.pool.learners)]
             if over and (not together or len(over) == len(control.trainers)):
                 break
             self._poll()
@@ -176,17 +176,21 @@ class ElasticEngine:
         if time.monotonic() < self._tell_s:
             return
         self._tell_s = time.monotonic() + TELL_S
-        learners, now_s = self.fleet.learners, time.monotonic()
-        if not self.fleet.num_present:
+        learners, now_s = self.pool.learners, time.monotonic()
+        if not self.pool.num_present:
             return say("no learner: waiting for one")
         come = sum(len(each.reported) for each in self.rounds.values())
         to_come = sum(len(each.awaited) for each in self.rounds.values())
-        left_bytes, left_s = sum([*self.fleet.transport.unsent.values()]), 0.0
-        for call in self.fleet.asked("play"):
-            learner, order = learners[call.learner], call.about
-            left_bytes += sum(array_bytes(answer_form(self.spec, order, w)) for w in order.work)
-            left_s = max(left_s, learner.sent_s + learner.predicted_s(order.num_sequences) - now_s)
-        words = f"{come} of {come + to_come} answers have come, {in_bytes(left_bytes)} to move"
+        left_bytes, left_s = sum([*self.pool.transport.unsent.values()]), 0.0
+        for call in self.pool.asked("run_round"):
+            learner, request = learners[call.learner], call.about
+            left_bytes += sum(
+                array_bytes(response_form(self.spec, request, w)) for w in request.work
+            )
+            left_s = max(
+                left_s, learner.sent_s + learner.predicted_s(request.num_sequences) - now_s
+            )
+        words = f"{come} of {come + to_come} responses have come, {in_bytes(left_bytes)} to move"
         soon = f", in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
         say(f"round {control.round + 1}: {words}{soon}")
 
@@ -196,22 +200,24 @@ class ElasticEngine:
         """Apply the outer update to each trainer whose round has ended."""
         ensemble, outcomes = state.ensemble.replace(inner_state_R=None), {}
         for m, each in ended.items():
-            streams, norm = state.control.trainers[m].streams, math.nan
+            worker_ids, norm = state.control.trainers[m].streams, math.nan
             if each.counted:
                 at = state.control.positions([m])
-                sub, norm_M, sent = self._outer_update(take(ensemble, at), streams, each)
+                sub, norm_M, sent = self._outer_update(take(ensemble, at), worker_ids, each)
                 ensemble, norm = put(ensemble, at, sub), float(norm_M[0])
                 if math.isfinite(norm):  # otherwise the parameters are as before
                     (update,) = jax.device_get(sent or [None])
-                    is_taken = each.order.is_taken(self.spec)
-                    self._params.change(m, update, each.senders[streams[0]] if is_taken else None)
-            outcomes[m] = each.outcome(streams, norm)
+                    is_taken = each.request.is_taken(self.spec)
+                    self._params.change(
+                        m, update, each.senders[worker_ids[0]] if is_taken else None
+                    )
+            outcomes[m] = each.outcome(worker_ids, norm)
             self._close(each)
         return ensemble, outcomes
 
     def _work_on(self, state: State) -> None:
         """Let learners work while observers evaluate and save."""
-        self.underway = self.fleet.control = state.control
+        self.control_before = self.pool.control = state.control
         if not (processes.is_asked_to_stop() or _changes_now(state.control, self.settings)):
             try:
                 self._begin(state)
@@ -230,10 +236,12 @@ class ElasticEngine:
         self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
         """Merge trainers, then move workers, after fetching the inner states from the learners."""
-        weights_n, plan = np.asarray(weights, np.float32), merge_plan(state.control, members, after)
+        at = merge_positions(state.control, members, after)
         for m in members:
             self._params.change(m, None)
-        return replace(merged, self._states.whole(state, fetches=True), weights_n, *plan)
+        return replace(
+            merged, self._states.whole(state, fetches=True), np.asarray(weights, np.float32), *at
+        )
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer up to `num_workers`, after fetching the inner states."""
@@ -245,12 +253,12 @@ class ElasticEngine:
 
         They are fresh instead if learners are far away, or `inner.state=reset`.
         """
-        fetches = not self.fleet.learners or not self.fleet.transport.is_far
+        fetches = not self.pool.learners or not self.pool.transport.is_far
         return self._states.whole(state, fetches=fetches)
 
     def close(self) -> None:
         """End all learners, and what was started to reach them."""
-        self.fleet.close()
+        self.pool.close()
 
     # -- Rounds --------------------------------------------------------------------------------
 
@@ -267,124 +275,128 @@ class ElasticEngine:
         tokens = self.spec.sequence_length * sum(
             plan.num_sequences * len(control.trainers[m].streams) for m, plan in plans.items()
         )
-        occupied = {call.learner for call in self.fleet.asked("play")}
-        there = [e for e in self.fleet.learners.values() if e.joined and not e.leaving]
-        hosts = {s: e.number for e in there if e.number not in occupied for s in e.streams}
+        occupied = {call.learner for call in self.pool.asked("run_round")}
+        there = [e for e in self.pool.learners.values() if e.joined and not e.leaving]
+        hosts = {s: e.number for e in there if e.number not in occupied for s in e.worker_ids}
         for m, plan in plans.items():
-            starts = {stream: start for _, stream, start in control.reads([m])}
-            free = {stream: hosts[stream] for stream in starts if stream in hosts}
+            starts = {worker_id: start for _, worker_id, start in control.reads([m])}
+            free = {worker_id: hosts[worker_id] for worker_id in starts if worker_id in hosts}
             if not free:
                 continue
             rate_T = learning_rates(control, m, plan, settings, round_tokens=tokens)
             number, is_single = control.rounds_of(m) + 1, len(starts) == 1
-            order = Order(m, number, *plan, is_single=is_single)
+            request = Request(m, number, *plan, is_single=is_single)
             (position,) = control.positions([m])
             whole = functools.partial(trainer_params, state.ensemble, position)
             params = functools.cache(lambda whole=whole: jax.device_get(whole()))
-            each = Round(plan, rate_T, order, now_s)
+            each = Round(plan, rate_T, request, now_s)
             updates = dict.fromkeys(free, plan.num_updates)
             if settings.engine.steps == "by_speed":
-                speeds = {s: self.fleet.learners[n].sequence_s for s, n in free.items()}
+                speeds = {s: self.pool.learners[n].sequence_s for s, n in free.items()}
                 updates = decisions.updates_by_speed(plan.num_updates, speeds)
             count = test_count(plan, len(starts), settings.batching)
             for number in sorted(set(free.values())):
-                streams = [stream for stream, host in free.items() if host == number]
-                tested = {s: min(count, order.sequences(updates[s])) for s in streams}
-                work = tuple(WorkerOrder(s, starts[s], updates[s], tested[s]) for s in streams)
-                self._play(number, order._replace(work=work), rate_T, params)
+                worker_ids = [worker_id for worker_id, host in free.items() if host == number]
+                tested = {s: min(count, request.sequences(updates[s])) for s in worker_ids}
+                work = tuple(WorkerRequest(s, starts[s], updates[s], tested[s]) for s in worker_ids)
+                self._send_request(number, request._replace(work=work), rate_T, params)
                 each.awaited.add(number)
             self.rounds[m] = each
 
-    def _play(
-        self, number: int, order: Order, rate_T: np.ndarray, params: Callable[[], PyTree]
+    def _send_request(
+        self, number: int, request: Request, rate_T: np.ndarray, params: Callable[[], PyTree]
     ) -> None:
-        learner = self.fleet.learners[number]
-        states = {work.stream: self._states.to_send(work.stream, learner) for work in order.work}
+        learner = self.pool.learners[number]
+        states = {
+            work.worker_id: self._states.to_send(work.worker_id, learner) for work in request.work
+        }
         inputs = Inputs(rate_T, {s: state for s, state in states.items() if state is not None})
-        order, reference = self._params.to_send(order, learner, params)
-        self.fleet.ask(number, "play", order, order=order, inputs=inputs, params=reference)
-        sequences, heartbeat_s = order.num_sequences, self.settings.engine.heartbeat_s
+        request, reference = self._params.to_send(request, learner, params)
+        self.pool.ask(
+            number, "run_round", request, request=request, inputs=inputs, params=reference
+        )
+        sequences, heartbeat_s = request.num_sequences, self.settings.engine.heartbeat_s
         learner.sent(sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 
     def _outer_update(
-        self, sub: Ensemble, streams: Sequence[int], each: Round
+        self, sub: Ensemble, worker_ids: Sequence[int], each: Round
     ) -> tuple[Ensemble, jax.Array, list[PyTree]]:
         """Apply the outer update to a trainer, from the differences that learners have sent."""
-        answers = [each.counted.get(stream) for stream in streams]
-        some = next(answer for answer in answers if answer is not None)
+        responses = [each.counted.get(worker_id) for worker_id in worker_ids]
+        some = next(response for response in responses if response is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
-        parts = [missing if a is None else a.differences for a in answers]
-        weights = [each.spent(s)[1] if s in each.counted else 0 for s in streams]
+        parts = [missing if a is None else a.differences for a in responses]
+        weights = [each.spent(s)[1] if s in each.counted else 0 for s in worker_ids]
         weights_R = np.array(weights, np.float32)
         return self._apply(sub, _concatenated(parts), weights_R=weights_R)
 
     def _close(self, each: Round) -> None:
         """Record for the ledger the late learners and rejected updates of a round."""
-        trainer = each.order.trainer
-        for stream in each.counted:
-            self._states.counted(stream, each.senders[stream])
+        trainer = each.request.trainer
+        for worker_id in each.counted:
+            self._states.counted(worker_id, each.senders[worker_id])
         self._failures.pop(trainer, None)
         for number in sorted(each.awaited):
-            self.fleet.note(number, "late", "no answer within the grace of the quorum", trainer)
-        if norms := [each.norms[stream] for stream in each.counted if each.norms[stream]]:
+            self.pool.note(number, "late", "no response within the grace of the quorum", trainer)
+        if norms := [each.norms[worker_id] for worker_id in each.counted if each.norms[worker_id]]:
             self._usual_norm[trainer] = statistics.median(norms)
-        for stream in sorted(each.answers.keys() - each.counted.keys()):
-            cause = f"stream {stream}: an update of norm {each.norms[stream]:.3g}"
-            self.fleet.note(each.senders[stream].number, "rejected", cause, trainer)
-        for stream in each.answers.keys() - each.useful:
-            self._forget(each.senders[stream], trainer)
+        for worker_id in sorted(each.responses.keys() - each.counted.keys()):
+            cause = f"worker {worker_id}: an update of norm {each.norms[worker_id]:.3g}"
+            self.pool.note(each.senders[worker_id].number, "rejected", cause, trainer)
+        for worker_id in each.responses.keys() - each.useful:
+            self._forget(each.senders[worker_id], trainer)
 
     def _forget(self, learner: decisions.LearnerRecord, trainer: int) -> None:
-        """Repair what a learner may have: its next order brings parameters and inner states."""
+        """Repair what a learner may have: its next request brings parameters and inner states."""
         self._params.forget(learner, trainer)
         self._states.forget(learner)
 
     def _poll(self) -> None:
-        """Process the answers of learners that have come, and the losses of learners."""
-        for event in self.fleet.poll():
+        """Process the responses of learners that have come, and the losses of learners."""
+        for event in self.pool.poll():
             if event.what == "states":
                 self._states.take(event)
-            elif event.what == "play":
+            elif event.what == "run_round":
                 self._take(event)
             elif event.what == "lost":
-                if not self.fleet.num_present:
+                if not self.pool.num_present:
                     self._tell_s = 0.0  # at once
                 self._do_without(event.learner, event.value)
 
     def _take(self, event: Event) -> None:
-        """Add a learner's answers to its trainer's round, and measure the learner's speed anew."""
-        learner, order, answers = event.learner, event.about, event.value
+        """Add a learner's responses to its trainer's round; measure the learner's speed anew."""
+        learner, request, responses = event.learner, event.about, event.value
         learner.due_s = None
         try:
-            if isinstance(answers, Refused):
-                raise answers
-            check_answers(answers, order, self.spec)
-            learner.num_answers += 1
+            if isinstance(responses, Refused):
+                raise responses
+            check_responses(responses, request, self.spec)
+            learner.num_responses += 1
         except Refused as error:
-            self._forget(learner, order.trainer)
-            self.fleet.note(learner.number, "refused", str(error), order.trainer)
+            self._forget(learner, request.trainer)
+            self.pool.note(learner.number, "refused", str(error), request.trainer)
             return self._do_without(learner, str(error))
-        packed = [answer.differences.packed_R for answer in answers]
-        norms = [float(self._measure(order.precision(self.spec), each)[0]) for each in packed]
+        packed = [response.differences.packed_R for response in responses]
+        norms = [float(self._measure(request.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
-        seconds = min(float(sum(answer.seconds for answer in answers)), elapsed_s)
-        if order.is_taken(self.spec):  # then it has its own
-            learner.params_ids.pop(order.trainer, None)
-        learner.sequence_s = seconds / order.num_sequences
+        seconds = min(float(sum(response.seconds for response in responses)), elapsed_s)
+        if request.is_taken(self.spec):  # then it has its own
+            learner.params_ids.pop(request.trainer, None)
+        learner.sequence_s = seconds / request.num_sequences
         ended_s = learner.sent_s + seconds
-        if ended_s >= self.fleet.back_s:  # otherwise the answer may have waited for the driver
+        if ended_s >= self.pool.back_s:  # otherwise the response may have waited for the driver
             learner.transfer_s.append(elapsed_s - seconds)
-        if order.trainer in self.rounds:  # otherwise the answer is too late: the round has ended
-            streams = [work.stream for work in order.work]
-            found = dict(zip(streams, zip(answers, norms, strict=True), strict=True))
-            self.rounds[order.trainer].take(learner, found)
+        if request.trainer in self.rounds:  # otherwise the round has ended
+            worker_ids = [work.worker_id for work in request.work]
+            found = dict(zip(worker_ids, zip(responses, norms, strict=True), strict=True))
+            self.rounds[request.trainer].take(learner, found)
 
     def _do_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
         """Continue the rounds that wait for a learner without it; some have to begin again."""
         now_s = time.monotonic()
         for trainer, each in [*self.rounds.items()]:
             each.awaited.discard(learner.number)
-            if each.awaited or each.answers:
+            if each.awaited or each.responses:
                 continue
             del self.rounds[trainer]
             first_s, count, _ = self._failures.get(trainer, (now_s, 0, 0.0))
@@ -400,32 +412,32 @@ class ElasticEngine:
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
         """Assign workers to learners; fetch the inner states that new learners must get."""
         trainers = control.trainer_of
-        busy = {call.learner for call in self.fleet.asked("play")}
+        busy = {call.learner for call in self.pool.asked("run_round")}
         self._let_leave(control, busy)
         now_s, patience_s = time.monotonic(), self.settings.engine.restart_s
-        movable = {stream for m in idle for stream in control.trainers[m].streams}
-        movable -= {s for n in busy for s in self.fleet.learners[n].streams}
-        learners = [*self.fleet.learners.values()]
+        movable = {worker_id for m in idle for worker_id in control.trainers[m].streams}
+        movable -= {s for n in busy for s in self.pool.learners[n].worker_ids}
+        learners = [*self.pool.learners.values()]
         away = [e for e in learners if e.lost_s and now_s - e.lost_s < patience_s]
-        returning = {s for e in away if e.started_s < math.inf for s in e.streams}
+        returning = {s for e in away if e.started_s < math.inf for s in e.worker_ids}
         there = [each for each in learners if each.joined]
         hosts = decisions.assign(there, trainers, movable, returning=returning)
-        moving = {s: self.fleet.learners[hosts[s]] for s in movable & hosts.keys()}
+        moving = {s: self.pool.learners[hosts[s]] for s in movable & hosts.keys()}
         self._states.bring(control, moving)
-        for each in self.fleet.learners.values():
-            kept = {s: each.number for s in each.streams if s in trainers} | hosts
-            each.streams = sorted(s for s, number in kept.items() if number == each.number)
+        for each in self.pool.learners.values():
+            kept = {s: each.number for s in each.worker_ids if s in trainers} | hosts
+            each.worker_ids = sorted(s for s, number in kept.items() if number == each.number)
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """End learners that were asked to stop, once no round with their answers is under way."""
+        """End learners that were asked to stop, once no round with their responses is under way."""
         taking_part = busy.union(*(each.reported for each in self.rounds.values()))
-        for number, learner in [*self.fleet.learners.items()]:
+        for number, learner in [*self.pool.learners.items()]:
             if not (learner.leaving and learner.joined) or number in taking_part:
                 continue
-            self._states.bring(control, dict.fromkeys(learner.streams))
-            if self.fleet.learners[number] is not learner:
+            self._states.bring(control, dict.fromkeys(learner.worker_ids))
+            if self.pool.learners[number] is not learner:
                 continue  # the learner was lost in the meantime
-            self.fleet.let_go(learner)
+            self.pool.let_go(learner)
 
 
 def _concatenated(trees: Sequence[PyTree]) -> PyTree:
@@ -433,7 +445,7 @@ def _concatenated(trees: Sequence[PyTree]) -> PyTree:
 
 
 def _by_trainer(ended: Mapping[int, Round]) -> Stats:
-    """Collect the gradient statistics of the workers whose answers count in the update."""
+    """Collect the gradient statistics of the workers whose responses count in the update."""
     stats = {}
     for m, each in ended.items():
         tested = [a.stats_R for a in each.counted.values() if a.stats_R is not None]

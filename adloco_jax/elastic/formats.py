@@ -1,4 +1,4 @@
-"""What driver and learners tell each other: the JSON of a bucket's objects, and answers on Ray.
+"""What driver and learners tell each other: the JSON of a bucket's objects, and responses on Ray.
 
 What a process says is compared with what it was asked, before it is used.
 """
@@ -13,17 +13,17 @@ from pydantic import Field, Strict
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import mean
-from adloco_jax.engine.spec import Spec, num_bytes
+from adloco_jax.engine.spec import ProgramSpec, num_bytes
 from adloco_jax.files import Count, Format
 from adloco_jax.settings import Count as Size
 from adloco_jax.settings import Number
 
-# By how much the count of a board may grow in the time after which its owner counts as lost. A
+# By how much the count of a heartbeat may grow in the time after which its owner counts as lost. A
 # forged count is not believed, or only until then.
 _MAX_STEP = 1000
 
 StateKey: TypeAlias = Annotated[tuple[Number, Number, Number], Strict(False)]
-"""Which inner state is meant: trainer id, stream, and position in it; a list in JSON."""
+"""Which inner state is meant: trainer id, worker id, and position in its rows; a JSON list."""
 
 
 class Refused(Exception):
@@ -54,7 +54,7 @@ def check_form(tree: PyTree, form: PyTree, name: str) -> None:
 
 
 def follows(count: int, before: int) -> bool:
-    """Whether a board's count can come after another one, seen not long ago."""
+    """Whether a heartbeat's count can come after another one, seen not long ago."""
     return before < count <= before + _MAX_STEP
 
 
@@ -79,40 +79,42 @@ class RunDescription(Format):
     driver: Annotated[Count, Field(lt=2**32)] = 0  # number of the newest driver; 0: none has begun
 
 
-class OrderId(Format):
-    """Which order of a learner this is, or the answer to it."""
+class RequestId(Format):
+    """Which request of a learner this is, or the response to it."""
 
-    epoch: Count
+    generation: Count
     learner: Count
-    life: Count  # how many times the learner has been restarted
-    order: Count = 0  # 0: none; the id is that of the learner
+    incarnation: Count  # how many times the learner has been restarted
+    request: Count = 0  # 0: none; the id is that of the learner
 
-    def of(self, order: int) -> "OrderId":
-        """Return the id of an order of this learner."""
-        return self.model_copy(update={"order": order})
+    def of(self, request: int) -> "RequestId":
+        """Return the id of a request of this learner."""
+        return self.model_copy(update={"request": request})
 
-    def board_name(self) -> str:
-        """Return the name of the learner's board in the bucket."""
-        return f"learners/{self.epoch}/{self.learner}-{self.life}.json"
+    def heartbeat_name(self) -> str:
+        """Return the name of the learner's heartbeat in the bucket."""
+        return f"learners/{self.generation}/{self.learner}-{self.incarnation}.json"
 
     def name(self, part: str) -> str:
-        """Return the name of the order, in the part `orders` of the bucket, or of its answer."""
-        return f"{part}/{self.epoch}/{self.learner}-{self.life}/{self.order}.safetensors"
+        """Return the name of a request, in the part `requests`, or of its response."""
+        return (
+            f"{part}/{self.generation}/{self.learner}-{self.incarnation}/{self.request}.safetensors"
+        )
 
 
-class LearnerOrders(Format):
+class LearnerRequests(Format):
     """The driver's part of the exchange with a learner, whose number any machine may take."""
 
-    id: OrderId  # of the last order that was written
-    num_read: Count = 0  # answers that the driver has read
+    id: RequestId  # of the last request that was written
+    num_read: Count = 0  # responses that the driver has read
     is_free: bool  # whether no machine has taken the number
 
 
-class DriverBoard(Format):
-    """The driver's sign of life, by which learners find their orders."""
+class DriverHeartbeat(Format):
+    """The driver's sign of life, by which learners find their requests."""
 
-    count: Count  # a board with a smaller one is older
-    learners: list[LearnerOrders] = []
+    count: Count  # a heartbeat with a smaller one is older
+    learners: list[LearnerRequests] = []
     adloco_jax: str = ""  # version of the driver's package
     is_over: bool = False
     has_ended: bool = False
@@ -128,7 +130,7 @@ class Hello(Format):
 
 
 class Sign(Format):
-    """A learner's answer to a heartbeat."""
+    """A learner's response to a heartbeat."""
 
     leaving: bool  # whether it was asked to leave
     compiling: bool
@@ -136,11 +138,11 @@ class Sign(Format):
     has_left: bool = False  # whether this is its last one
 
 
-class LearnerBoard(Format):
+class LearnerHeartbeat(Format):
     """A learner's sign of life."""
 
     count: Count
-    num_answers: Count  # that have been written in this life
+    num_responses: Count  # that have been written in this incarnation
     sign: Sign
 
 
@@ -151,16 +153,16 @@ class Params(Format):
     sha256: str
 
 
-class WorkerOrder(NamedTuple):
-    """The part of an order that is about one worker: where to read rows, and what to compute."""
+class WorkerRequest(NamedTuple):
+    """The part of a request that is about one worker: where to read rows, and what to compute."""
 
-    stream: Number  # the worker's data stream
+    worker_id: Number  # which is also the number of its data stream
     start: Number  # position of the round's first sequence in the stream
     num_updates: Size
     num_tested: Number  # number of the first sequences on which gradient statistics are measured
 
 
-class Order(NamedTuple):
+class Request(NamedTuple):
     """The driver's request to a learner: run the round of a trainer for some of its workers."""
 
     trainer: Number  # id of the trainer
@@ -169,15 +171,15 @@ class Order(NamedTuple):
     num_accum_steps: Size
     num_updates: Size  # that a worker makes at most
     is_single: bool  # whether the trainer has only one worker, which sends float32 differences
-    work: Annotated[tuple[WorkerOrder, ...], Strict(False)] = ()  # one entry for each worker
+    work: Annotated[tuple[WorkerRequest, ...], Strict(False)] = ()  # one entry for each worker
     params_sha256: str = ""  # `tree_sha256` of the parameters with which the round begins
     is_update: bool = False  # whether an outer update is sent, not whole parameters
 
-    def precision(self, spec: Spec) -> Precision:
+    def precision(self, spec: ProgramSpec) -> Precision:
         """Return the precision of differences; those of a single worker are not quantised."""
         return "float32" if self.is_single else spec.outer.precision
 
-    def is_taken(self, spec: Spec) -> bool:
+    def is_taken(self, spec: ProgramSpec) -> bool:
         """Whether the trainer takes the worker's parameters, which the learner then has."""
         return self.is_single and spec.outer.skip_single and spec.aggregate is mean
 
@@ -187,24 +189,24 @@ class Order(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences all workers of the order read."""
+        """How many sequences all workers of the request read."""
         return sum(self.sequences(work.num_updates) for work in self.work)
 
 
-class OrderMessage(Format):
-    """An order without its arrays: a call of a learner's method."""
+class RequestMessage(Format):
+    """A request without its arrays: a call of a learner's method."""
 
-    id: OrderId
-    method: Literal["play", "states"]
-    order: Order | None = None
-    states: list[Number] = []  # streams of the workers whose inner states are sent
+    id: RequestId
+    method: Literal["run_round", "states"]
+    request: Request | None = None
+    states: list[Number] = []  # the workers whose inner states are sent
     params: Params | None = None  # None: the learner has them
     wanted: list[StateKey] = []
 
 
-class AnswerMessage(Format):
-    """An answer without its arrays."""
+class ResponseMessage(Format):
+    """A response without its arrays."""
 
-    id: OrderId
-    error: str = ""  # why the order was not run; the learner leaves, unless it is `refused`
+    id: RequestId
+    error: str = ""  # why the request was not run; the learner leaves, unless it is `refused`
     refused: bool = False

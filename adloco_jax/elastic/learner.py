@@ -24,18 +24,18 @@ from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.data import load_corpus
 from adloco_jax.elastic.formats import (
     Hello,
-    Order,
     Refused,
+    Request,
     Sign,
     StateKey,
-    WorkerOrder,
+    WorkerRequest,
     tree_sha256,
 )
-from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_test
+from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_stats_rows
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import Spec, here
+from adloco_jax.engine.spec import ProgramSpec, here
 from adloco_jax.files import checked
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.loop.plans import test_count
@@ -51,7 +51,7 @@ class Given(NamedTuple):
     """What the driver sends to each learner process at its start: a description of the run."""
 
     settings: Settings
-    spec: Spec  # what all programs of the run share, without the driver's devices
+    spec: ProgramSpec  # what all programs of the run share, without the driver's devices
     corpus: Rows | None  # the rows to train on; None: the learner loads the configured corpus
     base: Base = Base()  # frozen weights; without `params`, the learner reads those of `settings`
     by_fit: bool = False  # whether the caller of `fit` gave model and rows
@@ -63,16 +63,16 @@ class Given(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of an order, in NumPy."""
+    """The arrays of a request, in NumPy."""
 
     rate_T: np.ndarray  # learning rate of each micro-batch
-    inner_states: dict[int, PyTree]  # by stream, where the learner does not have it
+    inner_states: dict[int, PyTree]  # by worker id, where the learner does not have it
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """What one worker's round gave, which a learner sends to the driver; arrays in NumPy.
 
-    For whom, and how many sequences that took, the driver knows from its order.
+    For whom, and how many sequences that took, the driver knows from its request.
     """
 
     differences: Differences  # trainer's parameters minus the worker's; leaves [1, ...]
@@ -109,7 +109,7 @@ class Learner:
             given.spec,
             machine=machine,
             num_micro_batches=steps,
-            in_turn=machine.platform == "cpu",
+            sequential=machine.platform == "cpu",
             examples_per_pass=examples_per_pass(
                 settings.data.sequence_length * settings.model.width, machine
             ),
@@ -132,12 +132,12 @@ class Learner:
         self.leaving = False
         self._log = Path()
 
-    def enlist(self, number: int, life: int, log: str | Path) -> None:
-        """Begin a life, without inner states; log to the folder `log` if it exists."""
+    def enlist(self, number: int, incarnation: int, log: str | Path) -> None:
+        """Begin an incarnation, without inner states; log to the folder `log` if it exists."""
         self.held.clear()
         self._params.clear()
-        self._log = Path(log) / f"{number}-{life}.jsonl"
-        self._note(pid=os.getpid(), learner=number, life=life)
+        self._log = Path(log) / f"{number}-{incarnation}.jsonl"
+        self._note(pid=os.getpid(), learner=number, incarnation=incarnation)
 
     def leave(self, *_: object) -> None:
         """Ask the learner to leave the run, for instance at a signal."""
@@ -153,7 +153,7 @@ class Learner:
         )
 
     def ping(self) -> Sign:
-        """Answer a heartbeat."""
+        """Response a heartbeat."""
         return Sign(leaving=self.leaving, compiling=self.programs.compiling, hello=self.hello())
 
     def states(self, wanted: list[StateKey]) -> list[PyTree]:
@@ -162,30 +162,30 @@ class Learner:
 
     def _held(self, key: StateKey) -> PyTree:
         if key not in self.held:
-            raise Refused(f"no inner state of stream {key[1]} at {key[2]}")
+            raise Refused(f"no inner state of worker {key[1]} at {key[2]}")
         return self.held[key]
 
-    def check(self, order: Order, states: Collection[int]) -> None:
-        """Raise Refused unless this learner can run an order that comes with some streams' states.
+    def check(self, request: Request, states: Collection[int]) -> None:
+        """Raise Refused unless this learner can run a request that comes with some workers' states.
 
-        What the fields may be in any run, `Order` declares.
+        What the fields may be in any run, `Request` declares.
         """
-        order = checked(order, Order, "order", Refused)
-        settings, plan = self._settings, RoundPlan(*order[2:5])
+        request = checked(request, Request, "request", Refused)
+        settings, plan = self._settings, RoundPlan(*request[2:5])
         batching, inner = settings.batching, settings.inner
         largest = max(batching.batch_cap, batching.max_batch_size or 0, *batching.buckets)
         longest = inner.steps_per_round if inner.round_length == "fixed" else INT32
         limits = [
-            ("trainer", order.trainer, settings.ensemble.num_trainers - 1),
-            ("micro_batch_size x num_accum_steps", order.sequences(1), 2 * largest),
-            ("num_updates", order.num_updates, inner.max_steps_per_round or longest),
+            ("trainer", request.trainer, settings.ensemble.num_trainers - 1),
+            ("micro_batch_size x num_accum_steps", request.sequences(1), 2 * largest),
+            ("num_updates", request.num_updates, inner.max_steps_per_round or longest),
         ]
-        for work in order.work:
-            count = order.sequences(work.num_updates)
+        for work in request.work:
+            count = request.sequences(work.num_updates)
             limits += [
-                ("work.stream", work.stream, settings.ensemble.num_workers - 1),
+                ("work.worker_id", work.worker_id, settings.ensemble.num_workers - 1),
                 ("work.start", work.start, INT32 - count),
-                ("work.num_updates", work.num_updates, order.num_updates),
+                ("work.num_updates", work.num_updates, request.num_updates),
                 (
                     "work.num_tested",
                     work.num_tested,
@@ -195,65 +195,72 @@ class Learner:
             ]
         for name, have, most in limits:
             if have > most:
-                raise Refused(f"order.{name}: have {have}, expected at most {most}")
-        streams = [work.stream for work in order.work]
-        if not streams or len({*streams}) < len(streams) or not {*states} <= {*streams}:
-            raise Refused(f"order.work: streams {streams}, states of {[*states]}")
+                raise Refused(f"request.{name}: have {have}, expected at most {most}")
+        worker_ids = [work.worker_id for work in request.work]
+        if not worker_ids or len({*worker_ids}) < len(worker_ids) or not {*states} <= {*worker_ids}:
+            raise Refused(f"request.work: workers {worker_ids}, states of {[*states]}")
         if not self.spec.reset_inner_state:
-            for work in (each for each in order.work if each.stream not in states):
-                self._held((order.trainer, work.stream, work.start))
+            for work in (each for each in request.work if each.worker_id not in states):
+                self._held((request.trainer, work.worker_id, work.start))
 
-    def play(self, order: Order, inputs: Inputs, params: PyTree) -> list[Answer]:
-        """Run a trainer's round; return one answer for each worker of the order.
+    def run_round(self, request: Request, inputs: Inputs, params: PyTree) -> list[Response]:
+        """Run a trainer's round; return one response for each worker of the request.
 
         `params` (NumPy, see `sent_form`): the trainer's, or what changes those of the last round;
-        None if nothing does. Raises Refused, before anything has changed, for an order that this
+        None if nothing does. Raises Refused, before anything has changed, for a request that this
         learner cannot run.
         """
-        self.check(order, inputs.inner_states)
-        rate_T, m = inputs.rate_T, order.trainer
+        self.check(request, inputs.inner_states)
+        rate_T, m = inputs.rate_T, request.trainer
         if not ((rate_T >= 0) & (rate_T <= np.float32(self._settings.inner.learning_rate))).all():
-            raise Refused(f"order: learning rates {rate_T.min()} to {rate_T.max()}")
-        fitted = self._fitted(order)
-        rate_T = rate_T.repeat(fitted.num_accum_steps // order.num_accum_steps)
+            raise Refused(f"request: learning rates {rate_T.min()} to {rate_T.max()}")
+        fitted = self._fitted(request)
+        rate_T = rate_T.repeat(fitted.num_accum_steps // request.num_accum_steps)
         inputs = inputs._replace(rate_T=rate_T)
         params_M = self._params.pop(m, None)
-        if params is not None and not order.is_update:
+        if params is not None and not request.is_update:
             params_M = jax.tree.map(lambda leaf: leaf[None], params)
         elif params is not None and params_M is not None:
             params_M = fetch(_add_packed(params_M, params, self.spec.outer.precision))
-        if params_M is None or tree_sha256(params_M) != order.params_sha256:
-            raise Refused(f"order: other parameters of trainer {m} than this learner has")
-        answers = [self._play(fitted, work, inputs, params_M) for work in order.work]
-        if order.is_taken(self.spec):
-            step_M = jax.tree.map(np.negative, answers[0].differences.packed_R)
+        if params_M is None or tree_sha256(params_M) != request.params_sha256:
+            raise Refused(f"request: other parameters of trainer {m} than this learner has")
+        responses = [self._run_worker(fitted, work, inputs, params_M) for work in request.work]
+        if request.is_taken(self.spec):
+            step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
         self._params[m] = params_M
-        return answers
+        return responses
 
-    def _fitted(self, order: Order) -> Order:
-        """Divide the micro-batches of an order if they do not fit on this process's devices."""
-        size, key = order.micro_batch_size, (order.micro_batch_size, order.num_accum_steps > 1)
+    def _fitted(self, request: Request) -> Request:
+        """Divide the micro-batches of a request if they do not fit on this process's devices."""
+        size, key = (
+            request.micro_batch_size,
+            (request.micro_batch_size, request.num_accum_steps > 1),
+        )
         if key not in self._parts:
             parts = (n for n in range(1, size + 1) if size % n == 0)
-            self._parts[key] = next(n for n in parts if n == size or self._fits(_divided(order, n)))
-        return _divided(order, self._parts[key])
+            self._parts[key] = next(
+                n for n in parts if n == size or self._fits(_divided(request, n))
+            )
+        return _divided(request, self._parts[key])
 
-    def _fits(self, order: Order) -> bool:
-        return peak(self.programs, _group(order, 1).steps_key(), (1,)).total <= self._budget
+    def _fits(self, request: Request) -> bool:
+        return peak(self.programs, _group(request, 1).steps_key(), (1,)).total <= self._budget
 
-    def _play(self, order: Order, work: WorkerOrder, inputs: Inputs, params_M: PyTree) -> Answer:
-        spec, group = self.spec, _group(order, work.num_updates)
-        plan, key = group.plan, (order.trainer, work.stream, work.start)
-        if work.stream in inputs.inner_states:
-            self.held[key] = inputs.inner_states[work.stream]
-        for other in [k for k in self.held if k[1] == work.stream and k != key]:
+    def _run_worker(
+        self, request: Request, work: WorkerRequest, inputs: Inputs, params_M: PyTree
+    ) -> Response:
+        spec, group = self.spec, _group(request, work.num_updates)
+        plan, key = group.plan, (request.trainer, work.worker_id, work.start)
+        if work.worker_id in inputs.inner_states:
+            self.held[key] = inputs.inner_states[work.worker_id]
+        for other in [k for k in self.held if k[1] == work.worker_id and k != key]:
             del self.held[other]
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
-        rows_BL = self.corpus.batch(order.trainer, work.stream, work.start, plan.num_sequences)
+        rows_BL = self.corpus.batch(request.trainer, work.worker_id, work.start, plan.num_sequences)
         stats_R = None
         if work.num_tested:
-            test = padded_test(group, [rows_BL], np.array([work.num_tested], np.int32), spec)
+            test = padded_stats_rows(group, [rows_BL], np.array([work.num_tested], np.int32), spec)
             stats_R = measure(self.programs, params_M, test)
         alone = _alone(params_M)
         if not spec.reset_inner_state:
@@ -264,7 +271,7 @@ class Learner:
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
         _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
         ended = workers.replace(inner_state_R=None)
-        sent = _send(params_M, ended, order.precision(spec), order.is_single)
+        sent = _send(params_M, ended, request.precision(spec), request.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             end = work.start + plan.num_sequences
@@ -272,9 +279,9 @@ class Learner:
         measured_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
         seconds = time.perf_counter() - start_s - (self.programs.stall_s - stalled_s)
-        where = {"trainer": order.trainer, "round": order.round, "stream": work.stream}
+        where = {"trainer": request.trainer, "round": request.round, "stream": work.worker_id}
         self._note(**where, start=work.start, count=plan.num_sequences)
-        return Answer(sent, *measured_SR, stats_R, np.array(max(seconds, 0.0)))
+        return Response(sent, *measured_SR, stats_R, np.array(max(seconds, 0.0)))
 
     def _note(self, **fields: int) -> None:
         """Add a line to the log file of this process."""
@@ -283,17 +290,17 @@ class Learner:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
 
 
-def _divided(order: Order, parts: int) -> Order:
-    """Divide each micro-batch of an order into equal parts, whose gradients are accumulated."""
+def _divided(request: Request, parts: int) -> Request:
+    """Divide each micro-batch of a request into equal parts, whose gradients are accumulated."""
     if parts == 1:
-        return order
-    size, accum = order.micro_batch_size // parts, order.num_accum_steps * parts
-    return order._replace(micro_batch_size=size, num_accum_steps=accum)
+        return request
+    size, accum = request.micro_batch_size // parts, request.num_accum_steps * parts
+    return request._replace(micro_batch_size=size, num_accum_steps=accum)
 
 
-def _group(order: Order, num_updates: int) -> Group:
-    plan = RoundPlan(order.micro_batch_size, order.num_accum_steps, num_updates)
-    return Group((order.trainer,), (1,), plan=plan)
+def _group(request: Request, num_updates: int) -> Group:
+    plan = RoundPlan(request.micro_batch_size, request.num_accum_steps, num_updates)
+    return Group((request.trainer,), (1,), plan=plan)
 
 
 def _alone(params_M: PyTree) -> Ensemble:
@@ -314,33 +321,33 @@ def stacked(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), tree)
 
 
-def sent_form(spec: Spec, order: Order) -> PyTree:
-    """Return the form of what is sent with an order: whole parameters, or an update."""
-    if not order.is_update:
+def sent_form(spec: ProgramSpec, request: Request) -> PyTree:
+    """Return the form of what is sent with a request: whole parameters, or an update."""
+    if not request.is_update:
         return spec.params
     params_M = trainable(stacked(spec.params))
     return jax.eval_shape(lambda tree_M: pack(tree_M, spec.outer.precision), params_M)
 
 
-def state_form(spec: Spec) -> PyTree:
+def state_form(spec: ProgramSpec) -> PyTree:
     """Return the form of a worker's inner state."""
     return jax.eval_shape(spec.inner_tx.init, spec.params)
 
 
-def inputs_form(spec: Spec, order: Order, streams: Sequence[int]) -> Inputs:
-    """Return the form of an order's arrays, with the states of some streams."""
-    rate_T = _array(np.float32, order.num_updates * order.num_accum_steps)
-    return Inputs(rate_T, dict.fromkeys(streams, state_form(spec)))
+def inputs_form(spec: ProgramSpec, request: Request, worker_ids: Sequence[int]) -> Inputs:
+    """Return the form of a request's arrays, with the states of some workers."""
+    rate_T = _array(np.float32, request.num_updates * request.num_accum_steps)
+    return Inputs(rate_T, dict.fromkeys(worker_ids, state_form(spec)))
 
 
-def answer_form(spec: Spec, order: Order, work: WorkerOrder) -> Answer:
-    """Return the form of a worker's answer."""
+def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> Response:
+    """Return the form of a worker's response."""
     params_M, shape = stacked(spec.params), (work.num_updates, 1)
     workers = Workers(params_M, None)
-    differences = _send.eval_shape(params_M, workers, order.precision(spec), order.is_single)
+    differences = _send.eval_shape(params_M, workers, request.precision(spec), request.is_single)
     stats_R = GradientStats(*[_array(np.float32, 1)] * len(dataclasses.fields(GradientStats)))
     measured = _array(float, *shape), _array(bool, *shape), stats_R if work.num_tested else None
-    return Answer(differences, *measured, seconds=_array(float))
+    return Response(differences, *measured, seconds=_array(float))
 
 
 def _array(dtype: DTypeLike, *shape: int) -> Any:

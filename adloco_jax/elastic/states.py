@@ -1,7 +1,7 @@
 """What learners are sent: trainers' parameters, and the inner optimizer states of workers.
 
 A state is in the driver until a round that began with it counts, and then in the learner whose
-answer counted; if that process ended, the driver makes a fresh one.
+response counted; if that process ended, the driver makes a fresh one.
 """
 
 from collections import defaultdict
@@ -16,9 +16,9 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.decisions import LearnerRecord
-from adloco_jax.elastic.fleet import Event, Fleet
-from adloco_jax.elastic.formats import Order, Refused, StateKey, tree_sha256
-from adloco_jax.engine.spec import Spec
+from adloco_jax.elastic.formats import Refused, Request, StateKey, tree_sha256
+from adloco_jax.elastic.pool import Event, LearnerPool
+from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
 
@@ -30,7 +30,7 @@ class _Present:
     id: int = 1  # counts them
     update: PyTree | None = None  # packed: what made them from those before, if only this did
     sha256: str = ""  # `tree_sha256`; empty until they are sent
-    stored: dict[bool, Any] = field(default_factory=dict)  # references by `Order.is_update`
+    stored: dict[bool, Any] = field(default_factory=dict)  # references by `Request.is_update`
 
 
 class SentParams:
@@ -39,9 +39,9 @@ class SentParams:
     The update is that of `core.outer.outer_update`, so learners have the driver's bits.
     """
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, pool: LearnerPool):
         """Store the argument."""
-        self._fleet, self._present = fleet, defaultdict[int, _Present](_Present)
+        self._pool, self._present = pool, defaultdict[int, _Present](_Present)
 
     def change(
         self, trainer: int, update: PyTree | None, learner: LearnerRecord | None = None
@@ -52,22 +52,22 @@ class SentParams:
             learner.params_ids[trainer] = self._present[trainer].id
 
     def to_send(
-        self, order: Order, learner: LearnerRecord, whole: Callable[[], PyTree]
-    ) -> tuple[Order, Any]:
-        """Complete a learner's order; return it, and a reference to what must be sent with it."""
-        present = self._present[order.trainer]
+        self, request: Request, learner: LearnerRecord, whole: Callable[[], PyTree]
+    ) -> tuple[Request, Any]:
+        """Complete a learner's request; return it, and a reference to what must be sent with it."""
+        present = self._present[request.trainer]
         present.sha256 = present.sha256 or tree_sha256(whole())
-        base = learner.params_ids.get(order.trainer, 0)
+        base = learner.params_ids.get(request.trainer, 0)
         is_update = present.update is not None and base == present.id - 1
-        order = order._replace(params_sha256=present.sha256, is_update=is_update)
-        learner.params_ids[order.trainer] = present.id
+        request = request._replace(params_sha256=present.sha256, is_update=is_update)
+        learner.params_ids[request.trainer] = present.id
         if base == present.id:
-            return order, None
+            return request, None
         if is_update not in present.stored:
-            kind = order.trainer, "update" if is_update else "whole"
+            kind = request.trainer, "update" if is_update else "whole"
             sent = present.update if is_update else whole()
-            present.stored[is_update] = self._fleet.put(sent, kind)
-        return order, present.stored[is_update]
+            present.stored[is_update] = self._pool.put(sent, kind)
+        return request, present.stored[is_update]
 
     def forget(self, learner: LearnerRecord, trainer: int) -> None:
         """Assume that a learner has no parameters, and that none of a trainer's are stored."""
@@ -78,15 +78,15 @@ class SentParams:
 class InnerStates:
     """Knows where each worker's inner state is: in the driver, in a learner process, or lost."""
 
-    def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
-        """Store the arguments; `poll` processes answers while a method waits for learners."""
-        self._spec, self._fleet, self._poll = spec, fleet, poll
-        self._here: dict[int, PyTree] = {}  # states in this process, by the worker's stream
-        self._holders: dict[int, LearnerRecord] = {}  # of the last counted answer, by stream
+    def __init__(self, spec: ProgramSpec, pool: LearnerPool, poll: Callable[[], None]):
+        """Store the arguments; `poll` processes responses while a method waits for learners."""
+        self._spec, self._pool, self._poll = spec, pool, poll
+        self._here: dict[int, PyTree] = {}  # states in this process, by worker id
+        self._holders: dict[int, LearnerRecord] = {}  # of the last counted response, by worker id
         self._found: dict[StateKey, PyTree] = {}  # states that learners have sent
 
     def take(self, event: Event) -> None:
-        """Store the inner states that a learner has sent as its answer to the call `states`."""
+        """Store the inner states that a learner has sent as its response to the call `states`."""
         if not isinstance(event.value, Refused):  # else it is fresh
             self._found |= dict(zip(event.about, event.value, strict=True))
 
@@ -107,29 +107,29 @@ class InnerStates:
         self._found.clear()
 
     def bring(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
-        """Bring inner states here, except those that the learner in `targets` (by stream) has.
+        """Bring inner states here, except those that the learner in `targets` (by worker id) has.
 
         Over slow links nothing is brought: a state is several times an update, and a fresh one
         serves.
         """
-        if self._spec.reset_inner_state or self._fleet.transport.is_far:
+        if self._spec.reset_inner_state or self._pool.transport.is_far:
             return
         keys = [key for key in control.reads() if key[1] in targets]
         self._fetch([key for key in keys if self._holders.get(key[1]) is not targets[key[1]]])
         self._here |= {key[1]: state for key, state in self._found.items()}
 
-    def to_send(self, stream: int, learner: LearnerRecord) -> PyTree | None:
+    def to_send(self, worker_id: int, learner: LearnerRecord) -> PyTree | None:
         """Return the inner state that a learner needs for a worker's round; None if it has it."""
         if self._spec.reset_inner_state:
             return None
-        if stream not in self._here and self._holders.get(stream) is not learner:
-            self._here[stream] = self._fresh()
-        return self._here.get(stream)
+        if worker_id not in self._here and self._holders.get(worker_id) is not learner:
+            self._here[worker_id] = self._fresh()
+        return self._here.get(worker_id)
 
-    def counted(self, stream: int, learner: LearnerRecord) -> None:
+    def counted(self, worker_id: int, learner: LearnerRecord) -> None:
         """Record that a worker's round was counted: only `learner` has the state after it."""
-        self._here.pop(stream, None)
-        self._holders[stream] = learner
+        self._here.pop(worker_id, None)
+        self._holders[worker_id] = learner
 
     def forget(self, learner: LearnerRecord) -> None:
         """Assume that a learner has no inner states."""
@@ -163,14 +163,14 @@ class InnerStates:
             if holder is not None and key[1] not in self._here:
                 asked.setdefault(holder.number, []).append(key)
         for number, wanted in asked.items():
-            self._fleet.ask(number, "states", wanted, wanted=wanted)
-        while self._fleet.asked("states"):
+            self._pool.ask(number, "states", wanted, wanted=wanted)
+        while self._pool.asked("states"):
             self._poll()
 
-    def _holder(self, stream: int) -> LearnerRecord | None:
+    def _holder(self, worker_id: int) -> LearnerRecord | None:
         """Return who has the state after a worker's last counted round, unless it has ended."""
-        holder = self._holders.get(stream)
-        return holder if holder and self._fleet.learners.get(holder.number) is holder else None
+        holder = self._holders.get(worker_id)
+        return holder if holder and self._pool.learners.get(holder.number) is holder else None
 
     def _fresh(self) -> PyTree:
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._spec.params)

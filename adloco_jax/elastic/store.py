@@ -35,8 +35,8 @@ from adloco_jax.run.terminal import say
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
 # Of these the deadline of a request is made: seconds at least, a factor of the usual time, and that
-# before any is measured: seconds to the answer, and for each byte.
-LEAST_LIMIT_S, _FACTOR, FIRST_TIMES_S = 3.0, 4.0, {"answer": 0.5, "byte": 2.5e-6}
+# before any is measured: seconds to the response, and for each byte.
+LEAST_LIMIT_S, _FACTOR, FIRST_TIMES_S = 3.0, 4.0, {"response": 0.5, "byte": 2.5e-6}
 _LARGE = 2**16  # bytes from which on a request measures the link
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
@@ -128,8 +128,8 @@ class Store:
         data = self.get(name)
         return None if data is None else from_json(data, name, kind)
 
-    def board(self, name: str, kind: type[F]) -> F | None:
-        """Read a board, as `message` does; one that is something else is ignored."""
+    def valid(self, name: str, kind: type[F]) -> F | None:
+        """Read as `message` does; what is something else is ignored."""
         with contextlib.suppress(Refused):
             return self.message(name, kind)
         return None
@@ -152,7 +152,7 @@ class Store:
             if (data := self.get(name, limit=limit)) is None:
                 raise Refused(f"{name}: missing")
             if sha256 and data[:64] != sha256.encode():
-                raise Refused(f"{name}: another object than the order names")
+                raise Refused(f"{name}: another object than the request names")
             return *unpack(data, name, kind, small_form), len(data)
 
         return again(once)
@@ -175,7 +175,7 @@ class Store:
             put = functools.partial(self._store.put, name, data, mode="create")
             try:
                 self.answered("write", len(data), failures, put)
-            except AlreadyExistsError:  # perhaps by this call, whose answer was lost
+            except AlreadyExistsError:  # perhaps by this call, whose response was lost
                 with contextlib.suppress(Refused):  # larger, so another's
                     return self.get(name, limit=len(data)) == data
                 return False
@@ -225,8 +225,8 @@ class Store:
         try:
             result = request.result(limit_s)
         except TimeoutError as error:
-            raise TimeoutError(f"no answer in {limit_s:.0f} s") from error
-        what, parts = ("byte", num_bytes) if num_bytes >= _LARGE else ("answer", 1)
+            raise TimeoutError(f"no response in {limit_s:.0f} s") from error
+        what, parts = ("byte", num_bytes) if num_bytes >= _LARGE else ("response", 1)
         self._measured[kind, what].append((time.monotonic() - start_s) / parts)
         return result
 

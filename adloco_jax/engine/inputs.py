@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.data.prepared import DocumentRows
-from adloco_jax.engine.sharding import num_turns, placement, reshard
-from adloco_jax.engine.spec import Kind, Layout, ProgramKey, Spec
+from adloco_jax.engine.sharding import num_sequential, placement, reshard
+from adloco_jax.engine.spec import Kind, Layout, ProgramKey, ProgramSpec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import (
     after_merge,
@@ -74,7 +74,9 @@ class Group(NamedTuple):
     sizes: tuple[int, ...]  # number of each trainer's workers
     devices: tuple[int, int] | None = None  # first device and number of devices; None: all
     plan: RoundPlan = RoundPlan(0, 1, 0)  # sizes of the trainers' round, if the group runs one
-    pool: int | None = None  # number of all workers of the run if `Spec.by_position`; else None
+    pool: int | None = (
+        None  # number of all workers of the run if `ProgramSpec.by_position`; else None
+    )
     positions: tuple[int, ...] = ()  # those of the group's workers in arrays of the whole pool
 
     @property
@@ -92,7 +94,7 @@ class Group(NamedTuple):
         return ProgramKey("steps", (pool,), size, self.plan.num_accum_steps > 1, self.devices)
 
 
-class Test(NamedTuple):
+class StatsRows(NamedTuple):
     """The rows on which the gradient statistics of a group's workers are measured."""
 
     group: Group
@@ -108,20 +110,20 @@ class Call(NamedTuple):
     update_T: np.ndarray | None  # True where an update ends; None: gradients are not accumulated
     # For a loss that takes `key`: trainer id, data stream, position of the call's first sequence.
     stream_R3: np.ndarray | None
-    turn: tuple[np.ndarray, ...]  # one int32 [], a worker's position (`_turns`), or empty
+    position: tuple[np.ndarray, ...]  # one int32 [], a worker's position (`_positions`), or empty
 
 
-class Batch(NamedTuple):
+class RoundInputs(NamedTuple):
     """The inputs of a round: groups with the sizes of their round, sequences on their devices."""
 
     groups: list[Group]
-    calls: list[list[Call]]  # for each group: all calls of the first turn, then of the next
-    tests: list[Test]
+    calls: list[list[Call]]  # for each group: all calls of the first workers, then of the next
+    stats_rows: list[StatsRows]
     lines: dict[int, dict]
     """For each trainer, the ledger fields of the round that its plan determines."""
 
 
-def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
+def classes(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> list[Group]:
     """Group trainers with equally many workers; groups have devices in proportion to their workers.
 
     All trainers share all devices if there are too few devices, or several processes (every process
@@ -153,7 +155,9 @@ def _group(
     return Group(chosen, tuple(len(control.trainers[m].streams) for m in chosen), devices)
 
 
-def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
+def group_trainers(
+    control: Control, plans: Mapping[int, RoundPlan], spec: ProgramSpec
+) -> list[Group]:
     """Divide each of `classes` by plan: trainers with the same plan form a group."""
     groups, pool = [], control.reads()
     for group in classes(control, plans, spec):
@@ -173,7 +177,7 @@ def whole_pool(control: Control) -> Group:
 
 
 def round_keys(
-    control: Control, plans: Mapping[int, RoundPlan], batching: BatchingSettings, spec: Spec
+    control: Control, plans: Mapping[int, RoundPlan], batching: BatchingSettings, spec: ProgramSpec
 ) -> list[ProgramKey]:
     """List the keys of the programs that a round may call, in the order of their first calls."""
     keys = []
@@ -197,7 +201,7 @@ def round_keys(
     return list(dict.fromkeys(keys))
 
 
-def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
+def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> list[ProgramKey]:
     """List the keys of the programs that the next two rounds may call.
 
     If measured gradients grow the batch, the later round is listed for the fastest growth and for
@@ -237,9 +241,13 @@ def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
     return control.round, control.reads(), dict(plans)
 
 
-def make_batch(
-    control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec, rows: Rows
-) -> Batch:
+def make_round_inputs(
+    control: Control,
+    plans: Mapping[int, RoundPlan],
+    settings: Settings,
+    spec: ProgramSpec,
+    rows: Rows,
+) -> RoundInputs:
     """Read every worker's next sequences, and send them to the devices.
 
     Raises DataError if two workers start the first round of the run with the same rows.
@@ -273,8 +281,8 @@ def make_batch(
         calls.append(calls_of(group, rows_TRBL, rate_TR, np.array(reads, np.int32), spec))
     if control.round == 0:
         _require_different_rows(beginnings)
-    tests = [
-        padded_test(
+    stats_rows = [
+        padded_stats_rows(
             group,
             [beginnings[read] for read in control.reads(group.trainers)],
             np.repeat(np.array([count[m] for m in group.trainers], np.int32), group.sizes),
@@ -283,11 +291,15 @@ def make_batch(
         for group in tested
     ]
     lines = {m: planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()}
-    return Batch(groups, calls, tests, lines)
+    return RoundInputs(groups, calls, stats_rows, lines)
 
 
 def calls_of(
-    group: Group, rows_TRBL: np.ndarray, rate_TR: np.ndarray, reads_R3: np.ndarray, spec: Spec
+    group: Group,
+    rows_TRBL: np.ndarray,
+    rate_TR: np.ndarray,
+    reads_R3: np.ndarray,
+    spec: ProgramSpec,
 ) -> list[Call]:
     """Divide a group's round into calls of the program `steps`; send the rows to the devices.
 
@@ -303,32 +315,32 @@ def calls_of(
             rate_TR[t : t + steps, chosen],
             flag_T[t : t + steps] if key.accumulates else None,
             None if spec.key_seed is None else reads_R3[chosen] + t * read_3,
-            turn,
+            position,
         )
-        for chosen, turn in _turns(group, num_turns(spec, key.layout))
+        for chosen, position in _positions(group, num_sequential(spec, key.layout))
         for t in range(0, group.plan.num_micro_batches, steps)
     ]
 
 
-def padded_test(
-    group: Group, beginnings_R: Sequence[np.ndarray], count_R: np.ndarray, spec: Spec
-) -> Test:
+def padded_stats_rows(
+    group: Group, beginnings_R: Sequence[np.ndarray], count_R: np.ndarray, spec: ProgramSpec
+) -> StatsRows:
     """Send the first `count_R` rows of each worker, padded, to the devices."""
     shape = (len(count_R), spec.max_test_sequences, spec.row_length)
     test_RBL = np.zeros(shape, np.int32)
     for test_BL, rows_BL, count in zip(test_RBL, beginnings_R, count_R, strict=True):
         test_BL[:count] = rows_BL[:count]
-    return Test(group, reshard(test_RBL, placement(spec, group.layout).workers), count_R)
+    return StatsRows(group, reshard(test_RBL, placement(spec, group.layout).workers), count_R)
 
 
-def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+def _positions(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
     workers = np.arange(sum(group.sizes))
     if count == 1:
         return [(workers, ())]
     if group.pool:
         places = enumerate(group.positions)
         return [(workers[i : i + 1], (np.array(place, np.int32),)) for i, place in places]
-    return [(workers[turn::count], (np.array(turn, np.int32),)) for turn in range(count)]
+    return [(workers[at::count], (np.array(at, np.int32),)) for at in range(count)]
 
 
 def _require_different_rows(beginnings: Mapping[tuple[int, int, int], np.ndarray]) -> None:
@@ -354,7 +366,7 @@ def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int
 def _sequences(
     reads: Sequence[tuple[int, int, int]],
     group: Group,
-    spec: Spec,
+    spec: ProgramSpec,
     rows: Rows,
     tested_here: Set[tuple[int, int, int]],
 ) -> np.ndarray:

@@ -22,21 +22,21 @@ from adloco_jax.core.types import Ensemble, GradientStats, put
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.engine.evaluate import guard_losses
 from adloco_jax.engine.inputs import (
-    Batch,
     Group,
+    RoundInputs,
     Rows,
-    Test,
+    StatsRows,
     classes,
     foreseen,
-    make_batch,
+    make_round_inputs,
     programs_ahead,
     reads,
     whole_pool,
 )
-from adloco_jax.engine.programs import Programs, merge_plan, merged, replace, spawned, taken
+from adloco_jax.engine.programs import Programs, merge_positions, merged, replace, spawned, taken
 from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
 from adloco_jax.engine.sharding import placement, reshard
-from adloco_jax.engine.spec import Layout, Spec
+from adloco_jax.engine.spec import Layout, ProgramSpec
 from adloco_jax.loop.adloco import Boundary, Decide, State, Stats, Stopped
 from adloco_jax.loop.control import Control, RoundPlan, count_flush, count_round
 from adloco_jax.loop.growth import Decision
@@ -73,7 +73,7 @@ class LocalEngine:
     def __init__(
         self,
         settings: Settings,
-        spec: Spec,
+        spec: ProgramSpec,
         programs: Programs,
         rows: Rows,
         heldout: HeldOut,
@@ -95,9 +95,9 @@ class LocalEngine:
         self._shares: Iterator[float] = iter(())  # the shares of the calls to come
         self.rows, self.heldout = rows, heldout
         # The host's data before the current round; a caller needs them if the round fails.
-        self.underway: Control
+        self.control_before: Control
         # Inputs made ahead, or the exception, with the values that determine them.
-        self._ahead: tuple[tuple, Batch | Exception] | None = None
+        self._ahead: tuple[tuple, RoundInputs | Exception] | None = None
         self._flushed: set[int] = set()  # ids of trainers that were flushed after the last round
 
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
@@ -106,11 +106,11 @@ class LocalEngine:
         While the devices run its updates, the host decides and prepares the next round.
         """
         before, settings = state.control, self.settings
-        self.underway = before  # set before sequences are read, which may fail
+        self.control_before = before  # set before sequences are read, which may fail
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
         plans = round_plans(before, settings)
-        batch = self.inputs(before, plans)
-        stats = [self._measure(state, test) for test in batch.tests]
+        round_inputs = self.inputs(before, plans)
+        stats = [self._measure(state, test) for test in round_inputs.stats_rows]
         control, spent = count_round(
             before,
             plans,
@@ -121,31 +121,34 @@ class LocalEngine:
         first, last = (
             share_done(each.round, each.tokens_total, settings) for each in (before, control)
         )
-        self._calls_left, self._num_ended = sum(map(len, batch.calls)), 0
+        self._calls_left, self._num_ended = sum(map(len, round_inputs.calls)), 0
         shares = np.linspace(first, last, self._calls_left + 1)
         self._shares = iter(shares[1:].tolist())
         self._unreported.clear()
         self._begun, self._clock_s = state, self._now_s()
-        ensemble, measured, norms = self._dispatch(state, batch)
+        ensemble, measured, norms = self._dispatch(state, round_inputs)
         self._flushed.clear()
-        control, decisions = decide(control, by_trainer(batch.tests, stats), plans)
+        control, decisions = decide(control, by_trainer(round_inputs.stats_rows, stats), plans)
         if not is_over(control, settings):
             self.look_ahead(control)
         self._report(0)
         jax.block_until_ready(norms)
         step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
-        lines, outcomes = {m: batch.lines[m] | spent[m] for m in plans}, _outcomes(measured, norms)
+        lines, outcomes = (
+            {m: round_inputs.lines[m] | spent[m] for m in plans},
+            _outcomes(measured, norms),
+        )
         state = State(ensemble, control)
         return end_round(state, lines, outcomes, decisions, step_s=step_s, stall_s=stall_s)
 
-    def inputs(self, control: Control, plans: Mapping[int, RoundPlan]) -> Batch:
+    def inputs(self, control: Control, plans: Mapping[int, RoundPlan]) -> RoundInputs:
         """Return a round's inputs, if possible those that `look_ahead` made; raise its errors."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == reads(control, plans):
             if isinstance(ahead[1], Exception):
                 raise ahead[1]
             return ahead[1]
-        return make_batch(control, plans, self.settings, self.spec, self.rows)
+        return make_round_inputs(control, plans, self.settings, self.spec, self.rows)
 
     def look_ahead(self, control: Control) -> None:
         """Make the next round's inputs; compile the next two rounds' programs in the background."""
@@ -153,14 +156,14 @@ class LocalEngine:
         self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
         plans = round_plans(control, self.settings)
         try:
-            batch: Batch | Exception = make_batch(
+            round_inputs: RoundInputs | Exception = make_round_inputs(
                 control, plans, self.settings, self.spec, self.rows
             )
         except Exception as error:  # deliberately broad, because `inputs` raises the error later
-            batch = error
-        self._ahead = reads(control, plans), batch
+            round_inputs = error
+        self._ahead = reads(control, plans), round_inputs
 
-    def _measure(self, state: State, test: Test) -> GradientStats:
+    def _measure(self, state: State, test: StatsRows) -> GradientStats:
         """Start to measure gradient statistics of a group on the round's first sequences."""
         params_M, trainers = state.ensemble.params_M, test.group.trainers
         if len(trainers) < state.ensemble.num_trainers:
@@ -174,10 +177,12 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: the run, which made the programs, closes them."""
 
-    def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, Measured, Norms]:
+    def _dispatch(
+        self, state: State, round_inputs: RoundInputs
+    ) -> tuple[Ensemble, Measured, Norms]:
         """Dispatch the programs of a round's updates to the devices, and do not wait for them."""
         ensemble, measured, norms = state.ensemble, [], []
-        work = list(zip(batch.groups, batch.calls, strict=True))
+        work = list(zip(round_inputs.groups, round_inputs.calls, strict=True))
         stacks = [(group, [(group, calls)]) for group, calls in work]
         if self.spec.by_position:
             stacks = [(whole_pool(state.control), work)]
@@ -237,8 +242,8 @@ class LocalEngine:
         self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
         """Merge trainers (`core.merge`), and give each trainer the workers that it has `after`."""
-        weights_n, plan = np.asarray(weights, np.float32), merge_plan(state.control, members, after)
-        return replace(merged, state.ensemble, weights_n, *plan)
+        at = merge_positions(state.control, members, after)
+        return replace(merged, state.ensemble, np.asarray(weights, np.float32), *at)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer until it has `num_workers` of them (`core.spawn`)."""
@@ -337,10 +342,10 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
     return State(ensemble, control), changes
 
 
-def by_trainer(tests: Sequence[Test], measured: Sequence[GradientStats]) -> Stats:
+def by_trainer(stats_rows: Sequence[StatsRows], measured: Sequence[GradientStats]) -> Stats:
     """Give each trainer that was tested the statistics of its workers, in float64."""
     stats = {}
-    for test, stats_R in zip(tests, measured, strict=True):
+    for test, stats_R in zip(stats_rows, measured, strict=True):
         fields = (np.asarray(value, np.float64) for value in vars(stats_R).values())
         parts = _split(test.group, test.count_R, *fields)
         stats |= {m: GradientStats(*own) for m, count_W, *own in parts if count_W[0]}

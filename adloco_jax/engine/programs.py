@@ -36,13 +36,21 @@ from adloco_jax.engine.sharding import (
     base_spec,
     begin_workers,
     ensemble_spec,
-    num_turns,
+    num_sequential,
     params_spec,
     placement,
     reshard,
     workers_spec,
 )
-from adloco_jax.engine.spec import Compiled, Compiling, Kind, OnCompile, ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import (
+    Compiled,
+    Compiling,
+    Kind,
+    OnCompile,
+    ProgramKey,
+    ProgramSpec,
+    num_bytes,
+)
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
@@ -60,7 +68,7 @@ _WITH_LOSS = ("steps", "fragment", "stats", "loss")
 class Programs:
     """Compiles a run's programs when they are first needed, or ahead (`prefetch`)."""
 
-    def __init__(self, spec: Spec, on_compile: OnCompile = lambda event: None):
+    def __init__(self, spec: ProgramSpec, on_compile: OnCompile = lambda event: None):
         """Start without programs; `on_compile` is called around each compilation, in its thread."""
         self.spec = spec
         self.stall_s = 0.0  # seconds that callers have waited for compilation so far
@@ -187,7 +195,7 @@ def _note_cache_hit(event: str, **_: str | int) -> None:
 jax.monitoring.register_event_listener(_note_cache_hit)
 
 
-def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
+def lower(spec: ProgramSpec, key: ProgramKey) -> jax.stages.Lowered:
     """Trace the program of `key`, and lower it to XLA's input language; it is not compiled yet."""
     at = placement(spec, key.layout)
     with contextlib.ExitStack() as stack:
@@ -212,7 +220,7 @@ Program = tuple[Callable, tuple, tuple[int, ...], PyTree]
 it may reuse (donated arguments); and the shardings of its results."""
 
 
-def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
+def _start(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     bare = ensemble_spec(spec, key.layout)
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None, average_M=None)
     if spec.outer.own_params:
@@ -222,21 +230,23 @@ def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
 
 
-def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
+def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     out = (_shardings(workers), at.replicated, at.replicated)
-    turns = num_turns(spec, key.layout)
-    advance = _inner_steps(spec, at) if turns == 1 else _turn(spec, at)
+    count = num_sequential(spec, key.layout)
+    advance = _inner_steps(spec, at) if count == 1 else _one_worker(spec, at)
 
-    def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3, *turn):
-        return advance(workers, add_keys(spec, tokens_TRBL, stream_R3), rate_TR, update_T, *turn)
+    def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3, *position):
+        return advance(
+            workers, add_keys(spec, tokens_TRBL, stream_R3), rate_TR, update_T, *position
+        )
 
-    turn = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
-    arguments = (workers, *_batch_spec(spec, key, at, turns), *[turn] * (turns > 1))
+    position = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
+    arguments = (workers, *_batch_spec(spec, key, at, count), *[position] * (count > 1))
     return steps, arguments, (0,), out
 
 
-def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
+def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
 
@@ -253,7 +263,7 @@ def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
 
 
-def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
+def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None, params_R=None)
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     advance = _inner_steps(spec, at)
@@ -287,13 +297,13 @@ def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     return fragment_program, arguments, (0, 1), out
 
 
-def _flush(spec: Spec, key: ProgramKey, at: Placement) -> Program:
+def _flush(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     flush = functools.partial(flush_workers, **_collectives(spec, at))
     return flush, (ensemble,), (0,), _shardings(ensemble)
 
 
-def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
+def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     num_trainers, num_workers = len(key.sizes), sum(key.sizes)
     params_M = ensemble_spec(spec, key.layout).params_M
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
@@ -337,7 +347,7 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     return stats, (params_M, tokens, counts), (), at.replicated
 
 
-def _loss(spec: Spec, key: ProgramKey, at: Placement) -> Program:
+def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     params = params_spec(spec, key.layout)
     loss_fn = spec.eval_loss_fn or spec.loss_fn
     shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
@@ -349,7 +359,7 @@ def _loss(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     return losses, (params, tokens), (), at.replicated
 
 
-_PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
+_PROGRAMS: Mapping[Kind, Callable[[ProgramSpec, ProgramKey, Placement], Program]] = {
     "start": _start,
     "steps": _steps,
     "outer": _outer,
@@ -360,7 +370,9 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 }
 
 
-def add_keys(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
+def add_keys(
+    spec: ProgramSpec, tokens_TRBL: Array, stream_R3: Array | None
+) -> tuple[Array, Array | None]:
     """Pair tokens with random keys [T, R, B], one a sequence; None if the loss takes no key."""
     if spec.key_seed is None or stream_R3 is None:
         return tokens_TRBL, None
@@ -371,7 +383,7 @@ def add_keys(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[A
     return tokens_TRBL, fold_in_each(key, trainer_R, stream_R, first_R + place_TRB)
 
 
-def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
+def _advance(spec: ProgramSpec, at: Placement, *, at_once: int | None) -> Callable:
     """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function."""
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
@@ -402,8 +414,8 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
     specs: list[Any] = [pool, pool, pool, P(), pool]  # `num_grads` is the same for all workers
     by_worker = Workers(*specs)
 
-    def mapped(workers, keyed, rate_TR, update_T, *turn):
-        inputs = (by_worker, pool_T, pool_T, P(), *[P()] * len(turn))
+    def mapped(workers, keyed, rate_TR, update_T, *position):
+        inputs = (by_worker, pool_T, pool_T, P(), *[P()] * len(position))
         function = jax.shard_map(
             advance,
             mesh=at.mesh,
@@ -412,30 +424,30 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
             axis_names=set(POOL),
             check_vma=False,
         )
-        return function(workers, keyed, rate_TR, update_T, *turn)
+        return function(workers, keyed, rate_TR, update_T, *position)
 
     return mapped
 
 
-def _inner_steps(spec: Spec, at: Placement) -> Callable:
+def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
-    in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
+    sequential = _on_each_device(_advance(spec, at, at_once=1), at)
     # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
     # the devices.
     at_once = _advance(spec, at, at_once=None)
 
     def steps(workers, keyed, rate_TR, update_T):
         one_each = num_groups > 1 and rate_TR.shape[1] == num_groups
-        advance = in_turn if spec.in_turn and not one_each else at_once
+        advance = sequential if spec.sequential and not one_each else at_once
         return advance(workers, keyed, rate_TR, update_T)
 
     return steps
 
 
-def _turn(spec: Spec, at: Placement) -> Callable:
+def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
     advance = _advance(spec, at, at_once=1)
 
-    def turn(workers, keyed, rate_TR, update_T, position):
+    def advance_one(workers, keyed, rate_TR, update_T, position):
         stack = (workers.params_R, workers.inner_state_R)
         params, state = jax.tree.map(
             lambda leaf_R: jax.lax.dynamic_index_in_dim(leaf_R, position), stack
@@ -449,10 +461,10 @@ def _turn(spec: Spec, at: Placement) -> Callable:
         )
         return one.replace(params_R=params_R, inner_state_R=state_R), *measured_TR
 
-    return _on_each_device(turn, at)
+    return _on_each_device(advance_one, at)
 
 
-def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
+def _batch_spec(spec: ProgramSpec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
     """Make the shapes and shardings of the arguments of inner steps, apart from the workers."""
     steps, workers, size = spec.num_micro_batches, sum(key.sizes) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
@@ -464,7 +476,7 @@ def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> t
     return tokens, rates, flags if key.accumulates else None, streams if takes_key else None
 
 
-def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
+def _collectives(spec: ProgramSpec, at: Placement) -> dict[str, Any]:
     return {
         "precision": spec.outer.precision,
         "reduce_scatter": at.reduce_scatter,
@@ -515,7 +527,7 @@ def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
     return take(ensemble, trainers)
 
 
-def merge_plan(
+def merge_positions(
     before: Control, members: Sequence[int], after: Control
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the positions of the members, and each trainer's workers `after`, as in `merged`."""

@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble, GradientStats, Workers
-from adloco_jax.engine.inputs import Call, Group, Test
+from adloco_jax.engine.inputs import Call, Group, StatsRows
 from adloco_jax.engine.programs import Programs
 
 _SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields that only gradient accumulation uses
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
         return list(zip([*starts[1:].tolist(), num_updates], means, strict=True))
 
 
-def measure(programs: Programs, params_M: PyTree, test: Test) -> GradientStats:
+def measure(programs: Programs, params_M: PyTree, test: StatsRows) -> GradientStats:
     """Start to measure gradient statistics of a group's workers, at their trainers' parameters."""
     return programs.call(test.group.key("stats"), params_M, test.rows_RBL, test.count_R)
 
@@ -88,7 +88,7 @@ def inner_round(
                 )
                 norms.append(norm_M)
             else:
-                workers, *pair = programs.call(steps, workers, *inputs[:-1], *inputs.turn)
+                workers, *pair = programs.call(steps, workers, *inputs[:-1], *inputs.position)
             pairs.append(tuple(pair))
             on_call(pair[0])
         workers = workers.replace(**sums)
@@ -110,7 +110,7 @@ def by_update(
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    num_turns = sum(group.sizes) // parts[0].shape[1]
-    calls = len(parts) // num_turns
+    num_sequential = sum(group.sizes) // parts[0].shape[1]
+    calls = len(parts) // num_sequential
     turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]
     return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)  # each device's workers in order

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.compress import Packed
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import Ensemble, Workers, init
-from adloco_jax.engine.spec import Layout, Spec
+from adloco_jax.engine.spec import Layout, ProgramSpec
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
 POOL = ("trainer", "worker")
@@ -197,7 +197,7 @@ def arrange(
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
 
-def placement(spec: Spec, layout: Layout) -> Placement:
+def placement(spec: ProgramSpec, layout: Layout) -> Placement:
     """Make the mesh of a layout's devices, with the shardings of arrays on this mesh."""
     sizes, batch_size, chosen = layout
     first, count = chosen or (0, len(spec.machine.devices))
@@ -205,7 +205,7 @@ def placement(spec: Spec, layout: Layout) -> Placement:
     return arrange(sizes, batch_size, devices=devices, model_shards=spec.model_shards)
 
 
-def first_ensemble(spec: Spec, sizes: tuple[int, ...], params: PyTree) -> Ensemble:
+def first_ensemble(spec: ProgramSpec, sizes: tuple[int, ...], params: PyTree) -> Ensemble:
     """Make the parameters and optimizer states of trainers that all start from `params`."""
     return init(
         params,
@@ -219,43 +219,45 @@ def first_ensemble(spec: Spec, sizes: tuple[int, ...], params: PyTree) -> Ensemb
     )
 
 
-def ensemble_spec(spec: Spec, layout: Layout) -> Ensemble:
+def ensemble_spec(spec: ProgramSpec, layout: Layout) -> Ensemble:
     """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated."""
     shapes = jax.eval_shape(functools.partial(first_ensemble, spec, layout.sizes), spec.params)
     return _with_shardings(shapes, placement(spec, layout).ensemble(shapes))
 
 
-def params_spec(spec: Spec, layout: Layout) -> PyTree:
+def params_spec(spec: ProgramSpec, layout: Layout) -> PyTree:
     """Make the shapes, dtypes and shardings of one model's parameters."""
     return _with_shardings(spec.params, placement(spec, layout).params(spec.params))
 
 
-def base_spec(spec: Spec, layout: Layout) -> PyTree:
+def base_spec(spec: ProgramSpec, layout: Layout) -> PyTree:
     """Make the shapes, dtypes and shardings of the frozen weights, if there are any."""
     return _with_shardings(spec.base, placement(spec, layout).params(spec.base))
 
 
-def workers_spec(spec: Spec, layout: Layout, *, accumulates: bool = False) -> Workers:
+def workers_spec(spec: ProgramSpec, layout: Layout, *, accumulates: bool = False) -> Workers:
     """Make the shapes, dtypes and shardings of workers in the middle of a round."""
     begin = functools.partial(begin_workers, spec, layout, accumulates=accumulates)
     shapes = jax.eval_shape(begin, ensemble_spec(spec, layout))
     return _with_shardings(shapes, placement(spec, layout).by_worker(shapes))
 
 
-def num_turns(spec: Spec, layout: Layout) -> int:
+def num_sequential(spec: ProgramSpec, layout: Layout) -> int:
     """Number of turns in which a device's workers run one after another; 1 if all run at once."""
     mesh = placement(spec, layout).mesh.shape
-    in_turn = spec.in_turn and not spec.outer.own_params  # a fragment needs all workers at once
-    return sum(layout.sizes) // (mesh["trainer"] * mesh["worker"]) if in_turn else 1
+    sequential = (
+        spec.sequential and not spec.outer.own_params
+    )  # a fragment needs all workers at once
+    return sum(layout.sizes) // (mesh["trainer"] * mesh["worker"]) if sequential else 1
 
 
 def begin_workers(
-    spec: Spec, layout: Layout, ensemble: Ensemble, *, accumulates: bool = False
+    spec: ProgramSpec, layout: Layout, ensemble: Ensemble, *, accumulates: bool = False
 ) -> Workers:
     """Start a round (`core.start_round`): make the arrays with which the workers begin."""
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=accumulates, reset_tx=reset_tx)
-    step = num_turns(spec, layout)
+    step = num_sequential(spec, layout)
     sums = (workers.grad_sum_R, workers.finite_R)
     grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::step], sums)
     return workers.replace(grad_sum_R=grad_sum, finite_R=finite)

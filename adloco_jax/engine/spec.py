@@ -127,7 +127,7 @@ def here() -> Machine:
 
 
 @dataclass(frozen=True)
-class Spec:
+class ProgramSpec:
     """What all compiled programs of a run share: devices, loss, parameter shapes, optimizers."""
 
     machine: Machine
@@ -148,7 +148,7 @@ class Spec:
     eval_loss_fn: LossFn | None = None  # for held-out losses; None: `loss_fn`, without a key
     key_seed: int | None = None  # seed for a loss that takes `key`; None: the loss takes none
     remat: bool = False  # whether layers are recomputed in the backward pass
-    in_turn: bool = False  # whether a device's workers run their rounds one after another
+    sequential: bool = False  # whether a device's workers run their rounds one after another
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
     attention: Kernel = "xla"  # kernel of the model's attention
     base: PyTree | None = None  # shapes and dtypes of frozen weights, which the loss gets as `base`
@@ -161,7 +161,7 @@ class Spec:
         synchronisations.
         """
         is_one = len(self.machine.devices) == self.model_shards
-        return self.in_turn and is_one and not self.outer.own_params
+        return self.sequential and is_one and not self.outer.own_params
 
     @property
     def param_bytes(self) -> int:

@@ -246,7 +246,7 @@ def merge_trainers(
     num_joining = 0
     if not (refused and rule.on_refusal == "keep"):
         shares = [1.0] + [0.0] * (len(members) - 1) if refused else weights
-        state, num_joining, flushed = _join(state, members, shares, engine, refused=refused)
+        state, num_joining, flushed = _add_workers(state, members, shares, engine, refused=refused)
         changes += flushed
     cost = merge_cost(
         engine.state_bytes, num_absorbed=len(members) - 1, num_joining=num_joining, refused=refused
@@ -273,7 +273,7 @@ def merge_trainers(
     return State(state.ensemble, control), [*changes, event]
 
 
-def _join(
+def _add_workers(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
     """Merge the members into the first of them, and divide the workers again."""

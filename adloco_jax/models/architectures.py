@@ -83,4 +83,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         label_params=BERT.label_params,
     ),
 }
-"""Architectures by name, for the knob `model.arch`."""
+"""Architectures by name, for the option `model.arch`."""

@@ -328,7 +328,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
     # batched product that is reduced over [B] makes it 1.75 times as long (width 256, 4 layers, 128
     # tokens). The Gram form (norms from [L, L] products) would need no gradient per example, but
     # L (1/D + 1/F) times the FLOPs of such a gradient.
-    def in_turn(*examples_B):
+    def sequential(*examples_B):
         def add_example(grad_sum, example):
             grad, norm = example_grad(*example)
             return grad_sum + grad, norm
@@ -339,7 +339,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         grads_B, norms_B = jax.vmap(example_grad)(*examples_B)
         return jnp.sum(grads_B, axis=0), norms_B
 
-    measured = lax.platform_dependent(x_B, dy_B, tap_B, cpu=in_turn, default=at_once)
+    measured = lax.platform_dependent(x_B, dy_B, tap_B, cpu=sequential, default=at_once)
     return dx_B, *measured
 
 

@@ -31,7 +31,7 @@ from adloco_jax.run.choose import Mode
 from adloco_jax.run.folder import check_config
 from adloco_jax.run.program import Model
 from adloco_jax.run.weights import require_same_network
-from adloco_jax.settings import KNOBS, Settings
+from adloco_jax.settings import OPTIONS, Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
 
@@ -157,15 +157,15 @@ def check_arguments(settings: Settings, given: FitArguments) -> Settings:
             if (tx := getattr(given, name)) is not None:
                 group = name.removesuffix("_tx")
                 faults += _beside(name, settings) + _of_transform(name, tx, drawn)
-                knobs = getattr(settings, group).model_copy(update={"learning_rate": 1.0})
-                settings = settings.model_copy(update={group: knobs})
+                options = getattr(settings, group).model_copy(update={"learning_rate": 1.0})
+                settings = settings.model_copy(update={group: options})
         # The config may name an optimizer that the user has added to the table.
         if given.inner_tx is None:
             tx = inner_transform(settings.inner, labels)
             faults += _of_transform("inner_tx", tx, drawn)
         rows_BL = jax.ShapeDtypeStruct((2, model.row_length), np.int32)
         with own_code("loss_of"):
-            loss_fn = model.loss_of(Mode(in_turn=True, remat=False), "xla")
+            loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
         faults += _of_loss("loss_fn", loss_fn, drawn, rows_BL)
         if given.eval_loss_fn is not None:
             faults += _of_loss("eval_loss_fn", given.eval_loss_fn, drawn, rows_BL)
@@ -174,7 +174,7 @@ def check_arguments(settings: Settings, given: FitArguments) -> Settings:
     return settings
 
 
-# The knobs that describe an optimizer, which do not act on one that the caller gives.
+# The options that describe an optimizer, which do not act on one that the caller gives.
 _OF_OPTIMIZERS = {
     "inner_tx": "tx learning_rate warmup_updates schedule final_lr_frac weight_decay decay"
     " beta1 beta2 round_length",
@@ -184,10 +184,10 @@ _OF_OPTIMIZERS = {
 
 def _beside(name: str, settings: Settings) -> list[str]:
     faults, group = [], name.removesuffix("_tx")
-    for knob in _OF_OPTIMIZERS[name].split():
-        key, value = f"{group}.{knob}", getattr(getattr(settings, group), knob)
-        by_rate = knob != "round_length" or takes(ROUND_LENGTHS[value], "next_rate")
-        if by_rate and value != (default := KNOBS[key].default):
+    for option in _OF_OPTIMIZERS[name].split():
+        key, value = f"{group}.{option}", getattr(getattr(settings, group), option)
+        by_rate = option != "round_length" or takes(ROUND_LENGTHS[value], "next_rate")
+        if by_rate and value != (default := OPTIONS[key].default):
             faults.append(f"{name}: given beside {key}={value!r}; leave {key} at {default!r}")
     return faults
 

@@ -12,7 +12,7 @@ from adloco_jax.data.corpus import is_small
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import Rows
-from adloco_jax.engine.spec import Machine, Spec
+from adloco_jax.engine.spec import Machine, ProgramSpec
 from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.models.configured import class_count
 from adloco_jax.run.checkpoint import list_rounds
@@ -28,7 +28,7 @@ class Run:
 
     settings: Settings
     model: Model
-    spec: Spec
+    spec: ProgramSpec
     corpus: Rows
     heldout: HeldOut
     workdir: Path

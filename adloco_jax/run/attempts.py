@@ -96,7 +96,7 @@ def begin(
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = make_engine(run, programs, heldout, progress.call, stop.is_set, ledger.write)
     stack.callback(engine.close)
-    engine.underway = control
+    engine.control_before = control
     earlier_s, loss = (restored.host.wall_s, restored.host.loss) if restored else (0.0, None)
     loss = float("nan") if loss is None else loss
     is_known = settings.engine.kind == "local" and not run.by_fit
@@ -112,7 +112,7 @@ def begin(
     notes += [f"resuming after round {control.round}"] if control.round else []
     notes += ["stopped before its first save: the run begins again"] if begins_again else []
     if spec.machine.platform != "cpu":
-        notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
+        notes.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
     notes.append(run.heldout.describe(run.model.num_classes))
     label_params = labeller(settings.model.arch, run.model.label_params)
     rules = {"inner": settings.inner, "outer": settings.outer}
@@ -163,7 +163,7 @@ def after_failure(
     there are several processes, which must all start again. Another error is raised if it came
     twice in the same round.
     """
-    control = attempt.recorder.engine.underway
+    control = attempt.recorder.engine.control_before
     index, size = control.round + 1, control.max_batch_size
     cause = reason(error)
     exhausted = "RESOURCE_EXHAUSTED" in str(error)

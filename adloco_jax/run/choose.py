@@ -17,9 +17,24 @@ import numpy as np
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
-from adloco_jax.engine.programs import Programs, merge_plan, merged, needed_bytes, parts_of, spawned
+from adloco_jax.engine.programs import (
+    Programs,
+    merge_positions,
+    merged,
+    needed_bytes,
+    parts_of,
+    spawned,
+)
 from adloco_jax.engine.sharding import base_spec, bytes_here, ensemble_spec, placement, workers_spec
-from adloco_jax.engine.spec import Kernel, Kind, Layout, OnCompile, ProgramKey, Spec, num_bytes
+from adloco_jax.engine.spec import (
+    Kernel,
+    Kind,
+    Layout,
+    OnCompile,
+    ProgramKey,
+    ProgramSpec,
+    num_bytes,
+)
 from adloco_jax.errors import ConfigError, ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
@@ -32,11 +47,11 @@ STEP_TOKENS = 16_384  # number of tokens that keeps a device busy
 class Mode(NamedTuple):
     """How the workers of a device run, and whether layers are recomputed in the backward pass."""
 
-    in_turn: bool  # one worker after another, not all at once
+    sequential: bool  # one worker after another, not all at once
     remat: bool  # layers are recomputed in the backward pass
 
     def __str__(self):
-        order = "one after another" if self.in_turn else "at once"
+        order = "one after another" if self.sequential else "at once"
         return f"workers {order}" + (", rematerialised" if self.remat else "")
 
 
@@ -103,13 +118,13 @@ def modes(settings: Settings, platform: str, *, can_remat: bool = True) -> list[
     return [
         mode
         for mode in MODES
-        if (mode.in_turn or platform != "cpu") and remat in (None, mode.remat)
+        if (mode.sequential or platform != "cpu") and remat in (None, mode.remat)
     ]
 
 
 def choose(
     settings: Settings,
-    spec: Spec,
+    spec: ProgramSpec,
     loss_of: Callable[[Mode, Kernel], LossFn],
     *,
     size: int | None = None,
@@ -133,7 +148,9 @@ def choose(
     fits: list[tuple[float, Choice]] = []
     for mode in allowed:
         loss_fn = loss_of(mode, spec.attention)
-        chosen = dataclasses.replace(spec, loss_fn=loss_fn, in_turn=mode.in_turn, remat=mode.remat)
+        chosen = dataclasses.replace(
+            spec, loss_fn=loss_fn, sequential=mode.sequential, remat=mode.remat
+        )
         programs = Programs(chosen, on_compile)
         if platform == "cpu" and size is not None:
             return Choice(programs, size, [Tried(mode, size, {}, programs=programs)])
@@ -156,11 +173,11 @@ def choose(
     return best
 
 
-def tokens_of_a_row(spec: Spec, sizes: tuple[int, ...]) -> int:
+def tokens_of_a_row(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
     """Tokens on a device at a time, one sequence per worker; `sizes`: workers of each trainer."""
     mesh = placement(spec, Layout(sizes)).mesh.shape
     at_once = sum(sizes) // (mesh["trainer"] * mesh["worker"])
-    return spec.sequence_length * (1 if spec.in_turn else at_once)
+    return spec.sequence_length * (1 if spec.sequential else at_once)
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
@@ -217,7 +234,7 @@ def program_peaks(
     return peaks | moves
 
 
-def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
+def _moves(settings: Settings, spec: ProgramSpec) -> dict[str, Peak]:
     """Return the memory that the first merge of trainers, and the last join of a worker, need."""
     control, peaks = start(settings, 1, whole_pool=True), {}
     sizes, num_trainers = control.sizes, len(control.trainers)
@@ -225,7 +242,7 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
     if settings.merge.policy != "none" and num_trainers > 1:
         members = choose_members(control, dict.fromkeys(control.trainers, 0.0), settings.merge)
         if members:  # a policy may decide by losses, which are not known yet
-            plan = merge_plan(control, members, after_merge(control, members))
+            plan = merge_positions(control, members, after_merge(control, members))
             weights_n = np.ones(len(members), np.float32)
             peaks[f"merge {shape}"] = _replaced_bytes(spec, sizes, merged, weights_n, *plan)
     if settings.ensemble.initial_workers is not None and sizes[-1] > 1:
@@ -252,7 +269,7 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
 
 
 def reachable_keys(
-    settings: Settings, spec: Spec, control: Control, sizes: Sequence[int] | None = None
+    settings: Settings, spec: ProgramSpec, control: Control, sizes: Sequence[int] | None = None
 ) -> list[ProgramKey]:
     """List the keys of all programs that a run can need while its trainers have equal sizes.
 
@@ -268,7 +285,7 @@ def reachable_keys(
 
 
 def first_keys(
-    control: Control, settings: Settings, spec: Spec, size: int, *, accumulates: bool
+    control: Control, settings: Settings, spec: ProgramSpec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
     """List the keys of a round of equal micro-batches; if `accumulates`, also of two an update."""
     keys = []
@@ -303,7 +320,7 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
 
 
 def model_shards(
-    spec: Spec,
+    spec: ProgramSpec,
     sizes: tuple[int, ...],
     *,
     given: int | None,
@@ -320,7 +337,7 @@ def model_shards(
     if given is not None and count % given:
         raise ConfigError(f"ensemble.model_shards = {given}: does not divide the {count} devices")
     for shards in [given] if given else [n for n in range(1, count + 1) if count % n == 0]:
-        tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs the least
+        tried = dataclasses.replace(spec, model_shards=shards, sequential=True)  # needs the least
         needed = held_bytes(tried, sizes, accumulates=True)
         if needed <= machine.budget(memory_frac):
             return shards
@@ -335,13 +352,13 @@ def model_shards(
     return given or count
 
 
-def least_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
+def least_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
     """A lower bound of a run's bytes on a device, without activations and without compiling."""
     held = held_bytes(spec, sizes, accumulates=accumulates)
     return held + spec.param_bytes // spec.model_shards
 
 
-def held_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
+def held_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
     """Bytes of the ensemble, workers' parameters, and sums of gradients if any, on one device."""
     ensemble = ensemble_spec(spec, Layout(sizes)).replace(params_R=None)  # the workers have them
     workers = workers_spec(spec, Layout(sizes), accumulates=accumulates)
@@ -349,7 +366,9 @@ def held_bytes(spec: Spec, sizes: tuple[int, ...], *, accumulates: bool = False)
     return bytes_here(held)
 
 
-def _replaced_bytes(spec: Spec, sizes: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
+def _replaced_bytes(
+    spec: ProgramSpec, sizes: tuple[int, ...], change: Any, *arguments: Any
+) -> Peak:
     """Compute a device's peak memory while `replace` applies `change` to an ensemble."""
     ensemble = ensemble_spec(spec, Layout(sizes))
     leaves = jax.tree.leaves(ensemble.inner_state_R)

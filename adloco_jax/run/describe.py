@@ -9,7 +9,7 @@ from datetime import timedelta
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
-from adloco_jax.engine.spec import Layout, Spec, num_bytes, num_values
+from adloco_jax.engine.spec import Layout, ProgramSpec, num_bytes, num_values
 from adloco_jax.errors import counted
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import merge_cost, sync_cost
@@ -22,7 +22,7 @@ from adloco_jax.settings import Settings
 _MANY_PASSES, _FEW_HELDOUT = 10, 16
 
 
-def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
+def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> list[str]:
     """Describe model, trainers, batches and fragments in at most four lines."""
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
@@ -115,15 +115,15 @@ def _growth(settings: Settings) -> str:
     if not measures_gradients(batching):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
     wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
-    knobs = {"eta": batching.eta, "vartheta": batching.vartheta, "nu": batching.nu}
-    knobs = [f"{name} {value}" for name, value in knobs.items() if name in wanted]
+    options = {"eta": batching.eta, "vartheta": batching.vartheta, "nu": batching.nu}
+    options = [f"{name} {value}" for name, value in options.items() if name in wanted]
     least, given = least_test_sequences(batching), batching.test_batch_size
     if given is not None and given < least * settings.ensemble.num_workers:
-        knobs.append(
+        options.append(
             f"test_batch_size {given}, raised to {least} per worker for a trainer of more than"
             f" {given // least} workers"
         )
-    test = ", ".join([f"{batching.test} test", *knobs])
+    test = ", ".join([f"{batching.test} test", *options])
     if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
         return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
     limits = {"workers": settings.ensemble.initial_workers}
@@ -132,7 +132,7 @@ def _growth(settings: Settings) -> str:
     return f"kept; gradient noise ({test}) {'decides about ' + others if others else 'is measured'}"
 
 
-def _fragments(settings: Settings, spec: Spec) -> list[str]:
+def _fragments(settings: Settings, spec: ProgramSpec) -> list[str]:
     outer = settings.outer
     if not outer.own_params:
         return []
@@ -145,7 +145,7 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def plan_lines(settings: Settings, spec: Spec) -> list[str]:
+def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     """Describe a run's optimizer states, communication and tokens, without compiling anything."""
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
@@ -184,7 +184,7 @@ def plan_lines(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
+def _merge_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     ensemble, lines = settings.ensemble, []
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:
@@ -203,7 +203,7 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def round_bytes(settings: Settings, spec: Spec) -> int:
+def round_bytes(settings: Settings, spec: ProgramSpec) -> int:
     """Bytes of synchronisations in a round of all workers; those that share a device send less."""
     control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
     moved, sent = 0, spec.sync_bytes * spec.outer.fragments

@@ -38,7 +38,7 @@ class Start(Format):
     start_s: Seconds = 0.0  # until here, in this process
     stall_s: Seconds = 0.0  # of these, spent waiting for compilation
     heldout_rows: list[Count] = []  # positions of the held-out rows that reported losses use
-    guard_rows: list[Count] = []  # those of the decision set
+    guard_rows: list[Count] = []  # those that decide about merges
 
 
 class Costs(Format):

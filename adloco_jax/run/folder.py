@@ -28,7 +28,7 @@ from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read
-from adloco_jax.settings import ENTRIES, KNOBS, Change, Settings, change
+from adloco_jax.settings import ENTRIES, OPTIONS, Change, Settings, change
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *TOO_MANY_FILES)
 
@@ -159,7 +159,7 @@ def recorded_config(workdir: Path) -> ConfigDict:
     """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
     refuse_fit(workdir)
     before = _resumable(workdir).config
-    config, values = default_config(), {key: attrgetter(key)(before) for key in KNOBS}
+    config, values = default_config(), {key: attrgetter(key)(before) for key in OPTIONS}
     # A setting that is unset is None in the record, and may be "auto" in a config.
     config.update_from_flattened_dict({k: v for k, v in values.items() if v is not None})
     return config
@@ -266,7 +266,7 @@ def changes(recorded: Settings, settings: Settings) -> dict[Change, list[str]]:
     """Describe the settings that differ from a record, by kind: harmless, accepted, refused."""
     before, now = flat_settings(recorded), flat_settings(settings.with_rows(recorded.num_rows))
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
-    for key in KNOBS:
+    for key in OPTIONS:
         if before[key] != now[key]:
             line = f"{key}: was {before[key]!r}, is {now[key]!r}"
             changed[_class(key, settings)].append(line)

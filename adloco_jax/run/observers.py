@@ -36,7 +36,7 @@ class RunEngine(Engine, Protocol):
 
     programs: Programs
     heldout: HeldOut
-    underway: Control  # the host's data about the run, as they were before the current round
+    control_before: Control  # the host's data about the run, as they were before the current round
 
     def close(self) -> None:
         """End what the engine has started, such as learners."""

@@ -24,7 +24,7 @@ from adloco_jax.engine.spec import (
     Compiling,
     Machine,
     OnCompile,
-    Spec,
+    ProgramSpec,
     here,
     num_values,
 )
@@ -103,7 +103,7 @@ def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
         f" of {in_bytes(spec.machine.device_bytes)} per device; micro-batches of {sizes};"
-        f" {Mode(spec.in_turn, spec.remat)}",
+        f" {Mode(spec.sequential, spec.remat)}",
         "memory per device while a program runs, by the compiler's analysis:",
         *(f"  {key!s:32} {in_bytes(need)}" for key, need in peaks.items()),
         f"peak: {max(peaks.values())} bytes ({in_bytes(max(peaks.values()))})",
@@ -151,7 +151,7 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
 
 def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
     spec, size = choice.programs.spec, choice.max_batch_size
-    mode = Mode(spec.in_turn, spec.remat)
+    mode = Mode(spec.sequential, spec.remat)
     reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
     moved = round_bytes(settings, spec)
     facts = {"fits": True, "mode": str(mode), "max_batch_size": size}
@@ -338,7 +338,7 @@ def _parts(name: str) -> tuple[str, int]:
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
-def most_tokens_per_s(spec: Spec, peak: float = math.nan) -> float:
+def most_tokens_per_s(spec: ProgramSpec, peak: float = math.nan) -> float:
     """Return a model's tokens per second at the peak of the devices; NaN if that is not known.
 
     `peak` are operations per second of all devices, if they are of no known kind.
@@ -356,7 +356,7 @@ def most_tokens_per_s(spec: Spec, peak: float = math.nan) -> float:
     return peak / (6 * trained + 4 * frozen)
 
 
-def peak_here(spec: Spec) -> float:
+def peak_here(spec: ProgramSpec) -> float:
     """Measure the operations per second of a CPU in a product of matrices; NaN elsewhere."""
     if spec.machine.platform != "cpu":
         return math.nan

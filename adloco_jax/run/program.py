@@ -1,4 +1,4 @@
-"""What all programs of a run share (`Spec`), of the configured model or of that given to `fit`."""
+"""What all programs of a run share (`ProgramSpec`): of the configured model, or that of `fit`."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from adloco_jax.engine.optimizers import (
     outer_transform,
     parameter_labels,
 )
-from adloco_jax.engine.spec import Kernel, Machine, Spec
+from adloco_jax.engine.spec import Kernel, Machine, ProgramSpec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.growth import measures_gradients, measures_inner_products
 from adloco_jax.loop.plans import AUTO_TEST_MAX
@@ -157,7 +157,7 @@ def program_spec(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
     must_fit: bool = False,
-) -> Spec:
+) -> ProgramSpec:
     """Collect what all programs of a run share; choose model shards and the attention kernel.
 
     `must_fit` and errors are those of `model_shards`.
@@ -171,7 +171,7 @@ def program_spec(
     rules = {"inner": settings.inner, "outer": settings.outer}
     parameter_labels(params, label_params, **rules)  # refuses what is unclear
     _require_no_key(model.eval_loss_fn or loss_fn)
-    spec = Spec(
+    spec = ProgramSpec(
         machine=machine,
         loss_fn=loss_fn,
         params=params,
@@ -189,7 +189,7 @@ def program_spec(
         aggregate=aggregator(settings.outer, label_params),
         eval_loss_fn=model.eval_loss_fn,
         key_seed=settings.seed if takes(loss_fn, "key") else None,
-        in_turn=mode.in_turn,
+        sequential=mode.sequential,
         remat=mode.remat,
         examples_per_pass=examples_per_pass(data.sequence_length * settings.model.width, machine),
         base=model.base_shapes,
@@ -208,7 +208,9 @@ def _require_no_key(loss_fn: LossFn) -> None:
         )
 
 
-def on_devices(spec: Spec, model: Model | None, sizes: tuple[int, ...], **how: Any) -> Spec:
+def on_devices(
+    spec: ProgramSpec, model: Model | None, sizes: tuple[int, ...], **how: Any
+) -> ProgramSpec:
     """Choose model shards for a spec's devices and, unless `model` is None, attention's kernel.
 
     The other arguments and errors are those of `model_shards`.
@@ -217,10 +219,10 @@ def on_devices(spec: Spec, model: Model | None, sizes: tuple[int, ...], **how: A
     if model is None:
         return dataclasses.replace(spec, model_shards=shards)
     kernel = model.attention(shards)
-    loss_fn = model.loss_of(Mode(spec.in_turn, spec.remat), kernel)
+    loss_fn = model.loss_of(Mode(spec.sequential, spec.remat), kernel)
     return dataclasses.replace(spec, model_shards=shards, attention=kernel, loss_fn=loss_fn)
 
 
-def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> Spec:
-    """Collect what all compiled programs of a run of the configured model share (`Spec`)."""
+def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> ProgramSpec:
+    """Collect what all compiled programs of a run of the configured model share (`ProgramSpec`)."""
     return program_spec(settings, configured_model(settings, machine), machine, mode=mode)

@@ -11,7 +11,7 @@ from adloco_jax.core.types import Ensemble
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec, first_ensemble, placement
-from adloco_jax.engine.spec import Layout, OnCompile, Spec
+from adloco_jax.engine.spec import Layout, OnCompile, ProgramSpec
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.files import Count, Format, Seconds, checked
 from adloco_jax.loop.adloco import Control, State, start
@@ -48,7 +48,7 @@ class Restored(NamedTuple):
     host: HostRecord
 
 
-def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
+def read_state(path: Path, settings: Settings, spec: ProgramSpec) -> Restored:
     """Read a run's state from a verified checkpoint; raise Damaged if settings do not fit."""
     host = checked(checkpoint.read_host(path), HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host.control, settings)
@@ -90,7 +90,7 @@ def begin_control(
         return choose(settings, run.spec, run.model.loss_of, **how)
 
     choice = chosen(allowed)
-    mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
+    mode = Mode(choice.programs.spec.sequential, choice.programs.spec.remat)
     # All processes use the most frugal mode that one has chosen, the last in preference.
     last = max(processes.gather(allowed.index(mode)))
     if allowed[last] != mode:

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from adloco_jax.config import unknown_key_fault, validate
 from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.run.ledger import finish, read
-from adloco_jax.settings import KNOBS
+from adloco_jax.settings import OPTIONS
 from adloco_jax.study import chart, results
 from adloco_jax.study.chart import Axis, Curve, Figure
 from adloco_jax.study.cluster import Cluster, run_seconds
@@ -85,7 +85,7 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
     if len({_workdir(folder, name, 0) for name in variants}) < len(variants):
         faults.append(f"variants = {tuple(variants)}: two would share a folder; name them apart")
     for name, changes in variants.items():
-        if unknown := [key for key in changes if key not in KNOBS]:
+        if unknown := [key for key in changes if key not in OPTIONS]:
             faults += [f"{name}: {unknown_key_fault(key)}" for key in unknown]
             continue
         made = []

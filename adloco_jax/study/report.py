@@ -295,7 +295,7 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
         for e in curves.lines(run.events, "merge", "refusal")
     ]
     if merges:
-        caption = "Merges, in order. Losses (nats) are on the decision set, fixed held-out rows."
+        caption = "Merges, in order. Losses (nats) are on the guard rows, fixed held-out rows."
         parts["Merges"] = page.table(caption, merges)
     if curves.lines(run.events, "learner"):
         parts["Learners"] = run_figures.learners(run)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from adloco_jax.errors import DataError
 from adloco_jax.files import Count, Format, checked
-from adloco_jax.settings import KNOBS, default_of
+from adloco_jax.settings import OPTIONS, default_of
 from adloco_jax.study.curves import lines, training_points
 
 _PATHS = ("data.path", "data.heldout_path")
@@ -66,9 +66,9 @@ class Trial(NamedTuple):
 def digest(config: ConfigDict) -> str:
     """Hash of the keys in which a config differs from the defaults, without paths of data.
 
-    So new knobs of the package do not change it.
+    So new options of the package do not change it.
     """
-    values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
+    values = {key: operator.attrgetter(key)(config) for key in OPTIONS.keys() - {*_PATHS}}
     changed = {key: v for key, v in values.items() if v != default_of(key)}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -283,8 +283,8 @@ def learners(run: RunRecord) -> str:
     panel = chart.chart(_across(share.x), up, [share], title="Workers whose round counted")
     text = (
         "Learners while they were present. Marks: ✕, lost; !, too late for its round; ?, an update"
-        " that was rejected, or a refused order or answer. The other chart shows the share of the"
-        " trainers' workers whose round counted."
+        " that was rejected, or a refused request or response. The other chart shows the share of"
+        " the trainers' workers whose round counted."
     )
     if (share_of_time := summary.goodput(run.events)) is not None:
         text += (

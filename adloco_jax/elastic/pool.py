@@ -25,7 +25,7 @@ from adloco_jax.run.folder import versions
 from adloco_jax.run.terminal import say
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
-_POLL_S = 0.2  # seconds to wait for answers before learners are checked for faults again
+_POLL_S = 0.2  # seconds to wait for responses before learners are checked for faults again
 
 
 # By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
@@ -38,20 +38,20 @@ class PendingCall(NamedTuple):
     """A call of a method of a learner that has not been answered yet."""
 
     learner: int  # number of the learner
-    what: str  # the method: "ping", "states" or "play"
-    about: Any  # for "play" the order; for "states" the argument `wanted` of the method
+    what: str  # the method: "ping", "states" or "run_round"
+    about: Any  # for "run_round" the request; for "states" the argument `wanted` of the method
 
 
 class Event(NamedTuple):
-    """Something that the driver must process: an answer of a learner, or the loss of a learner."""
+    """Something that the driver must process: a response of a learner, or the loss of a learner."""
 
-    what: str  # "lost", or the method that was answered: "play" or "states"
+    what: str  # "lost", or the method that was answered: "run_round" or "states"
     learner: LearnerRecord  # of the process that has answered or ended
     about: Any  # the field `about` of the answered call; None for a loss
-    value: Any  # the answer, or the cause of the loss
+    value: Any  # the response, or the cause of the loss
 
 
-class Fleet:
+class LearnerPool:
     """Starts the learners of a run, calls their methods, and restarts learners that are lost."""
 
     def __init__(self, run: Run, write: Callable[..., object]):
@@ -62,7 +62,7 @@ class Fleet:
         self._handles: dict[int, Any] = {}
         self._calls: dict[Any, PendingCall] = {}
         self._connection = contextlib.ExitStack()
-        self._looked_s = time.monotonic()  # when the driver last looked for answers
+        self._looked_s = time.monotonic()  # when the driver last looked for responses
         self.back_s = 0.0  # when it could look again after a time in which it could not
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
         self.wire_bytes = 0  # sent to learners and received from them, until the engine resets it
@@ -126,7 +126,7 @@ class Fleet:
             )
 
     def poll(self) -> list[Event]:
-        """Return the answers and losses of learners since the last call; restart lost ones.
+        """Return the responses and losses of learners since the last call; restart lost ones.
 
         It waits a fraction of a second at most. `LearnerRecord.fault` says which are lost. Raises
         ConfigError if, at the start, one has other data or versions, ResourceError if none is left.
@@ -184,7 +184,7 @@ class Fleet:
 
     def _launch(self, learner: LearnerRecord) -> None:
         learner.started_s = time.monotonic()
-        self._handles[learner.number] = self.transport.start(learner.number, learner.life)
+        self._handles[learner.number] = self.transport.start(learner.number, learner.incarnation)
         self.ask(learner.number, "ping")
 
     def put(self, params: PyTree, kind: Any) -> Any:
@@ -198,7 +198,7 @@ class Fleet:
         return [call for call in self._calls.values() if call.what == what]
 
     def ask(self, number: int, what: str, about: Any = None, **arguments: Any) -> None:
-        """Call a method of a learner; `poll` returns the answer, with `about`, later."""
+        """Call a method of a learner; `poll` returns the response, with `about`, later."""
         call, sent_bytes = self.transport.submit(self._handles[number], what, **arguments)
         self.wire_bytes += sent_bytes
         self._calls[call] = PendingCall(number, what, about)
@@ -208,16 +208,16 @@ class Fleet:
 
         `trainer` None: that of a worker that the learner runs.
         """
-        if trainer is None and (streams := self.learners[number].streams):
-            of, present = self.control.trainer_of, sorted(streams)
-            trainer = next((of[stream] for stream in present if stream in of), None)
+        if trainer is None and (worker_ids := self.learners[number].worker_ids):
+            of, present = self.control.trainer_of, sorted(worker_ids)
+            trainer = next((of[worker_id] for worker_id in present if worker_id in of), None)
         where = {"round": self.control.round, "learner": number, "trainer": trainer}
         self._write("learner", **where, what=what, why=why)
-        answers = f" ({counted(self.learners[number].num_answers, 'answer')})"
-        say(f"learner {number} {what}{answers if what in ('left', 'lost') else ''}: {why}")
+        responses = f" ({counted(self.learners[number].num_responses, 'response')})"
+        say(f"learner {number} {what}{responses if what in ('left', 'lost') else ''}: {why}")
 
     def _greet(self, learner: LearnerRecord, found: Hello) -> list[Event]:
-        """Process the first answer of a learner's process: record that the learner has joined."""
+        """Process the first response of a learner's process: record that the learner has joined."""
         number = learner.number
         differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
         differing += ["other base weights"] * (found.base != self._run.model.base.fingerprint)
@@ -243,7 +243,7 @@ class Fleet:
         return []
 
     def _hear(self, learner: LearnerRecord, found: Sign) -> list[Event]:
-        """Process a learner's answer to a heartbeat request; the first says what it has."""
+        """Process a learner's response to a ping; the first says what it has."""
         if not learner.joined:
             return self._greet(learner, found.hello)
         if learner.asked_s is not None:
@@ -259,7 +259,7 @@ class Fleet:
     def let_go(self, learner: LearnerRecord) -> None:
         """Record that a learner has left as it was asked to; others get its workers at once."""
         self.note(learner.number, "left", "asked to end")
-        learner.streams = []
+        learner.worker_ids = []
         self.start_again(learner.number)
 
     def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Event:
@@ -282,8 +282,8 @@ class Fleet:
         self._kill(number)
         failures = 0 if before.joined else before.failures + has_run
         start_s = now_s + pause_s(failures)
-        learner = self.learners[number] = LearnerRecord(number, before.life + 1, start_s)
-        learner.failures, learner.streams, learner.cause = failures, before.streams, cause
+        learner = self.learners[number] = LearnerRecord(number, before.incarnation + 1, start_s)
+        learner.failures, learner.worker_ids, learner.cause = failures, before.worker_ids, cause
         learner.lost_s = before.lost_s or now_s
 
     def close(self) -> None:

@@ -1,27 +1,27 @@
-"""Write docs/knobs.md, the table of every key of a config, from the settings.
+"""Write docs/options.md, the table of every key of a config, from the settings.
 
-python scripts/knobs.py
+python scripts/options.py
 """
 
 from itertools import groupby
 from pathlib import Path
 
 from adloco_jax.cli.keys import allowed
-from adloco_jax.settings import KNOBS, meaning
+from adloco_jax.settings import OPTIONS, meaning
 
-PAGE = Path(__file__).parents[1] / "docs" / "knobs.md"
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """# Every key of a config
 
 `--config.GROUP.KEY=VALUE` overrides a key on the command line, `--config.GROUP.KEY=none` unsets an
 optional one. `adloco train --help` prints the same list, and `adloco configs --schema` a JSON
-schema of it. (`python scripts/knobs.py` writes this page.)
+schema of it. (`python scripts/options.py` writes this page.)
 """
 
 
 def page() -> str:
     """The page: a table for each group of keys."""
     lines = [HEAD]
-    for group, keys in groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
+    for group, keys in groupby(OPTIONS, key=lambda key: key.rpartition(".")[0]):
         lines += [f"## {group or 'The run'}\n", "| key | meaning | values |", "|---|---|---|"]
         for key in keys:
             cells = f"`{key}`", meaning(key), allowed(key)
