@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import adloco_jax
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "docs").glob("[!_n]*/*.md"))
@@ -114,8 +116,7 @@ def test_every_extra_is_explained_and_all_is_what_needs_no_accelerator():
 def test_every_public_name_is_in_the_reference():
     pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     shown = set(re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)", pages, flags=re.M))
-    top = importlib.import_module("adloco_jax")
-    assert {f"adloco_jax.{name}" for name in top.__all__} <= shown
+    assert {f"adloco_jax.{name}" for name in adloco_jax.__all__} <= shown
     for package in ("models", "data", "study.report"):
         module = importlib.import_module(f"adloco_jax.{package}")
         for name in module.__all__:
@@ -127,6 +128,17 @@ def test_every_public_name_is_in_the_reference():
     # `train`, `fit` and `join` are shown as the package's
     private = {"files", "main", "training"}
     assert modules - shown == {f"adloco_jax.{name}" for name in private}
+
+
+def test_the_reference_says_of_each_public_name_what_its_docstring_says():
+    """A Git host does not run Sphinx's directives, so the page has a table beside them."""
+    page = (ROOT / "docs" / "api" / "adloco_jax.md").read_text("utf-8")
+    first_lines = {}
+    for name in adloco_jax.__all__:
+        first_lines[name] = (getattr(adloco_jax, name).__doc__ or "").partition("\n")[0]
+    first_lines |= re.findall(r"^\.\. py:data:: adloco_jax\.(\w+)\n\n   (.+)$", page, re.M)
+    rows = [f"| `{name}` | {first_lines[name]} |\n" for name in adloco_jax.__all__]
+    assert [row for row in rows if row not in page] == []
 
 
 def test_the_drawings_are_what_their_script_draws():
