@@ -33,6 +33,8 @@ Weight: TypeAlias = Annotated[float, Field(ge=0, le=100)]
 Amount: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
+LINK = r"[1-9]\d{0,5}[kMG]bit/s"
+Link: TypeAlias = Annotated[str, Field(pattern=f"^({LINK})?$")]
 
 # An option that a config unsets with "auto". In `Settings` it is then None.
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
@@ -495,6 +497,9 @@ class EngineSettings(SettingsGroup):
     longer."""
     restart_s: Positive = 120.0
     """Seconds to wait for a learner to start; then others take over its workers."""
+    link: Link = ""
+    """bucket: hold each process's transfers to a rate in each direction, such as 10Mbit/s, to see
+    how a slow link would do. Empty: no limit."""
     steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "equal"
     """by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."""
 
@@ -508,6 +513,8 @@ class EngineSettings(SettingsGroup):
         if self.kind == "bucket" and "://" not in self.address:
             need = "a bucket has an address: s3://BUCKET/RUN, or of a folder file:///FOLDER; set it"
             yield "kind address", need
+        if self.kind == "ray" and self.link:
+            yield "kind link", "only transfers through a bucket are held; unset the second"
         if self.quorum and self.max_learners and self.quorum > self.max_learners:
             yield "quorum max_learners", "there are not as many learners; lower the first"
 
@@ -653,6 +660,12 @@ ENTRIES: dict[str, Entry] = {
     key: mark for key in OPTIONS for mark in OPTIONS[key].metadata if isinstance(mark, Entry)
 }
 SIZES = [key.removeprefix("model.") for key, field in OPTIONS.items() if SIZE in field.metadata]
+
+
+def bytes_per_s(link: str) -> float:
+    """Return what a link such as "10Mbit/s" carries besides headers of packets; infinity for ""."""
+    bits = int(link[:-6]) * {"k": 1e3, "M": 1e6, "G": 1e9}[link[-6]] if link else math.inf
+    return 0.95 * bits / 8
 
 
 def change(key: str) -> Change:

@@ -184,6 +184,7 @@ CONTRADICTIONS = {
     "fragments in learners": dict(engine__kind="ray", outer__delay_updates=1),
     "no bucket": dict(engine__kind="bucket", engine__address="bucket/run"),
     "quorum": dict(engine__kind="ray", engine__quorum=3, engine__max_learners=2),
+    "a link of Ray": dict(engine__kind="ray", engine__link="10Mbit/s"),
     "an address of no engine": dict(engine__address="s3://bucket/run"),
     "learners of no engine": dict(engine__steps="by_speed", engine__restart_s=9.0),
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),

@@ -172,6 +172,34 @@ def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
         there.read("requests/1", 2**20, Format, lambda _: FORM)
 
 
+def test_a_link_carries_its_rate_in_each_direction_and_small_objects_beside_large_ones(tmp_path):
+    there = store.Store(f"file://{tmp_path}/bucket")
+    there.hold("8Mbit/s")
+    start_s = time.monotonic()
+    large = threading.Thread(target=there.put, args=("large", bytes(1_000_000)))
+    large.start()
+    time.sleep(0.1)
+    there.put("board", bytes(300))
+    assert time.monotonic() - start_s < 0.5 and large.is_alive()
+    assert there.get("board") == bytes(300)
+    large.join()
+    up_s = time.monotonic() - start_s
+    assert len(there.get("large", limit=2_000_000)) == 1_000_000
+    down_s = time.monotonic() - start_s - up_s
+    for seconds in (up_s, down_s):  # of which headers of packets take a twentieth
+        assert 0.95 < seconds < 1.5
+
+
+def test_driver_and_learners_of_a_run_have_its_link(monkeypatch, tmp_path):
+    held, hold = [], store.Store.hold
+    monkeypatch.setattr(store.Store, "hold", lambda s, link: held.append(link) or hold(s, link))
+    check, there = bucket.check_possible, InBucket(monkeypatch, tmp_path / "bucket")
+    run(tmp_path / "run", settings_at(there.url, link="9Gbit/s"))
+    assert held.count("9Gbit/s") == 3  # a driver and two learners
+    with pytest.raises(ConfigError, match="engine.link = '9Gbit/s', now ''"):
+        check(settings_at(there.url), tmp_path / "run")
+
+
 def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(
     monkeypatch, tmp_path
 ):

@@ -20,7 +20,7 @@ from adloco_jax.cli.names import is_run, runs_in
 from adloco_jax.config import namesakes, plain_type, unknown_key_fault
 from adloco_jax.errors import ConfigError
 from adloco_jax.files import local_path
-from adloco_jax.settings import GROUPS, OPTIONS, default_of
+from adloco_jax.settings import GROUPS, LINK, OPTIONS, default_of
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -118,6 +118,12 @@ def _size(text: str) -> str:
     return text
 
 
+def _link(text: str) -> str:
+    if not re.fullmatch(LINK, text):
+        raise argparse.ArgumentTypeError(f"{text}: expected for instance 10Mbit/s")
+    return text
+
+
 def _repository(text: str) -> str:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text):
         raise argparse.ArgumentTypeError(f"{text}: expected OWNER/NAME")
@@ -172,6 +178,12 @@ def _plan(parser: Parser) -> None:
     The options are those of adloco train, and those for the plan.
     """
     _train(parser)
+    add = parser.add_argument
+    text = "also the seconds of a round, and the method that ends first, over links of this rate"
+    add("--link", type=_link, metavar="RATE", help=f"{text}, such as 10Mbit/s")
+    add("--sites", **_INT, help="with --link: machines (default: one for each worker)")
+    text = "with --link: of each machine (default: measured here)"
+    add("--tokens-per-s", type=float, metavar="N", help=text)
 
 
 def _configs(parser: Parser) -> None:

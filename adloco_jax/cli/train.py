@@ -237,10 +237,27 @@ def plan(options: argparse.Namespace, command: str) -> None:
     accept, workdir = options.accept_config_change, options.workdir
     with processes.only_first_prints():
         print(plans.plan(settings, workdir, memory=options.memory, accept_config_change=accept))
+        _plan_sites(options, settings)
         if workdir and is_run(workdir):
             line = command.replace("adloco plan", "adloco train", 1)
             how = how_to_resume(Path(workdir), settings, command=line)
             print(f"to resume: {how}")
+
+
+def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
+    """Print the seconds of a round over slow links, if a link is named."""
+    given = vars(options)
+    if link := given.get("link") or settings.engine.link:
+        from adloco_jax.engine.spec import here
+        from adloco_jax.run.program import spec_of
+        from adloco_jax.study.sites import site_lines
+
+        sites, speed = given.get("sites"), given.get("tokens_per_s")
+        sites = settings.ensemble.num_workers if sites is None else sites
+        lines = site_lines(
+            settings, spec_of(settings, here()), link=link, sites=sites, tokens_per_s=speed
+        )
+        print(*lines, sep="\n")
 
 
 def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:

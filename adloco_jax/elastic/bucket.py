@@ -54,6 +54,8 @@ from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import OPTIONS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
+# Settings that learners have from `run.json`, and that may not change either.
+_THEIRS = "engine.heartbeat_s", "engine.link"
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 
 
@@ -102,6 +104,7 @@ def connected(
     ConfigError if the bucket cannot be used, holds another run, or has a driver that is alive.
     """
     bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
+    bucket.hold(given.settings.engine.link)
     run = _description(bucket, given)
     generation = next_generation(bucket, run.driver, heartbeat_s)
     described = store.to_json(
@@ -157,7 +160,7 @@ def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> No
     """Check that learners, which have the settings of `run.json`, train as the driver means."""
     there = flatten_dict(before, sep=".")
     now = flat_settings(settings.with_rows(before.get("num_rows", 0)))  # as when the run began
-    matter = (key for key in OPTIONS if change(key) != "harmless" or key == "engine.heartbeat_s")
+    matter = (key for key in OPTIONS if change(key) != "harmless" or key in _THEIRS)
     differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
     if differ:
         raise ConfigError(

@@ -150,6 +150,7 @@ class BucketLearner:
     ):
         self._store, self.learner, self._spec, self._run_id = bucket, learner, given.spec, run_id
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
+        bucket.hold(given.settings.engine.link)
         self._num_workers = given.settings.ensemble.num_workers
         self._generation = 0  # number of the driver; 0: none is known yet
         self.handle: RequestId | None = None  # None: not in the run

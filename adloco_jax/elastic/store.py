@@ -31,6 +31,7 @@ from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_put
 from adloco_jax.run import processes
 from adloco_jax.run.terminal import say
+from adloco_jax.settings import bytes_per_s
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
@@ -45,9 +46,29 @@ _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded 
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
 READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
 SECOND = datetime.timedelta(seconds=1)
+_BURST_S = 0.05  # for which a link may catch up; what it carries at a time lasts as long
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Format)
+
+
+class Link:
+    """One direction of a link with a rate, which those who use it at a time share."""
+
+    def __init__(self, bytes_per_s: float = math.inf):
+        self._bytes_per_s, self._free_s, self._using = bytes_per_s, 0.0, threading.Lock()
+
+    def carry(self, num_bytes: float) -> None:
+        """Return once the link would have carried some bytes."""
+        while num_bytes > 0:
+            part = min(num_bytes, self._bytes_per_s * _BURST_S)
+            with self._using:
+                now_s = time.monotonic()
+                self._free_s = max(self._free_s, now_s - _BURST_S) + part / self._bytes_per_s
+                wait_s = self._free_s - now_s
+            num_bytes -= part
+            if wait_s > 0:
+                time.sleep(wait_s)
 
 
 class Store:
@@ -69,6 +90,7 @@ class Store:
         self.url, self.patience_s, self._known = url, patience_s, set[str]()
         self.requests = self.bytes_up = self.bytes_down = 0
         self._counting = threading.Lock()
+        self.hold("")
         self._folder: Path | None = None  # of file://
         self._measured = defaultdict[tuple[str, str], deque[float]](lambda: deque(maxlen=16))
         folder = Path(url.removeprefix("file://"))
@@ -99,6 +121,10 @@ class Store:
         except Exception as error:  # deliberately broad: obstore's errors have no common meaning
             raise ConfigError(f"{url}: {_cause(error)}") from error
 
+    def hold(self, link: str) -> None:
+        """Hold each direction of this process's transfers to the rate of `engine.link`."""
+        self._up, self._down = Link(bytes_per_s(link)), Link(bytes_per_s(link))
+
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object; None if there is none, Refused if it has more than `limit` bytes."""
 
@@ -117,6 +143,7 @@ class Store:
             while len(data) < size:
                 length = min(PIECE_BYTES, size - len(data))
                 data += self.answered("piece", length, failures, functools.partial(next, pieces))
+                self._down.carry(length)
             return data
 
         data = self.patiently("read", name, read)
@@ -162,6 +189,7 @@ class Store:
         # More pieces at a time would each take longer than a client waits on a slow link.
         how = {"chunk_size": PIECE_BYTES, "max_concurrency": 2}
         put = functools.partial(self._store.put, name, data, **how)
+        self._up.carry(len(data))
         self.patiently("write", name, lambda n: self.answered("write", len(data), n, put))
         self._count(requests_to_put(len(data)), up=len(data))
 

@@ -1,0 +1,89 @@
+"""The seconds of a round at sites that share a bucket, and which method reaches a loss first."""
+
+import math
+import time
+
+import jax
+import numpy as np
+import optax
+
+from adloco_jax.engine.spec import Spec
+from adloco_jax.errors import ConfigError
+from adloco_jax.settings import Settings, bytes_per_s
+from adloco_jax.study.cluster import ring_s
+
+# Updates and synchronisations until 1.60 nats per byte, of four workers and 0.08 M parameters.
+# Source: studies/RESULTS.md, "The front".
+FRONT = {
+    "diloco, rounds of 110": (1569, 14.3),
+    "diloco, rounds of 220": (1949, 8.9),
+    "growing_pool": (1993, 11.2),
+    "data_parallel": (1064, 1064.0),
+    "one machine": (3227, 0.0),
+}
+
+
+def site_lines(
+    settings: Settings, spec: Spec, *, link: str, sites: int, tokens_per_s: float | None = None
+) -> list[str]:
+    """Describe a round at sites with equal links, and each method's seconds to the front's loss.
+
+    The driver is at one of the sites. Raises ConfigError for fewer than two sites, or no speed.
+
+    Args:
+      settings: Of the run.
+      spec: Of the run, on these devices.
+      link: Rate of each direction, such as "10Mbit/s".
+      sites: Number of machines.
+      tokens_per_s: Of each machine; None: as measured here.
+    """
+    if sites < 2:
+        raise ConfigError(f"--sites {sites}: expected at least 2")
+    if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
+        raise ConfigError(f"--tokens-per-s {tokens_per_s}: expected a number above 0")
+    how = "given" if tokens_per_s else "measured here"
+    tokens_per_s = tokens_per_s or measured_tokens_per_s(settings, spec)
+    rate, workers, steps = bytes_per_s(link), settings.ensemble.num_workers, settings.inner
+    update_s = settings.batching.initial_batch_size * spec.sequence_length / tokens_per_s
+    sent_s = spec.sync_bytes * spec.outer.fragments / rate
+    turns = math.ceil(workers / sites)
+    parts = {
+        f"computing {steps.steps_per_round} updates": turns * steps.steps_per_round * update_s,
+        "upload": turns * sent_s,
+        "driver": (workers + 1) * sent_s,
+        "download": sent_s,
+    }
+    sync_s = dict.fromkeys(FRONT, (sites + 3) * sent_s)
+    sync_s["data_parallel"] = ring_s(sites, spec.param_bytes, bandwidth=rate)
+    seconds = {name: n * update_s + syncs * sync_s[name] for name, (n, syncs) in FRONT.items()}
+    first, *others = sorted(seconds, key=lambda name: seconds[name])
+    after = [f"{name} {seconds[name] / seconds[first]:.3g}" for name in others]
+    return [
+        f"a round at {sites} sites with {link} each, {settings.outer.precision}:"
+        f" {sum(parts.values()):.3g} s = "
+        + " + ".join(f"{name} {part_s:.3g} s" for name, part_s in parts.items())
+        + f" ({tokens_per_s:,.0f} tokens/s, {how})",
+        f"to one loss, {first} ends first; times its seconds: {', '.join(after)} (four workers,"
+        " 0.08 M parameters: studies/RESULTS.md, The front)",
+    ]
+
+
+def measured_tokens_per_s(settings: Settings, spec: Spec) -> float:
+    """Measure the tokens per second of one worker's updates on these devices."""
+    size = min(settings.batching.initial_batch_size, settings.batching.max_batch_size or 2**31)
+    params, base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (spec.params, spec.base))
+    frozen = {} if base is None else {"base": base}
+
+    @jax.jit
+    def update(params, state, rows_BL):
+        grads = jax.grad(spec.loss_fn)(params, rows_BL, **frozen)
+        changes, state = spec.inner_tx.update(grads, state, params)
+        return optax.apply_updates(params, changes), state
+
+    state, rows_BL = spec.inner_tx.init(params), np.ones((size, spec.row_length), np.int32)
+    seconds = []
+    for _ in range(4):  # the first compiles
+        start_s = time.perf_counter()
+        params, state = jax.block_until_ready(update(params, state, rows_BL))
+        seconds.append(time.perf_counter() - start_s)
+    return size * spec.sequence_length / min(seconds)
