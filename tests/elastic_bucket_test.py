@@ -179,9 +179,9 @@ def test_a_link_carries_its_rate_in_each_direction_and_small_objects_beside_larg
     large = threading.Thread(target=there.put, args=("large", bytes(1_000_000)))
     large.start()
     time.sleep(0.1)
-    there.put("board", bytes(300))
+    there.put("heartbeat", bytes(300))
     assert time.monotonic() - start_s < 0.5 and large.is_alive()
-    assert there.get("board") == bytes(300)
+    assert there.get("heartbeat") == bytes(300)
     large.join()
     up_s = time.monotonic() - start_s
     assert len(there.get("large", limit=2_000_000)) == 1_000_000

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from adloco_jax.engine.spec import Spec
+from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Settings, bytes_per_s
 from adloco_jax.study.cluster import ring_s
@@ -24,7 +24,12 @@ FRONT = {
 
 
 def site_lines(
-    settings: Settings, spec: Spec, *, link: str, sites: int, tokens_per_s: float | None = None
+    settings: Settings,
+    spec: ProgramSpec,
+    *,
+    link: str,
+    sites: int,
+    tokens_per_s: float | None = None,
 ) -> list[str]:
     """Describe a round at sites with equal links, and each method's seconds to the front's loss.
 
@@ -68,7 +73,7 @@ def site_lines(
     ]
 
 
-def measured_tokens_per_s(settings: Settings, spec: Spec) -> float:
+def measured_tokens_per_s(settings: Settings, spec: ProgramSpec) -> float:
     """Measure the tokens per second of one worker's updates on these devices."""
     size = min(settings.batching.initial_batch_size, settings.batching.max_batch_size or 2**31)
     params, base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (spec.params, spec.base))
