@@ -70,6 +70,7 @@ ASK_HERE = {
     "elastic/learner.py",
     "elastic/bucket_learner.py",
     "cli/commands.py",
+    "cli/train.py",
     "run/plan.py",
 }
 # The pure packages.
