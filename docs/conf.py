@@ -68,8 +68,14 @@ def evidence(app, config):
 
 
 def in_the_site(app, name, source):
-    """Lets links between docs/ and studies/ lead to the copies."""
+    """Makes links to studies/ lead to the copies; puts the README on the first page."""
     source[0] = source[0].replace("../docs/", "../").replace("../studies/", "_studies/")
+    if name == "index":
+        readme = (app.srcdir.parent / "README.md").read_text("utf-8")
+        readme = re.sub(r"^\[!\[.*\n", "", readme, flags=re.M)  # badges
+        readme = readme.replace("](docs/", "](").replace("](studies/", "](_studies/")
+        readme = re.sub(r"\[(\w+)\]\([A-Z]+\.md\)", r"\1", readme)  # not in the site
+        source[0] = readme + "\n#" + source[0]
 
 
 def pictures(app, exception):

@@ -105,7 +105,7 @@ def test_the_address_of_the_repository_is_written_once():
 def test_every_extra_is_explained_and_all_is_what_needs_no_accelerator():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     assert [name for name in extras if f"`{name}`" not in page] == []
     for_users = text.partition("[project.optional-dependencies]")[2].partition("\n#")[0]
     names = set(re.findall(r"^(\w+) = ", for_users, re.MULTILINE))

@@ -315,5 +315,5 @@ def require_devices() -> None:
     except (AssertionError, RuntimeError) as error:
         raise ConfigError(
             f"JAX_PLATFORMS={wanted}: JAX cannot use it here ({reason(error, 200)}); unset it, or"
-            " install the extra for the device (docs/install.md)"
+            " install the extra for the device (docs/start.md)"
         ) from error
