@@ -1,16 +1,16 @@
 """Make the default config of a run, check a config, and report all faults.
 
 A config file calls `default_config()`, a locked ConfigDict of the options in `adloco_jax.settings`,
-and changes some. `validate` turns it into `Settings`, which all other modules read.
+and changes some. `validate` turns it into `Settings`; `completed` finds what it leaves unset. All
+other modules read the result.
 """
 
 import contextlib
 import datetime
 import difflib
-import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,10 +19,12 @@ from pydantic import ValidationError
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import (
-    ENTRIES,
+    FOUND,
     GROUPS,
     OPTIONS,
-    SIZES,
+    BatchingSettings,
+    DataSettings,
+    ModelSettings,
     Settings,
     default_of,
     meaning,
@@ -67,26 +69,19 @@ def plain_type(key: str) -> Any:
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
-def validate(
-    config: ConfigDict | Mapping[str, Any] | Settings, workdir: str | Path | None = None
-) -> Settings:
-    """Check a whole config, and return its values.
+def validate(config: ConfigDict | Mapping[str, Any] | Settings) -> Settings:
+    """Check a whole config, and return its values; reads no file.
 
     Args:
       config: The groups and options of `default_config()`, as a ConfigDict or nested dicts.
         Settings are returned as they are.
-      workdir: The folder of the run. A run that it contains is resumed without its checkpoint
-        `model.init_from`, because unset sizes of the model are read from its record.
 
     Returns:
-      The settings. `batching.buckets` lists all allowed micro-batch sizes, ascending. Unset sizes
-      of the model are those of the checkpoint `model.init_from`, or else the options' defaults.
+      The settings, in which `completed` finds what the config leaves unset.
 
     Raises:
       ConfigError: With a line for each option that is unknown, missing, of a wrong type, out of
-        range or contradicts another; also if the hub has no such checkpoint.
-      ResourceError: If sizes of the model must be read from the hub, and it cannot be reached.
-      DataError: If the checkpoint of `model.init_from` cannot be used.
+        range or contradicts another.
     """
     if isinstance(config, Settings):
         return config
@@ -101,97 +96,164 @@ def validate(
         for group, _, name in (key.rpartition("."),)
         if isinstance(holder := values[group] if group else values, dict) and name not in holder
     ]
-    if isinstance(model := values["model"], dict):
-        values["model"] = {k: v for k, v in model.items() if v is not None or k not in SIZES}
-    settings, wrong, known = None, [], tables()
+    for group, _, name in (key.partition(".") for key in FOUND):
+        if isinstance(values[group], dict) and values[group].get(name, "") is None:
+            del values[group][name]
+    settings, wrong = None, []
     try:
-        typed = Settings.model_validate(values)
-        values["model"] |= _of_checkpoint(typed, known["ARCHITECTURES"], workdir)
+        settings = Settings.model_validate(values)
     except ValidationError as error:  # of types and limits, which need no tables
         faults += worded(error)
         for group, *rest in (map(str, fault["loc"]) for fault in error.errors()):
             (values[group] if rest else values).pop(rest[0] if rest else group, None)
             wrong.append(".".join([group, *rest[:1]]) + " = ")
-    try:
-        settings = Settings.model_validate(values)
-    except ValidationError:  # a group that is no group, which has a line already
-        pass
-    else:
-        rules = settings.faults(known)
+        # A group that is no group has a line already.
+        with contextlib.suppress(ValidationError):
+            settings = Settings.model_validate(values)
+    if settings is not None:
+        rules = settings.faults(tables())
         faults += [line for line in rules if not any(key in line for key in wrong)]
     if faults or settings is None:
         raise ConfigError("\n".join(faults))
-    batching = settings.batching.model_copy(update={"buckets": _resolve_buckets(settings)})
-    return settings.model_copy(update={"batching": batching})
+    return settings
 
 
 def tables() -> dict[str, Mapping[str, Any]]:
     """Return the public tables that options name, with the entries that config files have added."""
-    package = importlib.import_module("adloco_jax")
-    return {entry.table: getattr(package, entry.table) for entry in ENTRIES.values()}
+    # Imported only here, because they import JAX.
+    from adloco_jax import contrib
+    from adloco_jax.core.batching import BATCH_TESTS
+    from adloco_jax.core.merge import MERGE_POLICIES
+    from adloco_jax.data.sources import DATA_SOURCES
+    from adloco_jax.models.architectures import ARCHITECTURES
+
+    return {
+        "AGGREGATORS": contrib.AGGREGATORS,
+        "ARCHITECTURES": ARCHITECTURES,
+        "BATCH_TESTS": BATCH_TESTS,
+        "DATA_SOURCES": DATA_SOURCES,
+        "INNER_OPTIMIZERS": contrib.INNER_OPTIMIZERS,
+        "MERGE_POLICIES": MERGE_POLICIES,
+        "OUTER_OPTIMIZERS": contrib.OUTER_OPTIMIZERS,
+        "ROUND_LENGTHS": contrib.ROUND_LENGTHS,
+    }
+
+
+def completed(
+    settings: Settings,
+    workdir: str | Path | None = None,
+    *,
+    reads: bool = True,
+    note: Callable[[str], None] = lambda line: None,
+) -> Settings:
+    """Find what settings leave unset: in a run's record, or else where other settings say.
+
+    Sizes of the model are those of `model.init_from`, whose `config.json` is kept too;
+    `data.source` and `data.text_column` follow from the files; limits of batches from the first
+    batch. Chats get a date, which their templates write.
+
+    Args:
+      settings: The result of `validate`, or of this function.
+      workdir: The run's folder, whose record precedes all else.
+      reads: Whether files, the hub and the clock may be read. If not, only limits of batches are
+        found.
+      note: Called with a line that says what was found in files.
+
+    Raises:
+      ConfigError: If the result breaks a rule, with a line for each; or if the files of a text are
+        of several kinds or no text, or the hub has no such checkpoint.
+      DataError: If the text or the checkpoint is missing or damaged.
+      ResourceError: If the hub does not answer.
+    """
+    model, data, record, known = settings.model, settings.data, _record(workdir), tables()
+    batching = _with_limits(_filled(settings.batching, record), known["BATCH_TESTS"])
+    if reads:
+        is_same = record.get("model", {}).get("init_from") == model.init_from
+        model, sizes = _of_checkpoint(model, record if is_same else {}, known["ARCHITECTURES"])
+        is_same = bool(record.get("data", {}).get("path")) == bool(data.path)
+        data, found = _of_files(data, record if is_same else {})
+        if found or sizes:
+            note(f"found: {', '.join(found + sizes)}; set a key to choose another value")
+    groups = {"model": model, "data": data, "batching": batching}
+    settings = settings.model_copy(update=groups)
+    if faults := settings.faults(known):
+        raise ConfigError("\n".join(faults))
+    return settings
+
+
+def _record(workdir: str | Path | None) -> dict[str, Any]:
+    """Return the settings that a run recorded, if any; a damaged record is reported later."""
+    if workdir is not None:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return dict(json.loads(Path(workdir, "config.json").read_bytes())["config"])
+    return {}
+
+
+def _filled(group: Any, record: dict[str, Any]) -> Any:
+    """Return a group of settings with the recorded values of what it leaves unset."""
+    before = record.get(type(group).__name__.removesuffix("Settings").lower(), {})
+    return group.model_copy(update={key: before[key] for key in group.unset & before.keys()})
 
 
 def _of_checkpoint(
-    settings: Settings, architectures: Mapping[str, Any], workdir: str | Path | None
-) -> dict[str, Any]:
-    """Return unset sizes: those that a run recorded, or of the checkpoint, or else the defaults.
-
-    If the checkpoint was read for them, its `config.json` too.
-    """
-    model = settings.model
-    sizes = {name: getattr(model, name) for name in SIZES if name not in model.model_fields_set}
-    if recorded := _recorded(settings, workdir):
-        return {name: recorded[name] for name in sizes if name in recorded}
-    names = architectures[model.arch].weight_map if model.arch in architectures else None
-    read = set() if names is None else sizes.keys() & {ours for ours, _ in names.sizes.values()}
-    if model.init_from and read:
+    model: ModelSettings, record: dict[str, Any], architectures: Mapping[str, Any]
+) -> tuple[ModelSettings, list[str]]:
+    """Add the `config.json` of `model.init_from` and unset sizes; say which were found in it."""
+    model, names = _filled(model, record), architectures[model.arch].weight_map
+    content, lines = record.get("model", {}).get("checkpoint") or model.checkpoint, []
+    if not model.init_from or names is None:
+        return model, lines
+    if not content or model.unset:
         from adloco_jax import hf  # imported only here, because it imports JAX
 
         found = hf.inspect(model.init_from)
+        content = json.dumps(found.config)
         # A checkpoint of another architecture may lack some sizes. The default is used for these,
         # and the run later refuses such a checkpoint.
-        sizes |= {name: getattr(found.network, name, sizes[name]) for name in read}
-        sizes["checkpoint"] = json.dumps(found.config)
-    return sizes
+        sizes = {
+            name: getattr(found.network, name, getattr(model, name))
+            for name in model.unset & {ours for ours, _ in names.sizes.values()}
+        }
+        lines = [f"sizes of {model.init_from}"] * bool(sizes)
+        model = model.model_copy(update=sizes)
+    unset = {name: getattr(model, name) for name in model.unset}
+    return model.model_copy(update=unset | {"checkpoint": content}), lines
 
 
-def completed(settings: Settings, workdir: str | Path | None = None) -> Settings:
-    """Add the `config.json` of `model.init_from`, and the date that templates of chats write.
+def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings, list[str]]:
+    """Find source and column of a text by its files, and today's date; say what was found."""
+    data, lines = _filled(data, record), []
+    for key in ("source", "text_column"):  # the source reads the column
+        if key in data.unset:
+            from adloco_jax.data.corpus import column_of_texts, source_of
 
-    They are those that the run in `workdir` recorded, if there is one. Raises UserError if the
-    first cannot be read.
-    """
-    if settings.data.is_chat:
-        date = _of_record(workdir, "data").get("date") or settings.data.date
-        date = {"date": date or datetime.date.today().isoformat()}
-        settings = settings.model_copy(update={"data": settings.data.model_copy(update=date)})
-    model = settings.model
-    if not model.init_from or tables()["ARCHITECTURES"][model.arch].weight_map is None:
-        return settings
-    content = _recorded(settings, workdir).get("checkpoint") or model.checkpoint
-    if not content:
-        from adloco_jax import hf
-
-        content = json.dumps(hf.inspect(model.init_from).config)
-    model = model.model_copy(update={"checkpoint": content})
-    return settings.model_copy(update={"model": model})
+            value = source_of(data.path) if key == "source" else column_of_texts(data)
+            data = data.model_copy(update={key: value})
+            if key == "source" or value != OPTIONS[f"data.{key}"].default:
+                lines.append(f"data.{key}={value} by the files of {data.path}")
+    if data.is_chat:
+        date = record.get("data", {}).get("date") or data.date or datetime.date.today().isoformat()
+        data = data.model_copy(update={"date": date})
+    return data, lines
 
 
-def _recorded(settings: Settings, workdir: str | Path | None) -> dict[str, Any]:
-    """Return what a run recorded of the same `model.init_from`; empty if it recorded nothing."""
-    source, recorded = settings.model.init_from, _of_record(workdir, "model")
-    return recorded if source and recorded.get("init_from") == source else {}
-
-
-def _of_record(workdir: str | Path | None, group: str) -> dict[str, Any]:
-    """Return a group of the settings that a run recorded; empty if there is no such record.
-
-    A record that is damaged is reported later.
-    """
-    if workdir is not None:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return dict(json.loads(Path(workdir, "config.json").read_bytes())["config"][group])
-    return {}
+def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> BatchingSettings:
+    """Let unset limits of batches follow the first batch; list the sizes of micro-batches."""
+    first, largest = batching.initial_batch_size, batching.max_batch_size
+    is_measured = tests[batching.test].needs != "nothing"
+    grows = batching.test != "constant" and ("batch" in batching.growth or not is_measured)
+    cap = batching.batch_cap
+    if batching.unset:
+        cap = max(cap, first) if grows else first
+    if largest is None and (not grows or cap == first):
+        largest = first
+    most = largest or cap
+    powers = [2**n for n in range(most.bit_length())]
+    sizes = [*powers, *(3 * power // 2 for power in powers[1:]), most] if grows else [first]
+    sizes = [size for size in batching.buckets or sizes if size <= most]
+    buckets = tuple(sorted({*sizes, largest or max(sizes, default=most)}))
+    limits = {"max_batch_size": largest, "batch_cap": cap, "buckets": buckets}
+    return batching.model_copy(update=limits)
 
 
 def worded(error: ValidationError) -> list[str]:
@@ -232,11 +294,3 @@ def namesakes(key: str) -> list[str]:
     found = found or [known for known, last in lasts.items() if f"_{name}_" in f"_{last}_"]
     found = found or [known for known in OPTIONS if known.startswith(f"{name}.")][:2]
     return [known for known in found if known.rpartition(".")[0] == group] or found
-
-
-def _resolve_buckets(settings: Settings) -> tuple[int, ...]:
-    batching = settings.batching
-    largest = batching.max_batch_size or batching.batch_cap
-    powers = [2**n for n in range(largest.bit_length())]
-    sizes = batching.buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
-    return tuple(sorted({size for size in sizes if size <= largest}))

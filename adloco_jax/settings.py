@@ -38,9 +38,6 @@ Link: TypeAlias = Annotated[str, Field(pattern=f"^({LINK})?$")]
 
 # An option that a config unsets with "auto". In `Settings` it is then None.
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
-# A size of the model. If a config leaves it unset, it is read from the checkpoint
-# `model.init_from`, or else has the default of the field.
-SIZE = "size"
 # The values of `data.text_column` that name the columns of chats.
 CHATS = ("messages", "conversations", "prompt+completion")
 # A field that is no option: it is recorded with the settings, and no config has it.
@@ -57,10 +54,35 @@ class Entry(NamedTuple):
         return handler(schema) | {"examples": self.names.split()}
 
 
+class Found(NamedTuple):
+    """Annotates an option that `config.completed` finds if a config leaves it unset.
+
+    `key` is the option of the group that says where: without it, or if nothing is found, the option
+    has the default of the field. `words` describe what is found.
+    """
+
+    key: str
+    words: str
+
+
+_SIZE = Found("init_from", "that of the checkpoint")
+_OF_FILES = Found("path", "that of the files")
+
+
 class SettingsGroup(
     BaseModel, strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True
 ):
     """A group of options; `faults` checks its rules."""
+
+    @property
+    def unset(self) -> set[str]:
+        """The options that are still to be found by `config.completed`."""
+        return {
+            name
+            for name, field in type(self).model_fields.items()
+            for mark in field.metadata
+            if isinstance(mark, Found) and getattr(self, mark.key)
+        } - self.model_fields_set
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the rules about combinations of options that are broken."""
@@ -75,13 +97,15 @@ class SettingsGroup(
     def faults(self, tables: Tables) -> list[str]:
         """Describe names that no table has, else broken rules; those of the groups come first.
 
-        Rules about several groups are checked if no group names an entry that does not exist.
+        Rules about several groups are checked if no group names an entry that does not exist, and
+        no rule about an option that is still to be found.
         """
         groups = [value for _, value in self if isinstance(value, SettingsGroup)]
         found = [line for group in groups for line in group.faults(tables)]
         broken = [*self._unknown_names(tables)]
         if not broken and not any(map(any, (group._unknown_names(tables) for group in groups))):
             broken = [*self.broken_rules(tables)]
+        broken = [rule for rule in broken if not self.unset & {*rule[0].split()}]
         return found + [f"{self._values(keys)}: {need}" for keys, need in broken]
 
     def _values(self, keys: str) -> str:
@@ -108,25 +132,25 @@ class ModelSettings(SettingsGroup):
 
     arch: Annotated[str, Entry("ARCHITECTURES", "llama bert")] = "llama"
     """bert classifies texts."""
-    vocab_size: Annotated[Several, SIZE] = 257
+    vocab_size: Annotated[Several, _SIZE] = 257
     """V, token ids; bytes need 257, of which one ends a text."""
-    width: Annotated[Count, SIZE] = 64
+    width: Annotated[Count, _SIZE] = 64
     """D, numbers per token between layers."""
-    num_layers: Annotated[Count, SIZE] = 2
+    num_layers: Annotated[Count, _SIZE] = 2
     """N, transformer layers."""
-    num_heads: Annotated[Count, SIZE] = 4
+    num_heads: Annotated[Count, _SIZE] = 4
     """H, query heads."""
-    num_kv_heads: Annotated[Count, SIZE] = 2
+    num_kv_heads: Annotated[Count, _SIZE] = 2
     """G, key/value heads, a divisor of num_heads; llama only."""
-    mlp_width: Annotated[Count, SIZE] = 176
+    mlp_width: Annotated[Count, _SIZE] = 176
     """F, numbers per token inside a layer's MLP."""
-    max_length: Annotated[Count, SIZE] = 512
+    max_length: Annotated[Count, _SIZE] = 512
     """Longest context of the model, in tokens."""
-    norm_eps: Annotated[Part, SIZE] = 1e-5
+    norm_eps: Annotated[Part, _SIZE] = 1e-5
     """Added to the variance in each normalisation."""
-    rope_theta: Annotated[float, Field(ge=1, le=1e9), SIZE] = 1e4
+    rope_theta: Annotated[float, Field(ge=1, le=1e9), _SIZE] = 1e4
     """Base of rotary wavelengths; llama only."""
-    num_classes: Annotated[Several, SIZE] = 2
+    num_classes: Annotated[Several, _SIZE] = 2
     """C, classes of texts; bert only."""
     dtype: Annotated[Literal["float32", "bfloat16"], "accepted"] = "float32"
     """Type of the model's computations; parameters stay float32."""
@@ -144,8 +168,6 @@ class ModelSettings(SettingsGroup):
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the architecture."""
-        if self.init_from and not self.model_fields_set.issuperset(SIZES):
-            return  # the sizes of the checkpoint are not read yet
         for names, holds, need in tables["ARCHITECTURES"][self.arch].rules:
             if not holds(*(getattr(self, name) for name in names)):
                 yield " ".join(names), need
@@ -165,9 +187,12 @@ class AdapterSettings(SettingsGroup):
 class DataSettings(SettingsGroup):
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
-    source: Annotated[str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf tokens")] = "stdlib"
+    source: Annotated[
+        str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf tokens"), _OF_FILES
+    ] = "stdlib"
     """Kind of text. stdlib: the standard library of the running Python. hf: a data set on the
-    Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made."""
+    Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made. Unset:
+    by the names of the files."""
     path: Annotated[str, "harmless"] = ""
     """File, folder or glob, here or at an address such as s3://; for hf also a hub name."""
     name: str = ""
@@ -180,9 +205,9 @@ class DataSettings(SettingsGroup):
     """Split to evaluate on; hf only. Empty: a fraction of the documents."""
     heldout_path: Annotated[str, "harmless"] = ""
     """File, folder or glob to evaluate on. Empty: a fraction of the documents."""
-    text_column: Name = "text"
+    text_column: Annotated[Name, _OF_FILES] = "text"
     """Field or column that holds a row's text. messages, conversations, prompt+completion: chats in
-    these columns, as TRL reads them."""
+    these columns, as TRL reads them. Unset: chats if the first row has their columns."""
     label_column: Name = "label"
     """Field of a row's class, an integer from 0; bert only."""
     tokenizer: Name | None = None
@@ -379,12 +404,14 @@ class BatchingSettings(SettingsGroup):
     initial_batch_size: Annotated[Count, "refused"] = 1
     """Sequences per worker at the start (AdLoCo table A.2)."""
     max_batch_size: Annotated[Count | None, AUTO] = None
-    """Largest micro-batch per worker. auto: the largest that fits in memory; on a CPU at most what
-    a pass takes at once."""
+    """Largest micro-batch per worker. auto: the first batch if batches do not grow, else the
+    largest that fits in memory; on a CPU at most what a pass takes at once."""
     memory_frac: Annotated[PartOrAll | None, "harmless"] = None
     """Fraction of a device's memory that a run uses. Unset: 0.92; on a CPU, 0.8 of the RAM."""
-    batch_cap: Count = 1024
-    """Upper limit of a request, in sequences per worker."""
+    batch_cap: Annotated[
+        Count, Found("initial_batch_size", "the first batch if batches do not grow")
+    ] = 1024
+    """Upper limit of a request, in sequences per worker; at least the first batch."""
     max_growth: Count = 4
     """Largest factor by which one test may raise a request."""
     growth: tuple[Literal["workers", "rounds", "batch"], ...] = ("workers", "rounds", "batch")
@@ -398,7 +425,7 @@ class BatchingSettings(SettingsGroup):
     test_batch_size: Annotated[int | None, Field(ge=8, le=INT32), AUTO] = None
     """Sequences of a trainer's batch-size test. auto: 4 % of the round's sequences, 8 to 256."""
     buckets: tuple[Count, ...] = ()
-    """Micro-batch sizes; empty: 1, 2, 3, 4, 6, 8, 12, ..."""
+    """Micro-batch sizes up to max_batch_size, which is always one; empty: 1, 2, 3, 4, 6, 8, ..."""
     ramp: tuple[tuple[Number, Number], ...] = ()
     """Schedule of test=ramp: pairs (first round, batch), such as ((0, 4), (10, 8))."""
 
@@ -411,8 +438,6 @@ class BatchingSettings(SettingsGroup):
             if limit is not None and first > limit:
                 need = f"the first is larger; set batching.{key}={first}"
                 yield f"initial_batch_size {key}", need
-        if self.buckets and largest not in (None, max(self.buckets)):
-            yield "buckets max_batch_size", "the largest bucket must be the second; change one"
         if self.buckets and not largest and not any(first <= n <= cap for n in self.buckets):
             yield "buckets initial_batch_size batch_cap", "no bucket lies between the two; add one"
         if (self.test == "ramp") != (self.ramp != ()):
@@ -564,6 +589,11 @@ class Settings(SettingsGroup):
     num_rows: Annotated[Number, RECORDED] = 0
 
     @property
+    def unset(self) -> set[str]:
+        """The options of all groups that are still to be found by `config.completed`."""
+        return {f"{name}.{key}" for name in GROUPS for key in getattr(self, name).unset}
+
+    @property
     def last_round(self) -> float:
         """The round after which the run ends at the latest; infinite if only tokens end it."""
         return self.num_rounds or (math.inf if self.num_tokens or self.num_epochs else 20)
@@ -659,7 +689,10 @@ OPTIONS: dict[str, FieldInfo] = {
 ENTRIES: dict[str, Entry] = {
     key: mark for key in OPTIONS for mark in OPTIONS[key].metadata if isinstance(mark, Entry)
 }
-SIZES = [key.removeprefix("model.") for key, field in OPTIONS.items() if SIZE in field.metadata]
+FOUND: dict[str, Found] = {
+    key: mark for key in OPTIONS for mark in OPTIONS[key].metadata if isinstance(mark, Found)
+}
+SIZES = [key.removeprefix("model.") for key, mark in FOUND.items() if mark == _SIZE]
 
 
 def bytes_per_s(link: str) -> float:
@@ -677,7 +710,7 @@ def change(key: str) -> Change:
 def default_of(key: str) -> Any:
     """Return the value of an option in `default_config()`: "auto" or None if it is unset there."""
     field = OPTIONS[key]
-    return "auto" if AUTO in field.metadata else None if SIZE in field.metadata else field.default
+    return "auto" if AUTO in field.metadata else None if key in FOUND else field.default
 
 
 def meaning(key: str) -> str:

@@ -137,11 +137,11 @@ def train(
     if workdir is None and jax.process_count() > 1:
         raise ConfigError("workdir: several processes need the name of one folder")
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    settings = validate(config, workdir)
+    settings = validate(config)
     use_compilation_cache()
 
     def put_together() -> Run:
-        whole = completed(settings, folder)
+        whole = completed(settings, folder, note=print)
         check_possible(whole, folder, accept=accept_config_change)
         how = {"command": command, "accept_data_change": accept_data_change}
         return assemble(whole, here(), folder, trains=True, **how)
@@ -212,7 +212,7 @@ def fit(
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     if isinstance(settings, ConfigDict):
-        settings = validate(settings, workdir)
+        settings = validate(settings)
     given = FitArguments(
         corpus=corpus,
         loss_fn=loss_fn,
@@ -225,7 +225,8 @@ def fit(
         eval_loss_fn=eval_loss_fn,
         label_params=label_params,
     )
-    settings, folder = check_arguments(settings, given), Path(workdir)
+    folder = Path(workdir)
+    settings = completed(check_arguments(settings, given), folder, reads=False)
     parts = given.parts(settings)
 
     def put_together() -> Run:

@@ -3,6 +3,7 @@
 Command:   python -m adloco_jax.main --config configs/bert_imdb.py
            The model and the reviews come from the Hugging Face hub. For your own files add
            --config.data.path=train.jsonl --config.data.heldout_path=test.jsonl
+           --config.data.heldout_split=
 Data:      the IMDB reviews (Maas et al. 2011) with labels (0 negative, 1 positive): 25,000 for
            training and 25,000 for evaluation
 Hardware:  one GPU of 24 GB
@@ -36,6 +37,7 @@ def get_config() -> ConfigDict:
 
     config.data.source = "hf"
     config.data.path = "stanfordnlp/imdb"
+    config.data.text_column = "text"
     config.data.heldout_split = "test"
     config.data.tokenizer = "google-bert/bert-base-uncased"
     config.data.sequence_length = 256  # our choice: half of the reviews are not longer

@@ -30,6 +30,8 @@ def as_published() -> ConfigDict:
     config = quickstart.get_config()
     config.ensemble.num_trainers = 1  # this trainer owns all workers
     config.batching.test = "constant"
+    config.batching.max_batch_size, config.batching.batch_cap = "auto", None  # the first batch
+    config.batching.buckets = ()
     config.merge.policy = "none"
     return config
 
@@ -66,9 +68,7 @@ def _resize(config: ConfigDict, size: str) -> None:
     config.model.max_length = 512  # tokens
     config.model.dtype = "bfloat16"
 
-    config.data.source = "jsonl"
-    # To be set: files of JSON lines with a field "text". docs/guides/data.md has other kinds.
-    config.data.path = ""
+    config.data.path = ""  # to be set: a file, folder or glob; docs/guides/data.md has the kinds
     config.data.tokenizer = ""  # to be set: a tokenizer.json, a *.model, or a name on the hub
     config.data.sequence_length = 512  # tokens
     config.data.num_sequences = None
@@ -78,6 +78,3 @@ def _resize(config: ConfigDict, size: str) -> None:
     config.inner.warmup_updates = 200
     config.inner.clip_norm = 1.0
     config.batching.initial_batch_size = 16  # sequences per worker; this number stays constant
-    config.batching.max_batch_size = 16
-    config.batching.buckets = (16,)
-    config.batching.batch_cap = 16

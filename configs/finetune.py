@@ -39,6 +39,5 @@ def get_config() -> ConfigDict:
 
     config.batching.test = "constant"
     config.batching.initial_batch_size = 8  # sequences per worker; this number stays constant
-    config.batching.batch_cap = 8
     config.merge.policy = "none"  # there is only one trainer
     return config

@@ -30,9 +30,6 @@ def get_config(size: str | None = None) -> ConfigDict:
         config.num_rounds, config.num_tokens = None, 1_000_000  # tokens end the run
         config.ensemble.num_workers = 4
         config.inner.steps_per_round = 60
-        config.batching.max_batch_size = 4  # the number of workers grows, not the batch of a worker
-        config.batching.buckets = (4,)
-        config.batching.batch_cap = 4
     else:
         config.inner.max_steps_per_round = 220  # when all workers have joined
     config.ensemble.initial_workers = 1  # gradient noise decides when the others join
@@ -40,6 +37,7 @@ def get_config(size: str | None = None) -> ConfigDict:
     config.outer.skip_single = True  # no outer optimizer before the second worker has joined
 
     config.batching.test = "norm"
+    config.batching.growth = ("workers", "rounds")  # the batch of a worker does not grow
     # With a larger eta, workers join later. To reach a loss, the run then needs fewer tokens, but
     # more updates one after another.
     config.batching.eta = 1.6

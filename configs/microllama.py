@@ -3,7 +3,7 @@
 Command:   python -m adloco_jax.main --config configs/microllama.py
            The model, the tokenizer and the text come from the Hugging Face hub. For your own files
            add --config.model.init_from=FOLDER --config.data.path='c4/en/*.json.gz'
-           --config.data.tokenizer=FILE (see docs/guides/data.md)
+           --config.data.name= --config.data.heldout_split= --config.data.tokenizer=FILE
 Hardware:  one GPU of 80 GB; no other option is needed. docs/guides/devices.md says how to plan it
 Model:     304.6 M parameters, from keeeeenw/MicroLlama
 Data:      200,000 rows of C4, prepared once in a few minutes. The paper has 3.6 M rows:
@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
     config.data.source = "hf"
     config.data.path = "allenai/c4"
     config.data.name = "en"
+    config.data.text_column = "text"
     config.data.heldout_split = "validation"
     config.data.tokenizer = "TinyLlama/TinyLlama-1.1B-step-50K-105b"  # the author's choice
     # In tokens. The paper does not give the length; its code has this one.

@@ -27,7 +27,6 @@ def get_config() -> ConfigDict:
     config.model.mlp_width = 176
     config.model.max_length = 64  # tokens
 
-    config.data.source = "stdlib"
     config.data.sequence_length = 64  # bytes
     config.data.num_sequences = 40_000  # 2.6 MB of text, enough for a short run
 

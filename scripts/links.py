@@ -266,14 +266,14 @@ def parallel_updates(config: Any, count: int, num_updates: int) -> dict[str, Any
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from adloco_jax.config import validate
+    from adloco_jax.config import completed, validate
     from adloco_jax.data import load_corpus
     from adloco_jax.engine.optimizers import inner_transform, labeller
     from adloco_jax.engine.spec import here
     from adloco_jax.run.choose import Mode
     from adloco_jax.run.program import configured_model
 
-    settings = validate(config)
+    settings = completed(validate(config))
     corpus, model = load_corpus(settings), configured_model(settings, here())
     loss_fn = model.loss_of(Mode(sequential=True, remat=False), model.attention(1))
     tx = inner_transform(settings.inner, labeller(settings.model.arch))

@@ -245,14 +245,14 @@ def test_an_export_is_read_merged_continued_and_writes(trained, weights, tmp_pat
     params, other = jax.tree.map(jnp.asarray, (loaded.params, whole.params))
     wanted = loaded.network.apply({"params": params}, ROWS)
     assert_close(whole.network.apply({"params": other}, ROWS), wanted, rtol=1e-5, atol=1e-4)
-    params = starting_params(validate(adapted(export, adapter={"rank": 0})))
+    params = starting_params(completed(validate(adapted(export, adapter={"rank": 0}))))
     assert_close(params, whole.params, rtol=1e-6)
     settings = completed(validate(adapted(export)))
     base, begun = frozen(starting_params(settings), settings.model.base_dtype, here())
     assert_equal(begun, trained.params)
     config = adapted(export, adapter={"rank": 4, "alpha": 3.0})
     with pytest.raises(ConfigError, match="is one of rank 2, alpha 3 and layers all; set these"):
-        starting_params(validate(config))
+        starting_params(completed(validate(config)))
     capsys.readouterr()
 
 
@@ -307,7 +307,7 @@ def test_other_base_weights_of_equal_shape_are_refused_wherever_an_adapter_meets
     assert not (tmp_path / "other").exists()
     for changes in ({"rank": 0}, {}):
         with pytest.raises(DataError, match="has other weights than those for which the adapter"):
-            starting_params(validate(adapted(run / "export", adapter=changes)))
+            starting_params(completed(validate(adapted(run / "export", adapter=changes))))
     made(weights, seed=5)
     assert cli.main(asked) == 0
 

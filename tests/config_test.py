@@ -14,8 +14,8 @@ import ml_collections
 import pytest
 
 from adloco_jax import settings as settings_module
-from adloco_jax.config import default_config, plain_type, tables, validate
-from adloco_jax.errors import ConfigError
+from adloco_jax.config import completed, default_config, plain_type, tables, validate
+from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import ENTRIES, OPTIONS, default_of
 
@@ -50,7 +50,7 @@ def put(config, key: str, value) -> None:
 
 def faults(config) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        validate(config)
+        completed(validate(config), reads=False)
     return str(caught.value).split("\n")
 
 
@@ -91,10 +91,11 @@ def test_buckets_are_sorted_or_powers_of_two_and_midpoints_up_to_the_largest():
         (1, (), (1,)),
         (3, (), (1, 2, 3)),
         (20, (), (1, 2, 3, 4, 6, 8, 12, 16, 20)),
-        (8, (8, 2, 8), (2, 8)),
+        (8, (8, 2, 8, 16), (2, 8)),
+        (8, (2, 4), (2, 4, 8)),
     ):
         config = changed(batching__max_batch_size=largest, batching__buckets=buckets)
-        assert validate(config).batching.buckets == expected
+        assert completed(validate(config), reads=False).batching.buckets == expected
 
 
 # --- One key at a time ----------------------------------------------------------------------
@@ -234,10 +235,8 @@ CONTRADICTIONS = {
         batching__initial_batch_size=17, batching__max_batch_size=16
     ),
     "first batch above the cap": dict(batching__initial_batch_size=3, batching__batch_cap=2),
-    "bucket missing": dict(batching__buckets=(4, 8), batching__max_batch_size=16),
     "buckets below": dict(batching__buckets=(1, 2), batching__initial_batch_size=4),
     "buckets above": dict(batching__buckets=(16,), batching__batch_cap=8),
-    "bucket above": dict(batching__buckets=(16, 32), batching__max_batch_size=16),
     "no ramp": RAMP,
     "ramp unused": dict(batching__ramp=((0, 1),)),
     "ramp from round 1": RAMP | dict(batching__ramp=((1, 1), (2, 2))),
@@ -286,6 +285,42 @@ def test_what_is_no_contradiction_passes():
         validate(changed(**values))
 
 
+def test_limits_that_are_unset_follow_the_first_batch():
+    for test, growth, cap, largest, expected in (
+        ("constant", ("batch",), None, "auto", (8, 8, (8,))),
+        ("norm", ("workers", "rounds"), None, "auto", (8, 8, (8,))),
+        ("norm", ("batch",), 8, "auto", (8, 8, (1, 2, 3, 4, 6, 8))),
+        ("norm", ("batch",), 12, "auto", (None, 12, (1, 2, 3, 4, 6, 8, 12))),
+        ("norm", ("batch",), None, 16, (16, 1024, (1, 2, 3, 4, 6, 8, 12, 16))),
+        ("constant", ("batch",), 32, 16, (16, 32, (8, 16))),
+    ):
+        config = changed(
+            batching__test=test,
+            batching__growth=growth,
+            batching__initial_batch_size=8,
+            batching__batch_cap=cap,
+            batching__max_batch_size=largest,
+        )
+        found = completed(validate(config), reads=False)
+        limits = found.batching
+        assert (limits.max_batch_size, limits.batch_cap, limits.buckets) == expected
+        assert completed(found, reads=False) == found
+    config = changed(batching__initial_batch_size=2000)
+    assert completed(validate(config), reads=False).batching.batch_cap == 2000
+
+
+def test_validation_reads_no_file():
+    """Rules about what is still to be found wait for `completed`."""
+    config = changed(model__init_from="./missing", data__path="missing.txt")
+    config["data"]["sequence_length"] = 100_000
+    settings = validate(config)
+    assert {"data.source", "data.text_column", "model.width"} <= settings.unset
+    with pytest.raises(UserError, match="./missing"):
+        completed(settings)
+    with pytest.raises(UserError, match="missing.txt"):
+        completed(validate(changed(data__path="missing.txt")))
+
+
 # --- The configs that ship ------------------------------------------------------------------
 
 
@@ -323,10 +358,11 @@ def test_adloco_is_microllama_with_another_model_text_rate_and_batches(monkeypat
         "inner.learning_rate",
     }
     assert (small["model.dtype"], small["model.init_from"]) == ("float32", "")
-    assert (small["data.source"], small["data.path"]) == ("stdlib", "")
+    assert (small["data.source"], small["data.path"]) == (None, "")
 
 
 FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
+FEWER |= {"batching.max_batch_size", "batching.batch_cap", "batching.buckets"}
 OTHER_TX = {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"}
 MUON = {"inner.tx", "inner.learning_rate"} | {
     f"outer.{key}" for key in ("learning_rate", "momentum", "average")

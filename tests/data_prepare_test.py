@@ -20,12 +20,12 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import main as cli
-from adloco_jax.cli import prepare as command
 from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
 from adloco_jax.data import DATA_SOURCES, files, load_corpus, load_tokenizer, rows
 from adloco_jax.data import corpus as corpus_module
+from adloco_jax.data.corpus import source_of
 from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
@@ -458,7 +458,7 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     words = [str(source), "--sequence-length", "15", "--output", str(tmp_path / "out")]
     assert cli.main(["prepare", *words]) == 0
     first = capsys.readouterr().out
-    assert first.startswith("source: jsonl, by the name ")
+    assert first.startswith("found: data.source=jsonl by the files of ")
     assert "data: 4 files; 152 documents to train on, 8 held out" in first and "  | " in first
     *_, to_train = first.splitlines()
     assert to_train.startswith("train with: adloco train quickstart ")
@@ -469,4 +469,4 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     assert cli.main(["prepare", *words]) == 0
     assert "exists; comparing its settings with the options" in capsys.readouterr().out
     assert content(tmp_path / "out") == before
-    assert command.guess_source(str(source)) == "jsonl"
+    assert source_of(str(source)) == "jsonl"

@@ -19,9 +19,8 @@ from texts import numbered_documents, write_documents
 from toy import data_settings
 
 from adloco_jax import hf
-from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer
-from adloco_jax.data.corpus import column_of_texts
+from adloco_jax.data.corpus import column_of_texts, source_of
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama
@@ -108,7 +107,7 @@ def test_an_address_gives_the_rows_and_records_of_the_files(tmp_path, bucket, so
         found = load(f"{address}{end}", source=source)
         assert found.fingerprint == local.fingerprint
         assert found.shards == local.shards and len(local.shards[0]["sha256"]) == 64
-    assert guess_source(address) == source
+    assert source_of(address) == source
     settings = data_settings(source=source, path=address)
     assert check_corpus(settings.data, settings.model) == [f"data.path={address}: its content"]
 

@@ -16,8 +16,8 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import main as cli
-from adloco_jax.cli.prepare import guess_source
 from adloco_jax.data import load_corpus, sources
+from adloco_jax.data.corpus import source_of
 from adloco_jax.data.files import find
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import ConfigError, DataError, ResourceError
@@ -242,7 +242,7 @@ def test_texts_and_classes_come_from_every_source_with_columns(tmp_path, kind):
     found = corpus(path, source=source)
     np.testing.assert_array_equal(found.rows, expected.rows)
     np.testing.assert_array_equal(found.heldout_rows, expected.heldout_rows)
-    assert guess_source(str(path)) == source
+    assert source_of(str(path)) == source
     settings = data_settings(source=source, path=str(path), sequence_length=16, heldout_frac=0.1)
     labelled = load_corpus(settings, num_classes=2, note=lambda line: None)
     assert np.bincount(labelled.rows[:, 0]).tolist() == [18, 18]

@@ -16,7 +16,6 @@ from trees import assert_close, assert_equal
 
 from adloco_jax import hf, training
 from adloco_jax import main as cli
-from adloco_jax.cli.train import take_sizes
 from adloco_jax.config import completed, validate
 from adloco_jax.data.corpus import load_corpus, readable
 from adloco_jax.data.tokenizers import load_tokenizer
@@ -30,7 +29,7 @@ from adloco_jax.run.export import read_trained, write_consensus
 from adloco_jax.run.folder import check_config, recorded_settings, write_config
 from adloco_jax.run.ledger import read
 from adloco_jax.run.weights import pretrained_params
-from adloco_jax.settings import OPTIONS, SIZES, Settings
+from adloco_jax.settings import OPTIONS, SIZES
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -238,7 +237,7 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(
     far = jax.tree.map(lambda x: 10 * np.asarray(x), trained.params)
     hf.save(far, tmp_path / "far", network=hf.load(trained.workdir / "export").network)
     config = tiny(init_from=str(tmp_path / "far"))
-    found = dict(validate(config).model)
+    found = dict(completed(validate(config)).model)
     config.model.update({name: found[name] for name in SIZES})
     config.data.tokenizer = "bytes"
     params_M = train(config, tmp_path / "r").ensemble.params_M
@@ -322,9 +321,9 @@ def test_sizes_that_are_unset_are_the_checkpoints(trained):
     config = tiny(init_from=str(trained.workdir / "export"))
     for name in SIZES:
         config.model[name] = None
-    found = validate(config).model
+    found = completed(validate(config)).model
     config.model.init_from = ""
-    alone = validate(config).model
+    alone = completed(validate(config)).model
     network = hf.load(trained.workdir / "export").network
     for name in SIZES:
         size = OPTIONS[f"model.{name}"].default
@@ -333,26 +332,15 @@ def test_sizes_that_are_unset_are_the_checkpoints(trained):
     assert found.width != alone.width
 
 
-def test_sizes_of_a_config_file_give_way_to_the_checkpoints(trained):
-    config = tiny(init_from=str(trained.workdir / "export"), width=32)
-    assert take_sizes(config, {"width"}) == "" and config.model.width == 32
-    assert "width 16, not 32" in take_sizes(config, ()) and config.model.width == 16
-    config.model.update({"init_from": "some/model", "width": 32})
-    assert take_sizes(config, ()) == "" and config.model.width == 32  # there is no network
-
-
-def test_a_command_reads_its_checkpoint_and_checks_its_config_once(
-    trained, tmp_path, monkeypatch, capsys
-):
-    read_once, checked_once = Mock(wraps=hf.inspect), Mock(wraps=Settings.faults)
+def test_a_command_reads_its_checkpoint_once(trained, tmp_path, monkeypatch, capsys):
+    read_once = Mock(wraps=hf.inspect)
     monkeypatch.setattr(hf, "inspect", read_once)
-    monkeypatch.setattr(Settings, "faults", lambda *given: checked_once(*given))
     monkeypatch.setattr(training, "assemble", Mock(side_effect=ConfigError("enough")))
     source = f"--config.model.init_from={trained.workdir / 'export'}"
     words = [source, "--config.data.sequence_length=16", f"--workdir={tmp_path / 'r'}"]
     assert cli.main(["train", "quickstart", *words]) == 2
     assert capsys.readouterr().err.endswith("enough\n")
-    assert (read_once.call_count, checked_once.call_count) == (1, 1)
+    assert read_once.call_count == 1
 
 
 def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_context(

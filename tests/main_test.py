@@ -16,13 +16,14 @@ import jax
 import pytest
 from filelock import FileLock
 
-from adloco_jax import BATCH_TESTS, __version__, errors
+from adloco_jax import BATCH_TESTS, __version__, errors, training
 from adloco_jax import main as cli
 from adloco_jax.cli import train as train_command
+from adloco_jax.cli.keys import override
 from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
-from adloco_jax.config import validate
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.config import completed
+from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.models.configured import build_model
 from adloco_jax.run import folder as run_folder
 from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
@@ -45,7 +46,8 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 
 def configured(*words: str, config: str = "quickstart"):
-    return configure(parse(["train", f"--config={config}", *words]))[1]
+    _, settings = configure(parse(["train", f"--config={config}", *words]))
+    return completed(settings, reads=False)
 
 
 def refused(capsys, *argv: str) -> list[str]:
@@ -65,7 +67,7 @@ def test_overrides_reach_the_config():
         --config.batching.test_batch_size 16 --config.batching.test=ramp
         --config.batching.ramp='((0, 4), (3, 8))' --config.batching.buckets=(2,4)
         --config.batching.buckets=8 --config.inner.tx=sgd --config.inner.tx=adamw"""
-    settings = validate(configured(*shlex.split(words)))
+    settings = configured(*shlex.split(words))
     given = (settings.num_rounds, settings.data.num_sequences, settings.batching.test_batch_size)
     assert given == (3, 100, 16)
     assert (settings.inner.learning_rate, settings.inner.clip_norm) == (1e-4, 1.0)
@@ -75,10 +77,20 @@ def test_overrides_reach_the_config():
     assert (settings.batching.buckets, settings.inner.tx) == ((8,), "adamw")
 
 
+def overridden(*words: str):
+    """The config that the words of the command line make of the quickstart's."""
+    config = importlib.import_module("adloco_jax.configs.quickstart").get_config()
+    options = vars(parse(["train", "quickstart", *words]))
+    for key in OPTIONS:
+        if (text := options[f"config.{key}"]) is not None:
+            override(config, key, text)
+    return config
+
+
 def test_every_key_can_be_overridden_by_its_own_value():
-    before = configured()
+    before = overridden()
     values = {key: attrgetter(key)(before) for key in OPTIONS} | OPTIONAL | {"engine.kind": "ray"}
-    after = configured(*(f"--config.{key}={value}" for key, value in values.items()))
+    after = overridden(*(f"--config.{key}={value}" for key, value in values.items()))
     assert {key: attrgetter(key)(after) for key in OPTIONS} == values
 
 
@@ -91,7 +103,7 @@ def test_none_unsets_an_optional_key():
     values = [f"--config.{key}={value}" for key, value in OPTIONAL.items()]
     unset = [f"--config.{key}=none" for key in OPTIONAL]
     for words, expected in ((values + unset, dict.fromkeys(OPTIONAL)), (unset + values, OPTIONAL)):
-        config = configured("--config.engine.kind=ray", *words)
+        config = overridden(*words)
         assert {key: attrgetter(key)(config) for key in OPTIONAL} == expected
 
 
@@ -177,7 +189,6 @@ GUESSES = {
     "train studies/compare_quick.py": "write: adloco compare ",
     "train quickstart --confg.seed=3": "did you mean --config.seed?",
     "train quickstart --config.inner.lr=1": "did you mean inner.learning_rate?",
-    "train quickstart --config.data.source=csv --config.data.path=x.csv": "hf reads such files",
     "compare": "write: adloco compare studies/compare_quick.py",
     "compare runs/first": "write: adloco report runs/first",
     "export runs/first --config.seed=3": "did you mean --config?",
@@ -208,7 +219,7 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
     words = ["--config.seed=3", "--workdir", "x"]
     for config in ("quickstart", "configs/quickstart.py", str(ROOT / "configs" / "quickstart.py")):
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
-            path, made, _ = configure(parse(["train", *given]))
+            path, made = configure(parse(["train", *given]))
             assert path.stem == "quickstart" and made.seed == 3
 
 
@@ -274,36 +285,87 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
         assert any(line.startswith(start) for line in lines), start
 
 
-def test_text_of_the_command_line_replaces_the_configs_data_set():
-    made = [
-        configured(*words, config="microllama")
-        for words in (
-            ["--config.data.path=c4/*.json.gz"],
-            ["--config.data.source=stdlib", "--config.data.heldout_split="],
-            ["--config.data.path=other/set", "--config.data.split=all"],
-            ["--config.data.num_sequences=9"],
+def in_a_file(folder, words: dict[str, object]) -> Path:
+    """A config file that changes the quickstart's config."""
+    lines = [f"    config.{key} = {value!r}" for key, value in words.items()]
+    head = ["from adloco_jax.configs import quickstart", "def get_config():"]
+    head += ["    config = quickstart.get_config()"]
+    path = folder / "changed.py"
+    path.write_text("\n".join([*head, *lines, "    return config"]))
+    return path
+
+
+def by_each_face(capsys, monkeypatch, elsewhere, words: dict[str, object]) -> set[tuple]:
+    """What the command line, a config file and Python make of changes to the quickstart.
+
+    Each outcome is the settings to put together, or the error, and the lines that were printed.
+    """
+    given, outcomes = [], []
+    monkeypatch.setattr(training, "assemble", lambda settings, *_, **__: given.append(settings))
+    monkeypatch.setattr(training, "run_to_end", lambda run: None)
+    options = [f"--config.{key}={value}" for key, value in words.items()]
+    config = importlib.import_module("adloco_jax.configs.quickstart").get_config()
+    config.update_from_flattened_dict(words)
+    for number, act in enumerate(
+        (
+            lambda run: cli.main(["train", "quickstart", *options, run]),
+            lambda run: cli.main(["train", str(in_a_file(elsewhere, words)), run]),
+            lambda run: training.train(config, run.partition("=")[2]),
         )
-    ]
-    keys = ("source", "path", "name", "split", "heldout_split")
-    assert [tuple(config.data[key] for key in keys) for config in made] == [
-        ("hf", "c4/*.json.gz", "", "train", ""),
-        ("stdlib", "", "", "train", ""),
-        ("hf", "other/set", "", "all", ""),
-        ("hf", "allenai/c4", "en", "train", "validation"),
-    ]
+    ):
+        try:
+            act(f"--workdir={elsewhere}/run{number}")
+            fault = ""
+        except UserError as error:
+            fault = f"{error}\n"
+        out, err = capsys.readouterr()
+        outcomes.append((str(given.pop()) if given else "", out, err or fault))
+    return set(outcomes)
+
+
+def test_the_command_line_a_config_file_and_python_find_the_same_text(
+    elsewhere, capsys, monkeypatch
+):
+    (elsewhere / "a.jsonl").write_text(json.dumps({"messages": []}))
+    (elsewhere / "b.zip").touch()
+    ((settings, out, fault),) = by_each_face(
+        capsys, monkeypatch, elsewhere, {"data.path": "a.jsonl"}
+    )
+    assert "source='jsonl'" in settings and "text_column='messages'" in settings and not fault
+    assert out == (
+        "found: data.source=jsonl by the files of a.jsonl, data.text_column=messages by the files"
+        " of a.jsonl; set a key to choose another value\n"
+    )
+    for words, message in (
+        ({"data.path": "b.zip"}, "b.zip: .zip is no plain text; unpack it"),
+        ({"data.path": "c.txt"}, "data.path=c.txt: no such file"),
+        ({"data.path": "a.jsonl", "data.name": "en"}, "only hf has configurations"),
+    ):
+        ((settings, out, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
+        assert message in fault and not settings
+
+
+def test_the_command_line_a_config_file_and_python_follow_the_first_batch_alike(
+    elsewhere, capsys, monkeypatch
+):
+    first = {"batching.initial_batch_size": 16}
+    ((_, _, fault),) = by_each_face(capsys, monkeypatch, elsewhere, first)
+    assert fault.endswith("the first is larger; set batching.max_batch_size=16\n")
+    words = first | {"batching.test": "constant", "batching.max_batch_size": "auto"}
+    words["batching.buckets"] = ()
+    ((settings, _, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
+    assert "max_batch_size=16" in settings and not fault
 
 
 @pytest.mark.parametrize(
     ("name", "source"),
     [("a.txt", "text"), ("a.md.gz", "text"), ("a.json.gz", "jsonl"), ("a.tsv", "hf")],
 )
-def test_the_source_of_a_path_follows_from_its_name(elsewhere, capsys, name, source):
+def test_the_source_of_a_path_follows_from_its_name(elsewhere, name, source):
     (elsewhere / name).touch()
-    assert configured(f"--config.data.path={name}").data.source == source
-    assert capsys.readouterr().out.startswith(f"data.source={source}, by the name {name}")
-    assert configured(f"--config.data.path={name}", config="microllama").data.source == "hf"
+    assert completed(configured(f"--config.data.path={name}")).data.source == source
     (elsewhere / "prepared.json").touch()
-    assert configured("--config.data.path=.").data.source == "tokens"
+    assert completed(configured("--config.data.path=.")).data.source == "tokens"
 
 
 @pytest.mark.parametrize(
@@ -315,50 +377,39 @@ def test_the_source_of_a_path_follows_from_its_name(elsewhere, capsys, name, sou
         ({"prompt": ""}, "text"),
     ],
 )
-def test_chats_are_known_by_their_columns(elsewhere, capsys, row, column):
+def test_chats_are_known_by_their_columns(elsewhere, row, column):
     (elsewhere / "a.jsonl").write_text(json.dumps(row))
-    assert configured("--config.data.path=a.jsonl").data.text_column == column
-    note = f"data.text_column={column}, by the content of a.jsonl; --config.data.text_column names"
-    assert (note in capsys.readouterr().out) == (column != "text")
+    assert completed(configured("--config.data.path=a.jsonl")).data.text_column == column
     given = configured("--config.data.path=a.jsonl", "--config.data.text_column=prompt")
-    assert given.data.text_column == "prompt"
+    assert completed(given).data.text_column == "prompt"
 
 
 TRAINED = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py"))
+FIXED = ("diloco", "streaming_diloco", "local_sgd", "data_parallel", "growing_pool", "finetune")
 
 
 @pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.parametrize("first", [2, 16])
-def test_one_key_sets_the_first_batch_of_every_shipped_config(elsewhere, name, first):
-    (elsewhere / "a.txt").touch()
-    words = {
-        "finetune": ["--config.data.path=a.txt", "--config.adapter.rank=0"],
-    }.get(name, [])
-    before = importlib.import_module(f"adloco_jax.configs.{name}").get_config().batching
-    words = [*words, f"--config.batching.initial_batch_size={first}"]
-    after = validate(configured(*words, config=name)).batching
-    assert after.initial_batch_size == first and after.batch_cap >= first
-    assert first in after.buckets and after.max_batch_size in (None, max(after.buckets))
-    for key in ("max_batch_size", "batch_cap"):  # a batch that stays constant stays so
-        if getattr(before, key) == before.initial_batch_size:
-            assert getattr(after, key) == first
+def test_the_first_batch_of_every_shipped_config_can_be_set(name):
+    words = ["--config.adapter.rank=0"] if name == "finetune" else []
+    limits = [] if name in FIXED else ["--config.batching.max_batch_size=16"]
+    first = "--config.batching.initial_batch_size=16"
+    batching = configured(*words, *limits, first, config=name).batching
+    assert batching.initial_batch_size == 16 and 16 in batching.buckets
+    if name in FIXED:  # a batch that stays constant stays so
+        assert batching.max_batch_size == batching.batch_cap == 16
 
 
 @pytest.mark.parametrize("size", ["10M", "35M", "100M"])
 @pytest.mark.parametrize("config", ["diloco", "growing_pool"])
-def test_one_size_sets_the_model_and_its_tokens(elsewhere, capsys, size, config):
-    (elsewhere / "a.txt").touch()
+def test_one_size_sets_the_model_and_its_tokens(size, config):
     text = ["--config.data.path=a.txt", "--config.data.tokenizer=bytes"]
-    settings = validate(configured(f"--size={size}", *text, config=config))
+    settings = configured(f"--size={size}", *text, config=config)
     params = jax.eval_shape(build_model(settings.model)[0], jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert 0.85 < count / (1e6 * int(size[:-1])) < 1.02
     assert 0.99 < settings.num_tokens / (20 * count) < 1.01
     model = settings.model
     assert model.width == 64 * model.num_layers == 128 * model.num_heads
-    assert (
-        f"size {size}: {model.num_layers} layers of width {model.width}" in capsys.readouterr().out
-    )
 
 
 def test_a_config_of_one_size_and_an_unknown_size_are_refused():
@@ -511,9 +562,7 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert err.startswith("damaged: ") and "1/host.json" in err and len(err.splitlines()) == 1
     assert (run / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(run / "checkpoints")
-    assert run_folder.finished(run, validate(configured(*TINY[1:]))) == [
-        f"{run}/checkpoints: gone, or empty"
-    ]
+    assert run_folder.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
 
 
 def test_a_run_that_was_killed_before_its_first_save_says_that_it_begins_again(run, capsys):
@@ -605,7 +654,7 @@ def own(elsewhere, monkeypatch):
 
 
 def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, elsewhere, capsys):
-    settings = validate(configured(config="own.py"))
+    settings = configured(config="own.py")
     write_config(elsewhere, settings)
     del BATCH_TESTS["own"]
     command = ["export", f"--workdir={elsewhere}", "--out=model"]
@@ -624,7 +673,7 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
         how = how_to_resume(folder, settings, command=command)
         assert how == "adloco train runs/own.py --workdir runs/o"
     with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):
-        validate(configured("--config.batching.test=mine"))
+        configured("--config.batching.test=mine")
 
 
 def test_a_folder_that_is_taken_is_refused_before_data_are_loaded(elsewhere, capsys, monkeypatch):

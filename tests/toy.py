@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from adloco_jax.config import default_config, validate
+from adloco_jax.config import completed, default_config, validate
 from adloco_jax.engine.spec import ProgramSpec, here
 from adloco_jax.run.program import Model, program_spec
 from adloco_jax.settings import Settings
@@ -91,8 +91,8 @@ def config_of(**groups) -> ConfigDict:
 
 
 def settings_of(**groups) -> Settings:
-    """The validated settings of `config_of`."""
-    return validate(config_of(**groups))
+    """The settings of `config_of`, with the limits that it leaves unset."""
+    return completed(validate(config_of(**groups)), reads=False)
 
 
 def tiny_config(**groups) -> ConfigDict:

@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from adloco_jax.cli.names import find_config, load_config
-from adloco_jax.config import validate
+from adloco_jax.config import completed, validate
 from adloco_jax.errors import UserError, counted
 from adloco_jax.run.folder import InUse, check_workdir, finished
 from adloco_jax.settings import Settings
@@ -115,7 +115,7 @@ def execute(
             on_end(run, False)
             continue
         try:
-            settings = validate(run.config, run.workdir)
+            settings = completed(validate(run.config), run.workdir)
             made = finished(run.workdir, settings) is None
             if made:
                 _train(run.workdir, settings, command=command)

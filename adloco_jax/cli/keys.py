@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
 
 from adloco_jax.config import plain_type
-from adloco_jax.settings import GROUPS, INT32, OPTIONS, SIZES, Settings, default_of, meaning
+from adloco_jax.settings import FOUND, GROUPS, INT32, OPTIONS, Settings, default_of, meaning
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
@@ -46,8 +46,8 @@ def allowed(key: str) -> str:
     schema = _schema()["$defs"][GROUPS[group].__name__] if group else _schema()
     default = default_of(key)
     words = "unset" if default is None else repr(default)
-    if name in SIZES and group == "model":
-        words = f"that of the checkpoint, else {OPTIONS[key].default}"
+    if key in FOUND:
+        words = f"{FOUND[key].words}, else {OPTIONS[key].default!r}"
     return f"{_in_words(schema['properties'][name])} (default: {words})"
 
 

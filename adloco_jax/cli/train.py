@@ -5,19 +5,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from adloco_jax import config
 from adloco_jax.cli.keys import override
 from adloco_jax.cli.names import add_entries, find_config, is_run, load_config, runs_in
-from adloco_jax.errors import ConfigError, ResourceError, UserError, reason
-from adloco_jax.settings import OPTIONS, SIZES, DataSettings, Settings
-
-_OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
+from adloco_jax.config import completed, validate
+from adloco_jax.errors import ConfigError, ResourceError, reason
+from adloco_jax.settings import OPTIONS, Settings
 
 
 def _named_run(options: argparse.Namespace) -> Path | None:
@@ -37,11 +35,11 @@ def _named_run(options: argparse.Namespace) -> Path | None:
     return run
 
 
-def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
+def configure(options: argparse.Namespace) -> tuple[Path, Settings]:
     """Load a config file, or a named run's recorded config, and set the keys of the command line.
 
-    A config file beside a run only adds entries to tables. Returns the file or the run, the config,
-    and its settings.
+    A config file beside a run only adds entries to tables. Returns the file or the run, and the
+    settings of the config.
 
     Raises:
       ConfigError: If the file, a word, or the resulting config has faults; the message lists all.
@@ -65,113 +63,15 @@ def configure(options: argparse.Namespace) -> tuple[Path, ConfigDict, Settings]:
             path = find_config(options.config)
             given = {"size": options.size} if options.size else {}
             made = load_config(path, "get_config", ConfigDict, **given)
+        for key in OPTIONS:
+            if (text := vars(options)[f"config.{key}"]) is not None:
+                override(made, key, text)
+        settings = validate(made)
+        if not faults:
+            return path, settings
     except ConfigError as error:
-        raise ConfigError("\n".join([str(error), *faults])) from error
-    values = {key: vars(options)[f"config.{key}"] for key in OPTIONS}
-    if values["data.path"] is not None or values["data.source"] is not None:
-        # The command line names another text. So the settings with which the config file selects
-        # its own data set do not apply.
-        values |= {key: OPTIONS[key].default for key in _OF_A_DATA_SET if values[key] is None}
-    guessed: dict[str, str] = {}
-    at, data = values["data.path"], made.get("data")
-    names_no_text = isinstance(data, ConfigDict) and not data.get("path")
-    if at and not values["data.source"] and names_no_text:
-        from adloco_jax.cli.prepare import guess_source
-        from adloco_jax.data.prepared import is_prepared
-
-        values["data.source"] = "tokens" if is_prepared(at) else guess_source(at, "data.path")
-        guessed["source"] = values["data.source"]
-    if (kind := values["data.source"]) is not None:
-        from adloco_jax.cli.prepare import SOURCES
-        from adloco_jax.data import DATA_SOURCES
-
-        if kind not in DATA_SOURCES and (source := SOURCES.get(kind)):
-            faults.append(f"data.source = {kind!r}: no source; {source} reads such files")
-            values["data.source"] = source
-    if at and values["data.text_column"] is None and isinstance(data, ConfigDict):
-        from adloco_jax.data.corpus import column_of_texts
-
-        given = {key: values[f"data.{key}"] for key in ("path", "name", "split", "revision")}
-        given["source"] = values["data.source"] or data.get("source")
-        text = DataSettings().model_copy(update=given)
-        if data.get("text_column") == "text" != (column := column_of_texts(text)):
-            values["data.text_column"] = guessed["text_column"] = column
-    batching = made.get("batching")
-    before = batching.get("initial_batch_size") if isinstance(batching, ConfigDict) else None
-    for key, text in values.items():
-        if text is not None:
-            override(made, key, text)
-    if run is None and isinstance(batching, ConfigDict):
-        follow_batch(batching, before, {key for key in OPTIONS if values[key] is not None})
-    sizes, model = "", made.get("model")
-    if run is None and isinstance(model, ConfigDict) and model.get("init_from"):
-        sizes = take_sizes(made, {name for name in SIZES if values[f"model.{name}"]})
-    settings = None
-    try:
-        settings = config.validate(made, options.workdir)
-    except ConfigError as error:
-        faults.append(str(error))
-    if faults or settings is None:
-        raise ConfigError("\n".join(faults))
-    if sizes:
-        print(sizes)
-    if options.size:
-        print(
-            f"size {options.size}: {settings.model.num_layers} layers of width"
-            f" {settings.model.width}, {settings.model.num_heads} heads, learning rate"
-            f" {settings.inner.learning_rate:.3g}, {settings.batching.initial_batch_size}"
-            f" sequences of {settings.data.sequence_length} for a worker's update,"
-            f" {settings.num_tokens:,} tokens"
-        )
-    for key, value in guessed.items():
-        by = f"by the {'name' if key == 'source' else 'content of'} {at}"
-        print(f"data.{key}={value}, {by}; --config.data.{key} names another")
-    return path, made, settings
-
-
-def follow_batch(batching: ConfigDict, before: int | None, given: Container[str]) -> None:
-    """Let limits that the command line does not give follow the first batch or micro-batch of it.
-
-    A limit that was the config's first batch `before`, or is less than the new one, becomes the new
-    one.
-    """
-    first = batching.get("initial_batch_size")
-    if "batching.initial_batch_size" in given and isinstance(first, int):
-        for name in ("max_batch_size", "batch_cap"):
-            limit = batching.get(name)
-            if f"batching.{name}" not in given and isinstance(limit, int):
-                batching[name] = first if limit == before or limit < first else limit
-    sizes = {"batching.initial_batch_size", "batching.max_batch_size"}
-    if (
-        any(key in given for key in sizes)
-        and "buckets" in batching
-        and "batching.buckets" not in given
-    ):
-        batching.buckets = ()
-
-
-def take_sizes(config: ConfigDict, given: Container[str]) -> str:
-    """Set the model's sizes, but for those `given`, to the checkpoint's; say which differed.
-
-    They stay if the checkpoint cannot be read, which the run reports when it reads the weights.
-    What was read is kept in the config, so that it is not read again.
-    """
-    from adloco_jax import hf
-
-    model, changed = config.model, []
-    with contextlib.suppress(UserError):
-        found = hf.inspect(model.init_from)
-        with model.unlocked():
-            model.checkpoint = json.dumps(found.config)
-        for name in SIZES:
-            size, before = getattr(found.network, name, None), model[name]
-            is_free = name in given or (name == "num_classes" and not found.has_head)
-            if size is None or (is_free and before is not None):
-                continue
-            if before not in (None, size):
-                changed.append(f"{name} {size}, not {before}")
-            model[name] = size
-    return f"sizes of model.init_from={model.init_from}: {'; '.join(changed)}" if changed else ""
+        faults.insert(0, str(error))
+    raise ConfigError("\n".join(faults))
 
 
 def train(options: argparse.Namespace, command: str) -> None:
@@ -182,7 +82,7 @@ def train(options: argparse.Namespace, command: str) -> None:
     for name in ("memory", "device", "save"):
         if vars(options)[name] not in (None, False):
             raise ConfigError(f"--{name}: plans a run; write adloco plan, or leave it out")
-    path, _, settings = configure(options)
+    path, settings = configure(options)
     _connect(options, needs_folder=True)
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
@@ -196,6 +96,8 @@ def train(options: argparse.Namespace, command: str) -> None:
         print(f"{before}: an unfinished run of this command; to resume it: {how}")
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     accept = {"accept_config_change": options.accept_config_change}
+    with processes.only_first_prints():
+        settings = processes.run_on_all(lambda: completed(settings, folder, note=print))
     damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, settings, **accept)))
     if damage is None:
         accept["accept_data_change"] = options.accept_data_change
@@ -226,9 +128,9 @@ def plan(options: argparse.Namespace, command: str) -> None:
             from adloco_jax.run.plan import check_kind
 
             check_kind(options.device)  # before faults of the config, which would hide it
-            _plan_device(configure(options)[2], options.device, options.save)
+            _plan_device(configure(options)[1], options.device, options.save)
         return
-    *_, settings = configure(options)
+    _, settings = configure(options)
     _connect(options, needs_folder=False)
     from adloco_jax.run import plan as plans
     from adloco_jax.run import processes
@@ -236,6 +138,7 @@ def plan(options: argparse.Namespace, command: str) -> None:
 
     accept, workdir = options.accept_config_change, options.workdir
     with processes.only_first_prints():
+        settings = processes.run_on_all(lambda: completed(settings, workdir, note=print))
         print(plans.plan(settings, workdir, memory=options.memory, accept_config_change=accept))
         _plan_sites(options, settings)
         if workdir and is_run(workdir):

@@ -42,6 +42,17 @@ Note = Callable[[str], None]
 # What `check_corpus` leaves to `load_corpus`, of files that are here.
 AFTER_FIRST = "its content after the first text"
 _SMALL_BYTES = 2**24  # of text that a plan reads in seconds
+# The source that reads a file, by the ending of its name. Others are read as text.
+_SOURCE_OF = {
+    **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
+    **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
+}
+# Endings of files that contain other data beside text, which a model would learn, too.
+_MARKUP, _PACKED = "html htm xhtml xml ipynb rtf".split(), "zip tar bz2 xz zst 7z".split()
+_BINARY = "xls xlsx ods feather orc avro npy npz pkl h5 db sqlite pdf docx odt epub".split()
+_REFUSED = dict.fromkeys(_MARKUP, "convert it, or set data.source=text, which reads it as it is")
+_REFUSED |= dict.fromkeys(_PACKED, "unpack it, or compress it with gzip")
+_REFUSED |= dict.fromkeys(_BINARY, "convert it")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -343,6 +354,40 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
             f" {file.name}: text that is trained on cannot be held out"
         )
     return False, files, heldout
+
+
+def source_of(path: str) -> str:
+    """Return the `data.source` that reads a path, by its files' endings; hf for a name on the hub.
+
+    Raises:
+      ConfigError: If the files are of several kinds, or of a kind that is not plain text.
+      DataError: If the path leads to no file and is not the name of a data set.
+    """
+    if prepared.is_prepared(path):
+        return "tokens"
+    known = {*_SOURCE_OF, *_REFUSED, "txt"}
+    if _ending(path) not in known and is_on_hub(path, key="data.path"):
+        return "hf"
+    kinds = {}
+    for name in find(path, key="data.path"):
+        ending = _ending(name)
+        if ending in _REFUSED:
+            raise ConfigError(
+                f"data.path={path}: {name}: .{ending} is no plain text; {_REFUSED[ending]}"
+            )
+        kinds.setdefault(_SOURCE_OF.get(ending, "text"), name)
+    if any(name.endswith(".arrow") for name in kinds.values()):
+        return "hf"  # a data set that the library `datasets` saved; it also has files in JSON
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"data.path={path}: files of several kinds ({', '.join(kinds.values())}); give a glob,"
+            " or set data.source"
+        )
+    return next(iter(kinds))
+
+
+def _ending(name: str) -> str:
+    return name.lower().removesuffix(".gz").rpartition(".")[2]
 
 
 def column_of_texts(data: DataSettings) -> str:

@@ -63,7 +63,8 @@ def plan(
     bytes. The last lines name what only the run can check. Raises UserError as `check_inputs` does.
     """
     folder = None if workdir is None else Path(workdir)
-    settings = processes.run_on_all(lambda: completed(validate(config, folder), folder))
+    notes: list[str] = []
+    settings = processes.run_on_all(lambda: completed(validate(config), folder, note=notes.append))
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
@@ -80,7 +81,7 @@ def plan(
         lines += _memory_lines(settings, configured_choice(settings, here()))
     else:
         lines.append("not compiled: --memory does")
-    return "\n".join([*lines, *(f"not checked: {line}" for line in unchecked)])
+    return "\n".join([*notes, *lines, *(f"not checked: {line}" for line in unchecked)])
 
 
 def configured_choice(
@@ -120,8 +121,10 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
     if the config is invalid, or the devices or their compiler are not there.
     """
     settings, machine, start_s = validate(config), described(device), time.perf_counter()
-    with contextlib.suppress(UserError):  # without the hub, the sizes describe the model
+    try:
         settings = completed(settings)
+    except UserError:  # without the hub and the text, the config describes the model
+        settings = completed(settings, reads=False)
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
     lines = [f"Compiled for {device}, not run.", ""]
