@@ -610,6 +610,16 @@ class Settings(SettingsGroup):
         passes = (self.num_epochs or 0.0) * self.num_rows * self.data.sequence_length
         return min(self.num_tokens or math.inf, passes or math.inf)
 
+    def share_done(self, rounds: int, tokens: int) -> float:
+        """Return the fraction of the run that is done: of rounds or of tokens, the larger."""
+        return max(rounds / self.last_round, tokens / self.last_token)
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings in one dict by dotted key, such as `inner.tx`; tuples are lists."""
+        groups = self.model_dump(mode="json")
+        values = {key: groups.pop(key) for key in [*groups] if key not in GROUPS}
+        return values | {f"{g}.{key}": value for g in groups for key, value in groups[g].items()}
+
     def with_rows(self, num_rows: int) -> "Settings":
         """Return settings that know the rows of a pass; num_epochs may shorten their rounds.
 

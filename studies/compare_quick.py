@@ -75,7 +75,6 @@ def get_base() -> ConfigDict:
     config.model.mlp_width = 128
     config.model.max_length = 64  # tokens
 
-    config.data.source = "stdlib"
     config.data.sequence_length = 64  # bytes
 
     config.ensemble.num_trainers = 1

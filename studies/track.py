@@ -241,7 +241,7 @@ def main() -> None:
     if is_front:
         lines += ends(given.name)
     is_tuning = len({name.partition(": ")[0] for name in track.variants}) < len(track.variants)
-    where = Path(track.base.data.path or track.base.data.source).name
+    where = Path(track.base.data.path or "stdlib").name
     size = f"{lines[0]['start']['num_params']:,} parameters" if lines else "no run yet"
     for target in track.target_losses:
         head, rows = tables.SPENT, tables.spent(tables.by_method(lines, target))

@@ -192,13 +192,13 @@ def test_trainers_of_a_forged_checkpoint_are_refused(change):
     """An id that is no number, no trainer, none of its workers, a worker of two trainers."""
     control = dataclasses.replace(a_control(batches=(4, 4), sizes=(1, 1)), round=3)
     data = json.loads(json.dumps(dataclasses.asdict(control)))
-    assert read_control(Path("3"), data, settings_of()) == control
+    assert read_control(Path("3"), data, settings_of().ensemble) == control
     if not change:
         data["trainers"] = {}
     for trainer, fields in change.items():
         data["trainers"][trainer] = data["trainers"].pop("1") | (fields or {})
     with pytest.raises(Damaged, match="trainers.x|not this run's"):
-        read_control(Path("3"), data, settings_of())
+        read_control(Path("3"), data, settings_of().ensemble)
 
 
 def test_trainers_with_one_plan_share_a_group_with_all_their_workers():
@@ -412,11 +412,11 @@ def test_degenerate_statistics_keep_the_batch_and_are_counted(noise, signal, rea
 
 def test_a_run_is_over_by_rounds_or_by_tokens():
     settings = settings_of(num_rounds=10, num_tokens=1000)
-    shares = [planning.share_done(*done, settings) for done in ((5, 100), (2, 750), (3, 1000))]
+    shares = [settings.share_done(*done) for done in ((5, 100), (2, 750), (3, 1000))]
     assert shares == [0.5, 0.75, 1.0]
-    assert planning.share_done(9, 10**9, settings_of(num_rounds=10)) == 0.9
-    assert planning.share_done(99, 900, settings_of(num_rounds=None, num_tokens=1000)) == 0.9
-    assert planning.share_done(10, 900, settings_of(num_rounds=None)) == 0.5
+    assert settings_of(num_rounds=10).share_done(9, 10**9) == 0.9
+    assert settings_of(num_rounds=None, num_tokens=1000).share_done(99, 900) == 0.9
+    assert settings_of(num_rounds=None).share_done(10, 900) == 0.5
 
 
 def test_where_tokens_end_a_run_the_schedule_follows_them():

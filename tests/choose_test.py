@@ -11,6 +11,7 @@ from adloco_jax import MERGE_POLICIES
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
+from adloco_jax.loop.adloco import start
 from adloco_jax.run import choose as choose_module
 from adloco_jax.run import plan, program
 from adloco_jax.run.choose import (
@@ -83,19 +84,21 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
 
 
 def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
-    assert modes(tiny(), "gpu") == list(MODES)
-    assert modes(tiny(remat=False), "tpu") == [AT_ONCE, IN_TURN]
-    assert modes(tiny(remat=True), "gpu") == [AT_ONCE_REMAT, IN_TURN_REMAT]
-    assert modes(tiny(), "cpu") == [IN_TURN, IN_TURN_REMAT]
+    assert modes(None, "gpu") == list(MODES)
+    assert modes(False, "tpu") == [AT_ONCE, IN_TURN]
+    assert modes(True, "gpu") == [AT_ONCE_REMAT, IN_TURN_REMAT]
+    assert modes(None, "cpu") == [IN_TURN, IN_TURN_REMAT]
 
 
 def test_a_cpu_rematerialises_only_if_it_must():
     settings, peaks = tiny(), {}
+    pool = start(settings, 4)
     loss_of = functools.cache(program.configured_model(settings, here()).loss_of)
     for mode in (IN_TURN, IN_TURN_REMAT):
         loss_fn = loss_of(mode, "xla")
         spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn, remat=mode.remat)
-        peaks[mode] = max(p.total for p in program_peaks(settings, Programs(spec), 4, {}).values())
+        found = program_peaks(pool, Programs(spec), settings.batching, settings.switch)
+        peaks[mode] = max(p.total for p in found.values())
     assert peaks[IN_TURN_REMAT] < peaks[IN_TURN]
     for budget, expected in (
         (peaks[IN_TURN], IN_TURN),
@@ -145,8 +148,9 @@ def test_a_policy_that_awaits_losses_plans_no_merge(monkeypatch):
     settings = settings_of(
         ensemble={"num_trainers": 2, "num_workers": 2}, merge={"policy": "by_loss"}
     )
-    assert len(plan._pools(settings, 4)) == 1
-    assert choose_module._moves(settings, spec_of(tiny())) == {}
+    pool, groups = start(settings, 4), (settings.ensemble, settings.merge)
+    assert len(plan._pools(pool, pool, settings.merge)) == 1
+    assert choose_module._moves(pool, spec_of(tiny()), *groups) == {}
 
 
 def test_a_cpu_begins_with_the_programs_of_the_first_round_and_a_pass_of_rows(monkeypatch):

@@ -16,7 +16,6 @@ import pytest
 from adloco_jax import settings as settings_module
 from adloco_jax.config import completed, default_config, plain_type, tables, validate
 from adloco_jax.errors import ConfigError, UserError
-from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import ENTRIES, OPTIONS, default_of
 
 DEFAULTS = default_config().to_dict()
@@ -161,7 +160,7 @@ def test_help_names_the_entries_that_ship():
 
 def test_zero_is_allowed_where_it_means_something():
     config = changed(**dict.fromkeys(ZERO_IS_ALLOWED, 0), engine__kind="ray")
-    settings = flat_settings(validate(config))
+    settings = validate(config).flat()
     assert {settings[key] for key in ZERO_IS_ALLOWED} == {0}
 
 

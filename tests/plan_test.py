@@ -154,7 +154,7 @@ def test_the_header_says_what_gradient_noise_decides(cap, workers, said):
     batching = {"initial_batch_size": 2, "batch_cap": cap, "test": "norm", "eta": 0.8}
     ensemble = {"num_trainers": 1, "num_workers": 2, "initial_workers": workers}
     settings = settings_of(batching=batching, ensemble=ensemble, merge={"policy": "none"})
-    assert describe._growth(settings) == said
+    assert describe._growth(settings.batching, settings.ensemble, settings.inner) == said
 
 
 def test_a_plan_refuses_a_folder_of_another_run(tmp_path):

@@ -187,7 +187,7 @@ def test_growth_names_the_limit_that_held_it(options, batch, limit):
     line = {"round": 3, "trainer": 1, "requested_batch_size": 3, "steps_per_round": 3}
     line |= {"next_batch_size": batch, "next_steps_per_round": 3, "skipped_updates": 0}
     decision = Decision(Size(1, 1, batch), "capped", 1.0, 1.0, 99.5)
-    assert describe_growth(line, decision, settings) == [
+    assert describe_growth(line, decision, settings.batching) == [
         f"round 3: trainer 1: batch per worker 3 -> {batch} (the test asks for 99.5, limited by"
         f" {limit})"
     ]

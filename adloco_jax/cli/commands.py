@@ -92,8 +92,9 @@ def export(options: argparse.Namespace, command: str) -> None:
     if options.push:
         hub.make_repository(options.push, private=options.private)
     if trained is not None:
-        given = trained.params, out, trained.settings, trained.tokenizer
-        merges = options.merge and trained.settings.adapter.rank
+        model, adapter = trained.settings.model, trained.settings.adapter
+        given = trained.params, out, model, adapter, trained.tokenizer
+        merges = options.merge and adapter.rank
         write = save_merged if merges else save
         dtype = write(*given, base_sha256=trained.base_sha256, **how)
         try:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -17,7 +16,6 @@ from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.config import completed, validate
 from adloco_jax.errors import UserError, counted
 from adloco_jax.run.folder import InUse, check_workdir, finished
-from adloco_jax.settings import Settings
 from adloco_jax.study import compare as comparisons
 from adloco_jax.study import report, results
 from adloco_jax.study.curves import read_run
@@ -118,7 +116,13 @@ def execute(
             settings = completed(validate(run.config), run.workdir)
             made = finished(run.workdir, settings) is None
             if made:
-                _train(run.workdir, settings, command=command)
+                run.workdir.mkdir(parents=True, exist_ok=True)
+                path, how = run.workdir / "output.txt", {"errors": "backslashreplace"}
+                with (
+                    open(path, "a", encoding="utf-8", **how) as output,
+                    contextlib.redirect_stdout(output),
+                ):
+                    train(settings, run.workdir, command=command)
         except InUse:
             is_whole = False
             continue
@@ -129,14 +133,3 @@ def execute(
         keep(run)
         on_end(run, made)
     return is_whole
-
-
-def _train(workdir: Path, settings: Settings, **how: Any) -> None:
-    """Train a run; what it prints goes to `output.txt` in the folder of the run."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    path = workdir / "output.txt"
-    with (
-        open(path, "a", encoding="utf-8", errors="backslashreplace") as output,
-        contextlib.redirect_stdout(output),
-    ):
-        train(settings, workdir, **how)

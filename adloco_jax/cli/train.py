@@ -125,10 +125,16 @@ def plan(options: argparse.Namespace, command: str) -> None:
         return
     if options.device is not None:
         with _without_native_messages():
-            from adloco_jax.run.plan import check_kind
+            from adloco_jax.run.plan import check_kind, device_plan
 
             check_kind(options.device)  # before faults of the config, which would hide it
-            _plan_device(configure(options)[1], options.device, options.save)
+            lines, record = device_plan(configure(options)[1], options.device)
+            print(*lines, sep="\n")
+        if options.save is not None:
+            text = json.dumps(record, indent=1) + "\n"
+            Path(options.save).write_text(text, encoding="utf-8")
+        if not record["fits"]:
+            raise ResourceError(f"--device {options.device}: {record['change']}")
         return
     _, settings = configure(options)
     _connect(options, needs_folder=False)
@@ -190,17 +196,6 @@ def _without_native_messages() -> Iterator[None]:
             sys.stderr = python
             os.dup2(native, 2)
             os.close(native)
-
-
-def _plan_device(settings: Settings, device: str, save: str | None) -> None:
-    from adloco_jax.run.plan import device_plan
-
-    lines, record = device_plan(settings, device)
-    print(*lines, sep="\n")
-    if save is not None:
-        Path(save).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if not record["fits"]:
-        raise ResourceError(f"--device {device}: {record['change']}")
 
 
 def require_devices() -> None:

@@ -301,12 +301,12 @@ def check_corpus(data: DataSettings, model: ModelSettings, run: Path | None = No
     return [f"{_where_of(data)}: {AFTER_FIRST}"]
 
 
-def is_small(settings: Settings, run: Path | None = None) -> bool:
+def is_small(data: DataSettings, model: ModelSettings, run: Path | None = None) -> bool:
     """Whether the files of a text are on this machine, and read in seconds. `run` as above."""
-    data, source = settings.data, DATA_SOURCES[settings.data.source]
+    source = DATA_SOURCES[data.source]
     if source.is_folder or "path" not in source.needs:
         return True
-    job = make_job(data, tokenizer_of(data, settings.model, run=run), commit="any")
+    job = make_job(data, tokenizer_of(data, model, run=run), commit="any")
     files: list[Any] = [] if job.is_on_hub else [part.file for side in job.parts() for part in side]
     is_here = bool(files) and all(isinstance(file, Path) for file in files)
     return is_here and sum(os.path.getsize(str(file)) for file in files) <= _SMALL_BYTES

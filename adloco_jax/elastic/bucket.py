@@ -50,7 +50,6 @@ from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
 from adloco_jax.files import Format
 from adloco_jax.run import processes
-from adloco_jax.run.folder import flat_settings
 from adloco_jax.settings import OPTIONS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
@@ -159,7 +158,7 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
     """Check that learners, which have the settings of `run.json`, train as the driver means."""
     there = flatten_dict(before, sep=".")
-    now = flat_settings(settings.with_rows(before.get("num_rows", 0)))  # as when the run began
+    now = settings.with_rows(before.get("num_rows", 0)).flat()  # as when the run began
     matter = (key for key in OPTIONS if change(key) != "harmless" or key in _THEIRS)
     differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
     if differ:

@@ -195,7 +195,7 @@ def round_keys(
         if not spec.outer.own_params:
             keys += [steps, group.key("outer")]
             continue
-        if group.plan.num_micro_batches > spec.num_micro_batches * spec.outer.fragments:
+        if group.plan.num_micro_batches > spec.steps_per_round:
             keys.append(steps)
         keys.append(steps._replace(kind="fragment", sizes=group.sizes))
     return list(dict.fromkeys(keys))

@@ -40,7 +40,7 @@ from adloco_jax.engine.spec import Layout, ProgramSpec
 from adloco_jax.loop.adloco import Boundary, Decide, State, Stats, Stopped
 from adloco_jax.loop.control import Control, RoundPlan, count_flush, count_round
 from adloco_jax.loop.growth import Decision
-from adloco_jax.loop.plans import is_over, round_plans, share_done
+from adloco_jax.loop.plans import is_over, round_plans
 from adloco_jax.settings import Settings
 
 # A trainer is removed if each of its workers has skipped this many updates in a row.
@@ -119,7 +119,7 @@ class LocalEngine:
             num_syncs=self.spec.outer.fragments,
         )
         first, last = (
-            share_done(each.round, each.tokens_total, settings) for each in (before, control)
+            settings.share_done(each.round, each.tokens_total) for each in (before, control)
         )
         self._calls_left, self._num_ended = sum(map(len, round_inputs.calls)), 0
         shares = np.linspace(first, last, self._calls_left + 1)

@@ -164,6 +164,11 @@ class ProgramSpec:
         return self.sequential and is_one and not self.outer.own_params
 
     @property
+    def steps_per_round(self) -> int:
+        """S, the micro-batches of a round without accumulation."""
+        return self.num_micro_batches * self.outer.fragments
+
+    @property
     def param_bytes(self) -> int:
         """Bytes of one trainer's parameters."""
         return num_bytes(self.params)

@@ -25,7 +25,7 @@ from adloco_jax.loop.control import (
     with_cost,
 )
 from adloco_jax.loop.growth import Decision, Stats, free_workers, with_batch_sizes
-from adloco_jax.loop.plans import is_over, share_done
+from adloco_jax.loop.plans import is_over
 from adloco_jax.settings import EnsembleSettings, MergeSettings, Settings, even_sizes
 
 
@@ -324,7 +324,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
     sizes, free = control.sizes, free_workers(control, ensemble)
     if ensemble.spawn_frac is None:
         wanted = tuple(trainer.requested_workers for trainer in trainers.values())
-    elif share_done(control.round, control.tokens_total, settings) >= ensemble.spawn_frac:
+    elif settings.share_done(control.round, control.tokens_total) >= ensemble.spawn_frac:
         wanted = even_sizes(len(trainers), ensemble.num_workers)  # as the plan has them
     else:
         wanted = sizes

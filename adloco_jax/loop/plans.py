@@ -15,14 +15,9 @@ AUTO_TEST_FRAC = 0.04  # share of a trainer's sequences in a round that its batc
 AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # least and largest number of sequences of that test
 
 
-def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """Return the fraction of the run that is done: of rounds or of tokens, the larger."""
-    return max(rounds / settings.last_round, tokens / settings.last_token)
-
-
 def is_over(control: Control, settings: Settings) -> bool:
     """Return whether the run has reached its limit of rounds or of tokens."""
-    return share_done(control.round, control.tokens_total, settings) >= 1
+    return settings.share_done(control.round, control.tokens_total) >= 1
 
 
 def round_plans(
@@ -45,7 +40,7 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
         next_rate=float(rate),
         updates=trainer.updates,
         round_index=control.rounds_of(trainer_id),
-        share_done=share_done(control.rounds_of(trainer_id), control.tokens_total, settings),
+        share_done=settings.share_done(control.rounds_of(trainer_id), control.tokens_total),
     )
     left = np.ceil(_base_rounds_left(control, settings))
     # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.

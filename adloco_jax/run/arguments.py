@@ -31,7 +31,7 @@ from adloco_jax.run.choose import Mode
 from adloco_jax.run.folder import check_config
 from adloco_jax.run.program import Model
 from adloco_jax.run.weights import require_same_network
-from adloco_jax.settings import OPTIONS, Settings
+from adloco_jax.settings import OPTIONS, InnerSettings, OuterSettings, Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
 
@@ -156,8 +156,9 @@ def check_arguments(settings: Settings, given: FitArguments) -> Settings:
         for name in ("inner_tx", "outer_tx"):
             if (tx := getattr(given, name)) is not None:
                 group = name.removesuffix("_tx")
-                faults += _beside(name, settings) + _of_transform(name, tx, drawn)
-                options = getattr(settings, group).model_copy(update={"learning_rate": 1.0})
+                options = getattr(settings, group)
+                faults += _beside(name, options) + _of_transform(name, tx, drawn)
+                options = options.model_copy(update={"learning_rate": 1.0})
                 settings = settings.model_copy(update={group: options})
         # The config may name an optimizer that the user has added to the table.
         if given.inner_tx is None:
@@ -171,7 +172,9 @@ def check_arguments(settings: Settings, given: FitArguments) -> Settings:
             faults += _of_loss("eval_loss_fn", given.eval_loss_fn, drawn, rows_BL)
     if faults:
         raise ConfigError("\n".join(faults))
-    return settings
+    # A text that the settings name is not read.
+    data = settings.data.model_copy(update={"path": "", "heldout_path": ""})
+    return settings.model_copy(update={"data": data})
 
 
 # The options that describe an optimizer, which do not act on one that the caller gives.
@@ -182,10 +185,10 @@ _OF_OPTIMIZERS = {
 }
 
 
-def _beside(name: str, settings: Settings) -> list[str]:
+def _beside(name: str, settings: InnerSettings | OuterSettings) -> list[str]:
     faults, group = [], name.removesuffix("_tx")
     for option in _OF_OPTIMIZERS[name].split():
-        key, value = f"{group}.{option}", getattr(getattr(settings, group), option)
+        key, value = f"{group}.{option}", getattr(settings, option)
         by_rate = option != "round_length" or takes(ROUND_LENGTHS[value], "next_rate")
         if by_rate and value != (default := OPTIONS[key].default):
             faults.append(f"{name}: given beside {key}={value!r}; leave {key} at {default!r}")

@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import optax
 
-from adloco_jax.data import Corpus, load_corpus
-from adloco_jax.data.corpus import is_small
+from adloco_jax.data import load_corpus
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.spec import Machine, ProgramSpec
 from adloco_jax.errors import ConfigError, DataError, counted
-from adloco_jax.models.configured import class_count
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.folder import recorded
 from adloco_jax.run.program import Model, configured_model, program_spec
@@ -135,14 +133,6 @@ def heldout_of(
         num_classes=num_classes,
         num_trainers=settings.ensemble.num_trainers,
     )
-
-
-def small_corpus(settings: Settings, run: Path | None) -> Corpus | None:
-    """Load the rows of a configured text if they are here, and small enough for a plan."""
-    if not is_small(settings, run):
-        return None
-    num_classes = class_count(settings.model)
-    return load_corpus(settings, num_classes=num_classes, run=run, note=lambda line: None)
 
 
 def with_rows(settings: Settings, corpus: Rows) -> Settings:

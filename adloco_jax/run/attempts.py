@@ -21,14 +21,13 @@ from adloco_jax.errors import (
     reason,
 )
 from adloco_jax.loop.adloco import Control, State
-from adloco_jax.loop.plans import is_over, share_done
+from adloco_jax.loop.plans import is_over
 from adloco_jax.run import checkpoint, observers, processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import label_lines, length_lines, run_header
 from adloco_jax.run.folder import (
-    flat_settings,
     how_to_resume,
     versions,
     write_config,
@@ -79,7 +78,7 @@ def begin(
     restored, damage, end = restore(run)
     num_rounds = int(settings.last_round) if math.isinf(settings.last_token) else None
     before = restored.state.control if restored else None
-    done = share_done(before.round, before.tokens_total, settings) if before else 0.0
+    done = settings.share_done(before.round, before.tokens_total) if before else 0.0
     progress = Progress(num_rounds, every=settings.log.every_rounds, share_done=done)
     stack.callback(progress.close)
     begins_again = restored is None and not failures.faults
@@ -103,7 +102,7 @@ def begin(
     most = most_tokens_per_s(spec) if is_known else math.nan
     clock_s = start_s - earlier_s
     recorder = observers.Recorder(settings, engine, ledger, progress, clock_s, loss, most)
-    ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
+    ended = bool(end) and settings.share_done(end["rounds"], end["tokens_total"]) >= 1
     ended = ended and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again
         used = {"start_s": time.perf_counter() - start_s, "stall_s": programs.stall_s}
@@ -117,7 +116,7 @@ def begin(
     label_params = labeller(settings.model.arch, run.model.label_params)
     rules = {"inner": settings.inner, "outer": settings.outer}
     labels = parameter_labels(spec.params, label_params, **rules)
-    notes += label_lines(settings, labels)
+    notes += label_lines(settings.inner.tx, labels)
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {to_resume(run)}")
     known = most_tokens_per_s(spec, peak_here(spec)) if is_known else math.nan
     notes += run_header(settings, spec, control.max_batch_size)
@@ -216,7 +215,7 @@ def require_equal_processes(run: Run) -> None:
     weights = hashlib.sha256()
     for leaf in jax.tree.leaves(run.model.params):
         weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
-    keys = flat_settings(run.settings).items()
+    keys = run.settings.flat().items()
     processes.require_equal(
         {key: repr(value) for key, value in keys if key not in ("data.path", "data.heldout_path")}
         | {f"the version of {name}": version for name, version in versions().items()}

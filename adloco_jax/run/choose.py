@@ -39,7 +39,13 @@ from adloco_jax.errors import ConfigError, ResourceError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.settings import Settings
+from adloco_jax.settings import (
+    BatchingSettings,
+    EnsembleSettings,
+    MergeSettings,
+    Settings,
+    SwitchSettings,
+)
 
 STEP_TOKENS = 16_384  # number of tokens that keeps a device busy
 
@@ -112,9 +118,8 @@ class Choice(NamedTuple):
     tried: list[Tried]  # the results for all modes that were tried, with the chosen one
 
 
-def modes(settings: Settings, platform: str, *, can_remat: bool = True) -> list[Mode]:
-    """List the modes that a run's settings allow, the preferred first; on a CPU always in turn."""
-    remat = settings.model.remat if can_remat else False
+def modes(remat: bool | None, platform: str) -> list[Mode]:
+    """List the modes that `model.remat` allows, the preferred first; on a CPU always in turn."""
     return [
         mode
         for mode in MODES
@@ -139,7 +144,7 @@ def choose(
     CPU nothing is then compiled. Raises NothingFits.
     """
     batching, platform = settings.batching, spec.machine.platform
-    allowed = modes(settings, platform) if allowed is None else allowed
+    allowed = modes(settings.model.remat, platform) if allowed is None else allowed
     sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
     sizes = sizes if size is None else [size]
     if spec.examples_per_pass is not None:  # on a CPU: more rows than a pass takes gain nothing
@@ -185,17 +190,23 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
     workers = settings.ensemble.sizes(whole_pool=True)
-    least = least_bytes(spec, workers, accumulates=accumulates(settings, first))
+    sums = accumulates(batching, settings.switch, first)
+    least = least_bytes(spec, workers, accumulates=sums)
     needs: dict[int, dict[str, Peak]] = {first: {}}
 
     def largest_peak(size: int) -> int:
-        needs[size] = program_peaks(settings, programs, size, moves)
+        pool = start(settings, size, whole_pool=True)
+        needs[size] = program_peaks(pool, programs, batching, settings.switch) | moves
         return max(peak.total for peak in needs[size].values())
 
     if least <= budget:
-        moves, resting = _moves(settings, spec), held_bytes(spec, workers)
+        pool, resting = start(settings, first, whole_pool=True), held_bytes(spec, workers)
+        moves = _moves(pool, spec, settings.ensemble, settings.merge)
         if machine.platform == "cpu" and len(sizes) > 1:
-            first_peaks = _first_peaks(settings, programs, first) | moves
+            # Only the programs of the first round are compiled; others wait until they are needed.
+            keys = first_keys(start(settings, first), batching, spec, first, accumulates=False)
+            programs.prefetch(keys)
+            first_peaks = {str(key): peak(programs, key, workers) for key in keys} | moves
             most = max(peak.total for peak in first_peaks.values())
             if resting + (most - resting) * sizes[-1] / first <= budget:
                 return Tried(mode, sizes[-1], first_peaks, programs=programs)
@@ -214,47 +225,43 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     )
 
 
-def _first_peaks(settings: Settings, programs: Programs, size: int) -> dict[str, Peak]:
-    """Compile only the programs of the first round; on a CPU others wait until they are needed."""
-    control, whole = start(settings, size), settings.ensemble.sizes(whole_pool=True)
-    keys = first_keys(control, settings, programs.spec, size, accumulates=False)
-    programs.prefetch(keys)
-    return {str(key): peak(programs, key, whole) for key in keys}
-
-
 def program_peaks(
-    settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
+    pool: Control, programs: Programs, batching: BatchingSettings, switch: SwitchSettings
 ) -> dict[str, Peak]:
-    """Compile a run's programs for a micro-batch; return each one's memory, and that of `moves`."""
-    spec, control = programs.spec, start(settings, size, whole_pool=True)
-    keys = reachable_keys(settings, spec, control, [size])
-    peaks = {str(key): peak(programs, key, control.sizes) for key in keys}
-    if len(control.trainers) > 1 and accumulates(settings, size) and not spec.by_position:
-        peaks |= _unequal_peaks(settings, programs, control)
-    return peaks | moves
+    """Compile the programs of a whole pool for its largest micro-batch; return each one's memory.
+
+    The other arguments are groups of settings.
+    """
+    spec, size = programs.spec, pool.max_batch_size
+    keys = reachable_keys(pool, spec, batching, switch, [size])
+    peaks = {str(key): peak(programs, key, pool.sizes) for key in keys}
+    if len(pool.trainers) > 1 and accumulates(batching, switch, size) and not spec.by_position:
+        peaks |= _unequal_peaks(programs, pool)
+    return peaks
 
 
-def _moves(settings: Settings, spec: ProgramSpec) -> dict[str, Peak]:
+def _moves(
+    control: Control, spec: ProgramSpec, ensemble: EnsembleSettings, merge: MergeSettings
+) -> dict[str, Peak]:
     """Return the memory that the first merge of trainers, and the last join of a worker, need."""
-    control, peaks = start(settings, 1, whole_pool=True), {}
-    sizes, num_trainers = control.sizes, len(control.trainers)
+    sizes, num_trainers, peaks = control.sizes, len(control.trainers), {}
     shape = f"M={num_trainers} R={sum(sizes)}"
-    if settings.merge.policy != "none" and num_trainers > 1:
-        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), settings.merge)
+    if merge.policy != "none" and num_trainers > 1:
+        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), merge)
         if members:  # a policy may decide by losses, which are not known yet
             plan = merge_positions(control, members, after_merge(control, members))
             weights_n = np.ones(len(members), np.float32)
             peaks[f"merge {shape}"] = _replaced_bytes(spec, sizes, merged, weights_n, *plan)
-    if settings.ensemble.initial_workers is not None and sizes[-1] > 1:
+    if ensemble.initial_workers is not None and sizes[-1] > 1:
         before, last = (*sizes[:-1], sizes[-1] - 1), len(sizes) - 1
         peaks[f"growth {shape}"] = _replaced_bytes(spec, before, spawned, last, sizes[-1])
     return peaks
 
 
-def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, Peak]:
+def _unequal_peaks(programs: Programs, control: Control) -> dict[str, Peak]:
     """Return the memory of the programs of a round in which only the last trainer accumulates."""
     spec, size = programs.spec, control.max_batch_size
-    plan, last = RoundPlan(size, 1, settings.inner.steps_per_round), max(control.trainers)
+    plan, last = RoundPlan(size, 1, spec.steps_per_round), max(control.trainers)
     plans = dict.fromkeys(control.trainers, plan) | {last: plan._replace(num_accum_steps=2)}
     group = max(group_trainers(control, plans, spec), key=lambda group: sum(group.sizes))
     kept = bytes_here(ensemble_spec(spec, Layout(control.sizes)))
@@ -269,38 +276,41 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
 
 
 def reachable_keys(
-    settings: Settings, spec: ProgramSpec, control: Control, sizes: Sequence[int] | None = None
+    control: Control,
+    spec: ProgramSpec,
+    batching: BatchingSettings,
+    switch: SwitchSettings,
+    sizes: Sequence[int] | None = None,
 ) -> list[ProgramKey]:
     """List the keys of all programs that a run can need while its trainers have equal sizes.
 
     The last is that of evaluation. `sizes` None: `batching.buckets` up to the largest.
     """
     largest, keys = control.max_batch_size, []
-    for size in sizes or [n for n in settings.batching.buckets if n <= largest]:
-        sums = size == largest and accumulates(settings, size)
-        keys += first_keys(control, settings, spec, size, accumulates=sums)
-    if settings.outer.leaves_unsynchronised:
+    for size in sizes or [n for n in batching.buckets if n <= largest]:
+        sums = size == largest and accumulates(batching, switch, size)
+        keys += first_keys(control, batching, spec, size, accumulates=sums)
+    if spec.outer.leaves_unsynchronised:
         keys += [group.key("flush") for group in classes(control, control.trainers, spec)]
     return list(dict.fromkeys([*keys, loss_key(largest)]))
 
 
 def first_keys(
-    control: Control, settings: Settings, spec: ProgramSpec, size: int, *, accumulates: bool
+    control: Control, batching: BatchingSettings, spec: ProgramSpec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
     """List the keys of a round of equal micro-batches; if `accumulates`, also of two an update."""
     keys = []
     for count in (1, 2) if accumulates else (1,):
-        plan = RoundPlan(size, count, settings.inner.steps_per_round)
+        plan = RoundPlan(size, count, spec.steps_per_round)
         plans = dict.fromkeys(control.trainers, plan)
-        keys += round_keys(control, plans, settings.batching, spec)
+        keys += round_keys(control, plans, batching, spec)
     return keys
 
 
-def accumulates(settings: Settings, size: int) -> bool:
+def accumulates(batching: BatchingSettings, switch: SwitchSettings, size: int) -> bool:
     """Whether a trainer may later accumulate gradients over several micro-batches of this size."""
-    batching = settings.batching
     grows = batching.test != "constant" and size < batching.batch_cap
-    return grows and settings.switch.mode != "clip"
+    return grows and switch.mode != "clip"
 
 
 def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:

@@ -11,12 +11,18 @@ from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import Layout, ProgramSpec, num_bytes, num_values
 from adloco_jax.errors import counted
-from adloco_jax.loop.adloco import start
+from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import least_test_sequences
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.settings import Settings
+from adloco_jax.settings import (
+    BatchingSettings,
+    EnsembleSettings,
+    InnerSettings,
+    MergeSettings,
+    Settings,
+)
 
 # More passes over the rows than this, and fewer held-out rows, have a line of their own.
 _MANY_PASSES, _FEW_HELDOUT = 10, 16
@@ -48,16 +54,16 @@ def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> 
         + (f", and {pool} more when gradient noise asks for them" if pool else "")
         + f"; {_ends(settings)} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
         f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
-        f" {_growth(settings)}; {sizes} at once, more by accumulation",
-        *_fragments(settings, spec),
+        f" {_growth(batching, ensemble, inner)}; {sizes} at once, more by accumulation",
+        *_fragments(spec),
     ]
 
 
-def label_lines(settings: Settings, labels: Mapping[str, str]) -> list[str]:
+def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
     """Say what each parameter gets by its label; numbers in names, as of layers, become `*`."""
     kinds: dict[str, dict[str, None]] = {}
     for name, label in labels.items():
-        if settings.inner.tx == "muon":
+        if tx == "muon":
             label = "muon" if label.endswith("matrix") else f"adamw ({label})"
         kinds.setdefault(label, {})[re.sub(r"\d+", "*", name)] = None
     each = [f"{label}: {', '.join(names)}" for label, names in kinds.items()]
@@ -110,15 +116,14 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
     return lines
 
 
-def _growth(settings: Settings) -> str:
-    batching = settings.batching
+def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: InnerSettings) -> str:
     if not measures_gradients(batching):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
     wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
     options = {"eta": batching.eta, "vartheta": batching.vartheta, "nu": batching.nu}
     options = [f"{name} {value}" for name, value in options.items() if name in wanted]
     least, given = least_test_sequences(batching), batching.test_batch_size
-    if given is not None and given < least * settings.ensemble.num_workers:
+    if given is not None and given < least * ensemble.num_workers:
         options.append(
             f"test_batch_size {given}, raised to {least} per worker for a trainer of more than"
             f" {given // least} workers"
@@ -126,14 +131,13 @@ def _growth(settings: Settings) -> str:
     test = ", ".join([f"{batching.test} test", *options])
     if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
         return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
-    limits = {"workers": settings.ensemble.initial_workers}
-    limits |= {"rounds": settings.inner.max_steps_per_round}
+    limits = {"workers": ensemble.initial_workers, "rounds": inner.max_steps_per_round}
     others = " and ".join(name for name in batching.growth if limits.get(name))
     return f"kept; gradient noise ({test}) {'decides about ' + others if others else 'is measured'}"
 
 
-def _fragments(settings: Settings, spec: ProgramSpec) -> list[str]:
-    outer = settings.outer
+def _fragments(spec: ProgramSpec) -> list[str]:
+    outer = spec.outer
     if not outer.own_params:
         return []
     delay = outer.delay_updates
@@ -156,7 +160,7 @@ def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
     begins = settings.ensemble.sizes()
     costs = [sync_cost(count, spec.sync_bytes, spec.outer.fragments) for count in begins]
-    between = in_bytes(round_bytes(settings, spec))
+    between = in_bytes(round_bytes(control, spec, first))
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     inner = settings.inner
     least = inner.steps_per_round * sum(begins) * spec.sequence_length * first
@@ -179,20 +183,20 @@ def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
         f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
         f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices {between}",
-        *_merge_lines(settings, spec),
+        *_merge_lines(ensemble, settings.merge, spec),
         f"tokens: {least:,} a round at the start; {total}",
     ]
 
 
-def _merge_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
-    ensemble, lines = settings.ensemble, []
+def _merge_lines(ensemble: EnsembleSettings, merge: MergeSettings, spec: ProgramSpec) -> list[str]:
+    lines = []
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:
         lines.append(
             f"the pool grows from {counted(ensemble.initial_workers, 'worker')}, in a"
             f" synchronisation each time: {in_bytes(joining)} per worker that joins"
         )
-    if settings.merge.policy == "none" or ensemble.num_trainers == 1:
+    if merge.policy == "none" or ensemble.num_trainers == 1:
         return lines
     absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
     tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
@@ -203,12 +207,10 @@ def _merge_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     ]
 
 
-def round_bytes(settings: Settings, spec: ProgramSpec) -> int:
-    """Bytes of synchronisations in a round of all workers; those that share a device send less."""
-    control = start(settings, settings.batching.initial_batch_size, whole_pool=True)
+def round_bytes(control: Control, spec: ProgramSpec, batch_size: int) -> int:
+    """Bytes of synchronisations in a round; workers that share a device send less."""
     moved, sent = 0, spec.sync_bytes * spec.outer.fragments
     for group in classes(control, control.trainers, spec):
-        size = settings.batching.initial_batch_size
-        at = placement(spec, group.layout._replace(batch_size=size))
+        at = placement(spec, group.layout._replace(batch_size=batch_size))
         moved += at.moved_bytes(sent, len(group.trainers), sum(group.sizes))
     return moved

@@ -29,13 +29,14 @@ from adloco_jax.run.assemble import assemble
 from adloco_jax.run.folder import recorded, recorded_settings, refuse_fit
 from adloco_jax.run.program import spec_of
 from adloco_jax.run.restore import read_control
-from adloco_jax.settings import DataSettings, ModelSettings, Settings
+from adloco_jax.settings import AdapterSettings, DataSettings, ModelSettings, Settings
 
 
 def save(
     params: PyTree,
     folder: Path,
-    settings: Settings,
+    model: ModelSettings,
+    adapter: AdapterSettings,
     tokenizer: Tokenizer | None,
     *,
     base_sha256: str,
@@ -46,20 +47,20 @@ def save(
     Of a model with an adapter, this is written by `hf.save_adapter`, with the hash that its run
     recorded. Returns the dtype, by default the checkpoint's.
     """
-    network = build_network(settings.model, settings.adapter)
-    tokenizer = _for_answers(settings.data, tokenizer)
-    if settings.adapter.rank:
-        recorded = {"sha256": base_sha256, "base_dtype": settings.model.base_dtype}
-        base = hf.base_of(settings.model.init_from)
+    network = build_network(model, adapter)
+    if adapter.rank:
+        recorded = {"sha256": base_sha256, "base_dtype": model.base_dtype}
+        base = hf.base_of(model.init_from)
         hf.save_adapter(params, folder, tokenizer, network=network, base=base, **recorded)
         return "float32"
-    return _save_whole(params, folder, settings.model, tokenizer, network, **how)
+    return _save_whole(params, folder, model, tokenizer, network, **how)
 
 
 def save_merged(
-    adapter: PyTree,
+    params: PyTree,
     folder: Path,
-    settings: Settings,
+    model: ModelSettings,
+    adapter: AdapterSettings,
     tokenizer: Tokenizer | None,
     *,
     base_sha256: str,
@@ -69,15 +70,14 @@ def save_merged(
 
     Raises DataError if the base weights have another hash than the run recorded.
     """
-    loaded = hf.load(settings.model.init_from)
-    network: Any = build_network(settings.model, settings.adapter)
+    loaded = hf.load(model.init_from)
+    network: Any = build_network(model, adapter)
     _, base = split_adapter(loaded.params)
-    where = f"model.init_from={settings.model.init_from}"
-    hf.require_same_base(base, base_sha256, settings.model.base_dtype, where)
-    params = merge_adapter(with_adapter(base, fetch(adapter)), network.adapter)
-    tokenizer = _for_answers(settings.data, tokenizer)
+    where = f"model.init_from={model.init_from}"
+    hf.require_same_base(base, base_sha256, model.base_dtype, where)
+    params = merge_adapter(with_adapter(base, fetch(params)), network.adapter)
     whole = network.clone(adapter=None)
-    return _save_whole(params, folder, settings.model, tokenizer, whole, **how)
+    return _save_whole(params, folder, model, tokenizer, whole, **how)
 
 
 def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
@@ -116,13 +116,16 @@ def write_consensus(
     Hugging Face layout if the architecture has names for it and the shapes are the configured ones;
     otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`.
     """
-    network = build_network(settings.model, settings.adapter)
+    model, adapter, tokenizer = (
+        settings.model,
+        settings.adapter,
+        _for_answers(settings.data, tokenizer),
+    )
+    network = build_network(model, adapter)
     is_whole = _shapes(params) == _shapes(param_shapes(network))
-    if hf.weight_map(network) is not None and (is_whole or settings.adapter.rank):
-        dtype = save(params, folder, settings, tokenizer, base_sha256=base_sha256)
-        layout = (
-            "an adapter, as PEFT reads it" if settings.adapter.rank else "in Hugging Face layout"
-        )
+    if hf.weight_map(network) is not None and (is_whole or adapter.rank):
+        dtype = save(params, folder, model, adapter, tokenizer, base_sha256=base_sha256)
+        layout = "an adapter, as PEFT reads it" if adapter.rank else "in Hugging Face layout"
         print(f"export: {folder}, {layout}, {dtype}")
         return
     leaves = {
@@ -147,7 +150,7 @@ class Trained(NamedTuple):
 
     settings: Settings
     params: PyTree
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     round: int
     source: str
     base_sha256: str
@@ -175,7 +178,8 @@ def read_trained(
     spec = spec_of(settings, machine)
     try:
         checkpoint.verify(path)
-        control = read_control(path, checkpoint.read_host(path).get("control"), settings)
+        data = checkpoint.read_host(path).get("control")
+        control = read_control(path, data, settings.ensemble)
         at = jax.sharding.SingleDeviceSharding(machine.devices[0])
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
@@ -202,6 +206,7 @@ def read_trained(
         tokenizer = tokenizer_of(
             settings.data, settings.model, num_classes=class_count(settings.model), run=workdir
         )
+        tokenizer = _for_answers(settings.data, tokenizer)
         return Trained(settings, params, tokenizer, control.round, source, sha256)
     refuse_fit(workdir)
     run = assemble(settings, machine, workdir)
@@ -210,4 +215,5 @@ def read_trained(
     with contextlib.closing(Programs(run.spec)) as programs:
         programs.hold(run.model.base.params)
         params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
-    return Trained(settings, params, run.corpus.tokenizer, control.round, source, sha256)
+    tokenizer = _for_answers(settings.data, run.corpus.tokenizer)
+    return Trained(settings, params, tokenizer, control.round, source, sha256)

@@ -16,7 +16,6 @@ from typing import Annotated
 
 import jax
 from filelock import FileLock, Timeout
-from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 from pydantic import BeforeValidator
 
@@ -24,11 +23,18 @@ from adloco_jax import __version__, files
 from adloco_jax.config import completed, default_config, tables, validate
 from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.files import local_path, replaced_file, write_errors
-from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read
-from adloco_jax.settings import ENTRIES, OPTIONS, Change, Settings, change
+from adloco_jax.settings import (
+    ENTRIES,
+    OPTIONS,
+    Change,
+    InnerSettings,
+    OuterSettings,
+    Settings,
+    change,
+)
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *TOO_MANY_FILES)
 
@@ -189,11 +195,6 @@ def _resumable(workdir: Path) -> Recorded:
     return before
 
 
-def flat_settings(settings: Settings) -> dict[str, object]:
-    """Return all settings in one dict by dotted key, such as `inner.tx`; tuples become lists."""
-    return dict(flatten_dict(settings.model_dump(mode="json"), sep="."))
-
-
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and the packages that may change the results of a run."""
@@ -220,7 +221,7 @@ def finished(
     settings = (
         settings.with_rows(before.config.num_rows) if (before := recorded(folder)) else settings
     )
-    if not end or share_done(end["rounds"], end["tokens_total"], settings) < 1:
+    if not end or settings.share_done(end["rounds"], end["tokens_total"]) < 1:
         return None
     if not (folder / "export").exists():
         return None
@@ -264,18 +265,18 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 
 def changes(recorded: Settings, settings: Settings) -> dict[Change, list[str]]:
     """Describe the settings that differ from a record, by kind: harmless, accepted, refused."""
-    before, now = flat_settings(recorded), flat_settings(settings.with_rows(recorded.num_rows))
+    before, now = recorded.flat(), settings.with_rows(recorded.num_rows).flat()
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in OPTIONS:
         if before[key] != now[key]:
             line = f"{key}: was {before[key]!r}, is {now[key]!r}"
-            changed[_class(key, settings)].append(line)
+            changed[_class(key, settings.inner, settings.outer)].append(line)
     return changed
 
 
 def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bool = False) -> str:
     """Return the command that resumes a run, or say which call does."""
-    now = flat_settings(settings)
+    now = settings.flat()
     adds_entries = any(now[key] not in entry.names.split() for key, entry in ENTRIES.items())
     if by_fit or (adds_entries and not command):
         return f"{'fit' if by_fit else 'train'} called again with the same arguments"
@@ -304,13 +305,12 @@ def unfinished(runs: Iterable[Path], command: str) -> Path | None:
     return None
 
 
-def _class(key: str, settings: Settings) -> Change:
+def _class(key: str, inner: InnerSettings, outer: OuterSettings) -> Change:
     # The length may change freely only if no earlier round depends on it, as with a decaying
     # learning rate, perhaps a rule for the length of rounds, and rounds that leave updates
     # unsynchronised, which the last round has synchronised.
-    inner = settings.inner
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
-    lasting = lasting and not settings.outer.leaves_unsynchronised
+    lasting = lasting and not outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens", "num_epochs") and not lasting:
         return "accepted"
     return change(key)

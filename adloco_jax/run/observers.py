@@ -21,14 +21,14 @@ from adloco_jax.engine.spec import Compiled, Compiling
 from adloco_jax.errors import Preempted
 from adloco_jax.loop.adloco import Boundary, Control, Engine, State
 from adloco_jax.loop.growth import Decision
-from adloco_jax.loop.plans import is_over, share_done
+from adloco_jax.loop.plans import is_over
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.terminal import Progress, describe_change, describe_growth, describe_round
-from adloco_jax.settings import Settings
+from adloco_jax.settings import InnerSettings, Settings
 
 
 class RunEngine(Engine, Protocol):
@@ -81,12 +81,12 @@ class Recorder:
             within = outcome.losses(self.settings.log.every_updates)
             measured["train_losses"] = [(line["updates_before"] + n, loss) for n, loss in within]
             self._newest[line["trainer"]] = line, outcome.mean_loss
-            whole = line | _decided(decision, self.settings)
+            whole = line | _decided(decision, self.settings.inner)
             self.ledger.write("round", **whole, **measured, **seconds)
             if skipped := line["skipped_updates"]:
                 where = {"round": line["round"], "trainer": line["trainer"]}
                 self.ledger.write("fault", kind="skipped_updates", **where, updates=skipped)
-            for note in describe_growth(whole, decision, self.settings):
+            for note in describe_growth(whole, decision, self.settings.batching):
                 self.progress.note(note)
         for change in boundary.changes:
             self.ledger.write(**change)
@@ -109,7 +109,7 @@ class Recorder:
         )
         self._unshown = np.zeros(2)
         self._newest = {m: self._newest[m] for m in control.trainers if m in self._newest}
-        done = share_done(control.round, control.tokens_total, self.settings)
+        done = self.settings.share_done(control.round, control.tokens_total)
         speed = f"{tokens / seconds:,.0f} tok/s"
         if (share := tokens / seconds / self.most_tokens_per_s) > 0:  # NaN: not known
             speed += f" ({share:.0%} of the peak)"
@@ -142,8 +142,8 @@ class Recorder:
         self.ledger.write("end", reason=reason, **fields, wall_s=self.wall_s())
 
 
-def _decided(decision: Decision, settings: Settings) -> dict:
-    fields, inner = decision._asdict(), settings.inner
+def _decided(decision: Decision, inner: InnerSettings) -> dict:
+    fields = decision._asdict()
     size, is_known = fields.pop("size"), inner.round_length == "fixed"
     return fields | {
         "next_workers": size.num_workers,

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
-from adloco_jax.data.corpus import AFTER_FIRST
+from adloco_jax.data.corpus import AFTER_FIRST, is_small, load_corpus
 from adloco_jax.engine.spec import (
     TAKEN,
     Compiled,
@@ -30,9 +31,10 @@ from adloco_jax.engine.spec import (
 )
 from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
+from adloco_jax.models.configured import class_count
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.assemble import heldout_of, small_corpus, with_rows
+from adloco_jax.run.assemble import heldout_of, with_rows
 from adloco_jax.run.choose import (
     Choice,
     Mode,
@@ -45,7 +47,7 @@ from adloco_jax.run.choose import (
 from adloco_jax.run.describe import length_lines, plan_lines, round_bytes, run_header
 from adloco_jax.run.program import configured_model, program_spec, spec_of
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.settings import Settings
+from adloco_jax.settings import MergeSettings, Settings
 
 
 def plan(
@@ -68,7 +70,10 @@ def plan(
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
-    corpus = processes.run_on_all(lambda: small_corpus(settings, folder))
+    corpus = None
+    if processes.run_on_all(lambda: is_small(settings.data, settings.model, folder)):
+        how: Any = {"num_classes": class_count(settings.model), "note": lambda line: None}
+        corpus = processes.run_on_all(lambda: load_corpus(settings, run=folder, **how))
     num_heldout = None
     if corpus is not None:
         settings = with_rows(settings, corpus)
@@ -97,7 +102,7 @@ def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
     batching, spec = settings.batching, choice.programs.spec
     programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
-    keys = reachable_keys(settings, spec, control)
+    keys = reachable_keys(control, spec, batching, settings.switch)
     peaks = {key: peak(programs, key, control.sizes).total for key in keys}
     sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
     return [
@@ -133,7 +138,13 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
             choice = configured_choice(settings, machine, on_compile)
         except NothingFits as error:
             tried = error.tried
-            change = _smallest_change(settings, device, machine, on_compile)
+            change = "With one worker for each trainer it does not fit either; take more or larger"
+            change += " devices"
+            for name, changed, devices in _changes(settings, device, machine):
+                with contextlib.suppress(NothingFits):
+                    largest = configured_choice(changed, devices, on_compile).max_batch_size
+                    change = f"{name.format(largest)} would fit"
+                    break
             record |= {"fits": False, "change": change}
             lines += [f"- Nothing fits: {error}.", f"- {change}."]
         else:
@@ -153,10 +164,13 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
 
 
 def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
-    spec, size = choice.programs.spec, choice.max_batch_size
-    mode = Mode(spec.sequential, spec.remat)
-    reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
-    moved = round_bytes(settings, spec)
+    spec, size, batching = choice.programs.spec, choice.max_batch_size, settings.batching
+    mode, whole = Mode(spec.sequential, spec.remat), start(settings, size, whole_pool=True)
+    pools = _pools(start(settings, size), whole, settings.merge)
+    reached = {
+        key for pool in pools for key in reachable_keys(pool, spec, batching, settings.switch)
+    }
+    moved = round_bytes(whole, spec, batching.initial_batch_size)
     facts = {"fits": True, "mode": str(mode), "max_batch_size": size}
     facts |= {"model_shards": spec.model_shards, "programs": len(reached), "round_bytes": moved}
     return [
@@ -166,29 +180,18 @@ def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
     ], facts
 
 
-def _pools(settings: Settings, max_batch: int) -> list[Control]:
+def _pools(first: Control, whole: Control, merge: MergeSettings) -> list[Control]:
     """Predict the stages of a run: which trainers it has, and how many workers belong to each."""
-    whole = start(settings, max_batch, whole_pool=True)
-    pools = [start(settings, max_batch)]
+    pools = [first]
     while (free := whole.num_workers - pools[-1].num_workers) > 0:
         count, fewest = min((pools[-1].size(m).num_workers, m) for m in whole.trainers)
         pools.append(with_workers(pools[-1], fewest, count + min(count, free)))
-    while settings.merge.policy != "none" and len(pools[-1].trainers) > 1:
-        members = choose_members(pools[-1], dict.fromkeys(pools[-1].trainers, 0.0), settings.merge)
+    while merge.policy != "none" and len(pools[-1].trainers) > 1:
+        members = choose_members(pools[-1], dict.fromkeys(pools[-1].trainers, 0.0), merge)
         if len(members) < 2:
             break
         pools.append(after_merge(pools[-1], members))
     return pools
-
-
-def _smallest_change(
-    settings: Settings, device: str, machine: Machine, on_compile: OnCompile
-) -> str:
-    for name, changed, devices in _changes(settings, device, machine):
-        with contextlib.suppress(NothingFits):
-            largest = configured_choice(changed, devices, on_compile).max_batch_size
-            return f"{name.format(largest)} would fit"
-    return "With one worker for each trainer it does not fit either; take more or larger devices"
 
 
 def _changes(

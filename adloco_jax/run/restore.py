@@ -21,7 +21,7 @@ from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.choose import Choice, Mode, choose, modes
 from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import finish, read
-from adloco_jax.settings import Settings
+from adloco_jax.settings import EnsembleSettings
 
 
 class DataRecord(Format):
@@ -48,18 +48,18 @@ class Restored(NamedTuple):
     host: HostRecord
 
 
-def read_state(path: Path, settings: Settings, spec: ProgramSpec) -> Restored:
+def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> Restored:
     """Read a run's state from a verified checkpoint; raise Damaged if settings do not fit."""
     host = checked(checkpoint.read_host(path), HostRecord, f"{path}: host", Damaged)
-    control = read_control(path, host.control, settings)
+    control = read_control(path, host.control, ensemble)
     template = ensemble_spec(spec, Layout(control.sizes))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
 
-def read_control(path: Path, data: Any, settings: Settings) -> Control:
+def read_control(path: Path, data: Any, ensemble: EnsembleSettings) -> Control:
     """Make `Control` from the `control` of `host.json`; raise Damaged if settings do not fit."""
     control = checked(data, Control, f"{path}: host.control", Damaged)
-    ensemble, sizes, workers = settings.ensemble, control.sizes, control.num_workers
+    sizes, workers = control.sizes, control.num_workers
     fits = 1 <= len(sizes) <= ensemble.num_trainers and workers <= ensemble.num_workers
     is_divided = 0 not in sizes and len(control.trainer_of) == workers
     if not (fits and is_divided and control.round == int(path.name)):
@@ -79,7 +79,8 @@ def begin_control(
     too.
     """
     settings = run.settings
-    allowed = modes(settings, run.spec.machine.platform, can_remat=run.model.can_remat)
+    remat = settings.model.remat if run.model.can_remat else False
+    allowed = modes(remat, run.spec.machine.platform)
     size, control = settings.batching.max_batch_size, restored.state.control if restored else None
     if restored and control and (size is None or size == restored.host.max_batch_size_given):
         size = control.max_batch_size
@@ -122,7 +123,7 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
     Raises CheckpointError if all are damaged or were deleted, DataError if the data have changed.
     """
     folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
-    found = checkpoint.newest(folder, lambda at: read_state(at, run.settings, run.spec))
+    found = checkpoint.newest(folder, lambda at: read_state(at, run.settings.ensemble, run.spec))
     restored, damage = found or (None, [])
     events = read(path) if path.exists() else []
     # All wait for one another: process 0 later changes the ledger that the others read.

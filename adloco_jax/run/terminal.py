@@ -15,7 +15,7 @@ from tqdm import TqdmWarning
 from adloco_jax.engine.spec import Compiled, Compiling
 from adloco_jax.errors import counted
 from adloco_jax.loop.growth import Decision
-from adloco_jax.settings import Settings
+from adloco_jax.settings import BatchingSettings
 
 with warnings.catch_warnings():  # without ipywidgets the first import in a notebook warns
     warnings.simplefilter("ignore", TqdmWarning)
@@ -209,9 +209,9 @@ def describe_round(
     )
 
 
-def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[str]:
+def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) -> list[str]:
     """Describe in up to two lines why a trainer grows or not, and its skipped updates."""
-    batching, requested = settings.batching, f"the test asks for {decision.test_value or 0.0:.1f}"
+    requested = f"the test asks for {decision.test_value or 0.0:.1f}"
     limit = "batching.max_growth"
     if "batch" not in batching.growth:
         limit = "batching.growth, which has no 'batch'"
