@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import difflib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -55,10 +54,6 @@ def default_config() -> ConfigDict:
             # A field whose default is "auto" must accept an int too. So it may have any type.
             value = FieldReference(value, field_type=object if value else plain_type(key))
         (config[group] if group else config)[name] = value
-    if shell := getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)():
-        # A notebook would show the Python types of some values.
-        plain = shell.display_formatter.formatters["text/plain"]
-        plain.for_type(ConfigDict, lambda config, out, cycle: out.text(str(config)))
     return config.lock()
 
 

@@ -1,11 +1,9 @@
 """Run a whole experiment: build its parts, call the training loop, and write the report."""
 
-import base64
 import contextlib
 import datetime
 import faulthandler
 import functools
-import html
 import math
 import traceback
 from collections import deque
@@ -81,15 +79,6 @@ class Result:
             f"Result({str(self.workdir)!r}, loss {self.loss:.4f}, round {self.state.control.round},"
             f" params: {described(self.params)})"
         )
-
-    def _repr_html_(self) -> str:
-        """Show the curves of the loss in a notebook, if the report was written."""
-        figure = self.workdir / "report" / "loss.svg"
-        words = f"<p>{html.escape(repr(self))}</p>"
-        if not figure.exists():
-            return words
-        data = base64.b64encode(figure.read_bytes()).decode()
-        return f'{words}<img src="data:image/svg+xml;base64,{data}">'
 
     @property
     def ensemble(self) -> Ensemble:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
-from unittest import mock
 
 import ml_collections
 import pytest
@@ -383,14 +382,3 @@ def test_baselines_differ_by_these_keys_only_and_make_as_many_updates(monkeypatc
         assert {key for key in OPTIONS if quickstart[key] != baseline[key]} == FEWER | keys
         updates = [c["num_rounds"] * c["inner.steps_per_round"] for c in (quickstart, baseline)]
         assert updates[0] == updates[1]
-
-
-def test_a_notebook_shows_a_config_as_keys_and_values(monkeypatch):
-    formatters, module = {"text/plain": mock.Mock()}, mock.Mock()
-    module.get_ipython.return_value.display_formatter.formatters = formatters
-    monkeypatch.setitem(sys.modules, "IPython", module)
-    config, out = default_config(), mock.Mock()
-    kind, show = formatters["text/plain"].for_type.call_args[0]
-    show(config, out, False)
-    (text,) = out.text.call_args[0]
-    assert kind is type(config) and "max_batch_size: auto" in text and "object" not in text

@@ -3,9 +3,6 @@
 import io
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,38 +137,6 @@ def test_a_resumed_bar_starts_where_the_run_stopped():
     progress.note("resuming after round 5")
     progress.close()
     assert " 50%|" in terminal.getvalue()
-
-
-def test_a_notebook_without_widgets_gets_a_bar_in_one_place_and_no_warning():
-    # tqdm.auto warns at import if ipywidgets is missing, and a notebook keeps all of a stream.
-    script = """
-import sys, types
-from unittest.mock import Mock
-sys.modules["ipykernel.zmqshell"] = types.ModuleType("zmqshell")
-display = Mock()
-sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: None)
-sys.modules["IPython.display"] = types.SimpleNamespace(display=display)
-sys.modules["ipywidgets"] = None
-import adloco_jax.data
-from adloco_jax.run.terminal import Progress
-progress = Progress(2)
-progress.round(2, 1.0, "loss 1.5")
-progress.close()
-import tqdm.auto
-(last, raw) = display.return_value.update.call_args
-print(last[0]["text/plain"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    line, bar = done.stdout.splitlines()
-    assert line == "round 2/2: loss 1.5, 00:00 left"
-    assert re.fullmatch(r"100%\|█+\| 00:00, round 2/2, 00:00 left", bar)
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

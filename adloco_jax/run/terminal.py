@@ -1,25 +1,19 @@
 """Write the terminal output of a run: lines about rounds and events, above a progress bar."""
 
-import importlib.util
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 from jax import Array
-from tqdm import TqdmWarning
+from tqdm import tqdm
 
 from adloco_jax.engine.spec import Compiled, Compiling
 from adloco_jax.errors import counted
 from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import BatchingSettings
-
-with warnings.catch_warnings():  # without ipywidgets the first import in a notebook warns
-    warnings.simplefilter("ignore", TqdmWarning)
-    from tqdm.auto import tqdm
 
 _LONG_S = 60.0  # a longer run says without a bar, after its first updates, how long it will take
 _COMPILING_S = 8.0  # without a bar, seconds from one line about compilation to the next
@@ -42,25 +36,8 @@ _WHY = {
 }
 
 
-class _Cell:
-    """What tqdm writes to in a notebook without ipywidgets: a line that replaces the last one."""
-
-    encoding = "utf-8"
-
-    def __init__(self):
-        from IPython.display import display
-
-        self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
-
-    def write(self, text: str) -> None:
-        if text.strip():
-            self._handle.update({"text/plain": text.strip()}, raw=True)
-
-    def flush(self) -> None: ...
-
-
 class Progress:
-    """Writes the lines of a run, above a progress bar if on a terminal or in a notebook."""
+    """Writes the lines of a run, above a progress bar if on a terminal."""
 
     def __init__(
         self,
@@ -84,18 +61,15 @@ class Progress:
         self.begin(share_done)
         # The words beside the bar.
         self._shown = dict.fromkeys(("round", "loss", "speed", "left", "compiling"), "")
-        in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
-        if self._file.isatty() or in_notebook:
-            style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
-            how: dict[str, Any] = {
-                "file": self._file,
-                "bar_format": style,
-                "dynamic_ncols": True,
-                "miniters": 0,
-            }
-            if in_notebook and not importlib.util.find_spec("ipywidgets"):
-                how |= {"file": _Cell(), "dynamic_ncols": False, "ncols": 100}
-            self._bar = tqdm(total=1.0, initial=min(share_done, 1.0), **how)
+        if self._file.isatty():
+            self._bar = tqdm(
+                total=1.0,
+                initial=min(share_done, 1.0),
+                file=self._file,
+                bar_format="{percentage:3.0f}%|{bar}| {elapsed}{postfix}",
+                dynamic_ncols=True,
+                miniters=0,
+            )
 
     def begin(self, share_done: float, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
         """Start the clock of the time left, without the seconds that `stalled_s` has counted."""
