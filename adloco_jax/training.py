@@ -234,39 +234,17 @@ def fit(
     return run_to_end(processes.run_on_all(put_together), on_round)
 
 
-def join(
-    address: str,
-    *,
-    corpus: Rows,
-    loss_fn: LossFn,
-    init_fn: InitFn | None = None,
-    params: PyTree | None = None,
-    num_classes: int | None = None,
-    inner_tx: optax.GradientTransformation | None = None,
-    loss_of: Callable[[Mode], LossFn] | None = None,
-    eval_loss_fn: LossFn | None = None,
-    label_params: Labeller | None = None,
-) -> None:
+def join(address: str, *, corpus: Rows, loss_fn: LossFn, **others: Any) -> None:
     """Train for a run of `fit` through the bucket at an address, as `adloco join` does for `train`.
 
-    The arguments are those of the driver's `fit`. Only rows and shapes are compared, so run one
-    script on all machines; settings come from the bucket. Returns when the run is over, or on the
-    main thread after SIGTERM or SIGINT, when the round under way has ended.
+    The arguments are those of the driver's `fit` that describe model and rows. Only rows and shapes
+    are compared, so run one script on all machines; settings come from the bucket. Returns when the
+    run is over, or on the main thread after SIGTERM or SIGINT, when the round under way has ended.
 
     Raises:
       ConfigError: If the bucket, the version, the rows or other arguments do not fit the run.
     """
-    given = FitArguments(
-        corpus=corpus,
-        loss_fn=loss_fn,
-        init_fn=init_fn,
-        params=params,
-        num_classes=num_classes,
-        inner_tx=inner_tx,
-        loss_of=loss_of,
-        eval_loss_fn=eval_loss_fn,
-        label_params=label_params,
-    )
+    given = FitArguments(corpus, loss_fn, **others)
 
     def parts(settings: Settings) -> dict[str, Any]:
         check_arguments(settings, given._replace(inner_tx=None))
