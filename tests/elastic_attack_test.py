@@ -74,8 +74,13 @@ def changed(rng, response, other):
     """A response with one field that is not what was asked for."""
     while True:
         name = rng.choice(response._fields)
-        new, own = rng.choice(VALUES + SECONDS * (name == "seconds")), getattr(response, name)
-        if name in ("stats_R", "seconds") and callable(new) and new(own, other) is other:
+        more = {"seconds": SECONDS, "between_s": [np.full(3, s) for s in SECONDS]}.get(name, [])
+        new, own = rng.choice(VALUES + more), getattr(response, name)
+        if (
+            name in ("stats_R", "seconds", "between_s")
+            and callable(new)
+            and new(own, other) is other
+        ):
             continue  # another's measurement cannot be told from one's own
         found = new(own, getattr(other, name)) if callable(new) else new
         if not isinstance(new, np.ndarray) and rng.random() < 0.5:  # in the arrays

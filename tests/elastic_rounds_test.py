@@ -22,7 +22,9 @@ from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.run import processes
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Peak
+from adloco_jax.run.events import USES
 from adloco_jax.run.observers import Evaluator
+from adloco_jax.study import summary
 from adloco_jax.training import train
 from probes import faulty_store, runs
 
@@ -427,6 +429,25 @@ def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path
         run(tmp_path, settings_with(num_workers=1))
 
 
+def test_what_learners_say_of_their_time_is_in_the_ledger_up_to_the_time_there_was(
+    monkeypatch, tmp_path
+):
+    def fate(n, incarnation, method, arguments):
+        def timed(responses):
+            there.now_s += 20.0
+            between_s = (1e9 if arguments[0].round == 2 else 1.0) * np.array([1.0, 2.0, 3.0])
+            return [responses[0]._replace(seconds=np.array(4.0), between_s=between_s)]
+
+        return timed if method == "run_round" else "response"
+
+    there = Here(monkeypatch, fate)
+    run(tmp_path, settings_with(num_workers=1, num_rounds=3))
+    told = [[e[f"{use}_s"] for use in USES] for e in events(tmp_path, "round")]
+    assert told[0] == told[2] == [4.0, 1.0, 2.0, 3.0]
+    assert 20.0 <= sum(told[1]) < 25.0
+    assert "learners say    computing " in summary.closing_table(tmp_path)
+
+
 def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch, tmp_path):
     sent = []
 
@@ -442,7 +463,7 @@ def test_a_single_worker_sends_its_differences_once_and_unquantised(monkeypatch,
     leaves = jax.tree.leaves(sent[0].differences._replace(usable_R=None))
     assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
     (first, _) = events(tmp_path, "round")
-    arrays = 4 + 3 * 4, 1 + 3 * (8 + 1) + 8  # a count, rates; usable, losses, skips, seconds
+    arrays = 4 + 3 * 4, 1 + 3 * (8 + 1) + 32  # a count, rates; usable, losses, skips, seconds
     assert first["wire_bytes"] == (1 + 2 + 1) * 144 + sum(arrays)
 
 
@@ -764,6 +785,7 @@ def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
 def assert_same_rounds(elastic, local):
     measured = {"train_loss", "train_losses", "pseudo_grad_norm", "noise", "signal", "test_value"}
     measured |= {"step_s", "stall_s", "workers_counted", "wire_bytes", "up_s"}
+    measured |= {f"{use}_s" for use in USES}
     lines, expected = (
         {(e["round"], e["trainer"]): e for e in events(result.workdir, "round")}
         for result in (elastic, local)

@@ -27,6 +27,7 @@ from toy_runs import events, run
 
 from adloco_jax.elastic import cluster
 from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.run.events import USES
 from probes import runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +106,7 @@ def test_a_run_in_learners_decides_reads_and_counts_as_a_local_one(tmp_path):
         "step_s",
         "stall_s",
     )
-    apart += ("workers_counted", "wire_bytes", "up_s")
+    apart += ("workers_counted", "wire_bytes", "up_s", *(f"{use}_s" for use in USES))
 
     def decided(lines):
         return {at: {n: v for n, v in line.items() if n not in apart} for at, line in lines.items()}

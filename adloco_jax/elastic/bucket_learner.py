@@ -321,7 +321,7 @@ class BucketLearner:
         worked_s = time.monotonic() - start_s
         self._store.put(request.name("responses"), store.pack(message, found))
         sent_s, waited_s = time.monotonic() - start_s - worked_s, start_s - self._idle_s
-        self._idle_s = time.monotonic()
+        self._idle_s, self.learner.uploading_s = time.monotonic(), sent_s
         if ran and found:
             tokens = self._spec.sequence_length * ran.num_sequences
             computed_s = min(worked_s, sum(each.seconds for each in found))
@@ -354,13 +354,16 @@ class BucketLearner:
             self.learner.check(request, message.states)
             return inputs_form(spec, request, message.states)
 
+        start_s = time.monotonic()
         most = limit([state_form(spec)] * self._num_workers)
         message, inputs, _ = self._store.read(name, most, RequestMessage, form)
         request, params = message.request, message.params
         if request is None:
             return None, self.learner.states(message.wanted)
-        if params is None:
-            return request, self.learner.run_round(request, inputs, None)
-        want = sent_form(spec, request)
-        how = params.name, limit(want), Format, lambda _: want, params.sha256
-        return request, self.learner.run_round(request, inputs, self._store.read(*how)[1])
+        whole = None
+        if params is not None:
+            want = sent_form(spec, request)
+            how = params.name, limit(want), Format, lambda _: want, params.sha256
+            whole = self._store.read(*how)[1]
+        self.learner.downloading_s = time.monotonic() - start_s
+        return request, self.learner.run_round(request, inputs, whole)

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
@@ -36,6 +38,7 @@ class LearnerRecord:
     # The last seconds to the response of a heartbeat, and of a request without the round itself.
     sign_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
+    spent_s: float = 0.0  # up to when it has said what it did with its time
     sent_s: float = 0.0  # when its present request was submitted
     num_responses: int = 0
     failures: float = 0  # number of processes before it, in a row, that ran but did not join
@@ -75,6 +78,11 @@ class LearnerRecord:
         """
         seconds, self.sent_s = SLOW * max(heartbeat_s, self.predicted_s(sequences)), now_s
         self.due_s = max(now_s + seconds, self.due_s or 0.0)
+
+    def believed(self, spent_s: Sequence[float], now_s: float) -> np.ndarray:
+        """Return what the learner says that it did since the last time; at most the time since."""
+        since_s, self.spent_s = now_s - max(self.spent_s, self.started_s), now_s
+        return np.array(spent_s) * min(1.0, since_s / max(sum(spent_s), 1e-9))
 
 
 def jitter_s(measured: Sequence[float]) -> float:

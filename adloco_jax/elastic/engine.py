@@ -44,6 +44,7 @@ from adloco_jax.loop.control import Control, count_round
 from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
+from adloco_jax.run.events import USES
 from adloco_jax.run.terminal import in_bytes, say
 from adloco_jax.settings import Settings
 
@@ -88,6 +89,7 @@ class ElasticEngine:
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
         self._stop_s = math.inf  # when rounds under way are given up, after a signal
+        self._spent_s = np.zeros(4)  # what learners did since the last round ended, as they say
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         # By trainer's id, rounds without a response: time of the first, number, and time to go on.
         self._failures: dict[int, tuple[float, int, float]] = {}
@@ -122,10 +124,12 @@ class ElasticEngine:
         before_s, self._up_s = self._up_s, self.pool.up_s()
         # Trainers whose rounds end together share alike.
         up_s = round((self._up_s - before_s) / len(ended), 6)
+        spent_s, self._spent_s = (self._spent_s / len(ended)).round(6).tolist(), np.zeros(4)
         wire_bytes, self.pool.wire_bytes = divmod(self.pool.wire_bytes, len(ended))
         lines = {
             m: planned(state.control, m, each.plan, each.rate_T)
             | {"workers_counted": len(each.useful), "wire_bytes": wire_bytes, "up_s": up_s}
+            | {f"{use}_s": seconds for use, seconds in zip(USES, spent_s, strict=True)}
             | spent[m]
             for m, each in ended.items()
         }
@@ -380,6 +384,8 @@ class ElasticEngine:
         norms = [float(self._measure(request.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
         seconds = min(float(sum(response.seconds for response in responses)), elapsed_s)
+        spent_s = sum((r.between_s for r in responses), np.zeros(3))
+        self._spent_s += learner.believed([seconds, *spent_s], time.monotonic())
         if request.is_taken(self.spec):  # then it has its own
             learner.params_ids.pop(request.trainer, None)
         learner.sequence_s = seconds / request.num_sequences

@@ -80,6 +80,9 @@ class Response(NamedTuple):
     skipped_SR: np.ndarray  # bool [S, 1]: whether the update was skipped
     stats_R: Any  # GradientStats of this worker; None if nothing was measured
     seconds: np.ndarray  # [], of the round, without compilation
+    # [3], since the learner's last round: uploading, waiting, downloading; zero in a later response
+    # to the same request.
+    between_s: np.ndarray = np.zeros(3)
 
 
 class Reply(NamedTuple):
@@ -130,12 +133,15 @@ class Learner:
         # Parts of a micro-batch here, by its size and whether gradients are accumulated.
         self._parts: dict[tuple[int, bool], int] = {}
         self.leaving = False
+        # Since the last round: when it ended, and seconds of uploads and downloads, if known.
+        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
         self._log = Path()
 
     def enlist(self, number: int, incarnation: int, log: str | Path) -> None:
         """Begin an incarnation, without inner states; log to the folder `log` if it exists."""
         self.held.clear()
         self._params.clear()
+        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
         self._log = Path(log) / f"{number}-{incarnation}.jsonl"
         self._note(pid=os.getpid(), learner=number, incarnation=incarnation)
 
@@ -210,6 +216,8 @@ class Learner:
         None if nothing does. Raises Refused, before anything has changed, for a request that this
         learner cannot run.
         """
+        moved_s = self.uploading_s, self.downloading_s
+        free_s = max(time.monotonic() - self._free_s - sum(moved_s), 0.0)
         self.check(request, inputs.inner_states)
         rate_T, m = inputs.rate_T, request.trainer
         if not ((rate_T >= 0) & (rate_T <= np.float32(self._settings.inner.learning_rate))).all():
@@ -229,7 +237,9 @@ class Learner:
             step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
         self._params[m] = params_M
-        return responses
+        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
+        between_s = np.array([moved_s[0], free_s, moved_s[1]])
+        return [responses[0]._replace(between_s=between_s), *responses[1:]]
 
     def _fitted(self, request: Request) -> Request:
         """Divide the micro-batches of a request if they do not fit on this process's devices."""
@@ -347,7 +357,7 @@ def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> R
     differences = _send.eval_shape(params_M, workers, request.precision(spec), request.is_single)
     stats_R = GradientStats(*[_array(np.float32, 1)] * len(dataclasses.fields(GradientStats)))
     measured = _array(float, *shape), _array(bool, *shape), stats_R if work.num_tested else None
-    return Response(differences, *measured, seconds=_array(float))
+    return Response(differences, *measured, seconds=_array(float), between_s=_array(float, 3))
 
 
 def _array(dtype: DTypeLike, *shape: int) -> Any:

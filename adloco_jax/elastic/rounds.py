@@ -105,5 +105,6 @@ def check_responses(responses: Sequence[Response], request: Request, spec: Progr
             have = stats_R.num_examples, stats_R.noise_weight, stats_R.signal_weight
             if not np.array_equal(np.concatenate(have), [t, t - 1, t * (t - 1)]):
                 raise Refused(f"response.stats_R: {have}, of {t:.0f} examples")
-        if not 0 <= response.seconds < 1e12:
-            raise Refused(f"response.seconds: {response.seconds}")
+        spent_s = np.array([response.seconds, *response.between_s])
+        if not ((spent_s >= 0) & (spent_s < 1e12)).all():
+            raise Refused(f"response.seconds: {spent_s}")

@@ -78,6 +78,14 @@ class RoundLine(Costs):
     workers_counted: Count = 0
     wire_bytes: Count = 0
     up_s: Seconds = 0.0
+    # What learners say that they did, together.
+    computing_s: Seconds = 0.0
+    uploading_s: Seconds = 0.0
+    waiting_s: Seconds = 0.0
+    downloading_s: Seconds = 0.0
+
+
+USES = ("computing", "uploading", "waiting", "downloading")
 
 
 class LearnerEvent(Format):

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import numpy as np
 
+from adloco_jax.run.events import USES
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.study.curves import (
     SPENDING,
@@ -102,6 +103,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "worker_rounds_counted": counted,
         "participation": counted / expected if expected else None,
         "goodput": goodput(events),
+        **{f"learners_{use}_s": sum(e.get(f"{use}_s") or 0.0 for e in in_learners) for use in USES},
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         "stall_s": sum(stall_s for _, stall_s in stalls(events).values()),
@@ -170,6 +172,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
     peaks = {"host {} peak": "host_peak_bytes", "device {} peak": "device_peak_bytes"}
     peaks |= {"largest program {}": "program_bytes"}
     known = [s.format(in_bytes(t[name])) for s, name in peaks.items() if t[name] is not None]
+    spent = [totals[f"learners_{use}_s"] for use in USES]
     refused = ", {num_refusals} refused" if t["num_refusals"] else ""
     since = ", accumulating from round {first_accumulating_round}"
     facts = {
@@ -193,6 +196,8 @@ def described(totals: dict) -> list[tuple[str, str]]:
         facts["participation"] += " {worker_rounds:,} workers' rounds counted"
     if t["goodput"] is not None:
         facts["goodput"] = "{goodput:.1%} of the tokens that learners could train on while up"
+    if said := [f"{use} {seconds(t[f'learners_{use}_s'])}" for use in USES if any(spent)]:
+        facts["learners say"] = ", ".join(said)
     if not t["consensus_syncs"]:
         del facts[""]
     if t["tokens_per_s"] is None:
