@@ -5,6 +5,10 @@ python scripts/chaos.py nodes                 10 nodes lost, of a cluster of two
 python scripts/chaos.py soak --seed 1         random deaths, hangs and a death of the driver
 python scripts/chaos.py slow                  one learner of four, four times slower
 python scripts/chaos.py --scale short         a little of `single`, within two minutes
+python scripts/chaos.py --every 60 --minutes 4    goodput: a random learner is killed every 60 s
+
+The last one makes two runs of so many minutes, in the second of which learners are killed, through
+a folder as bucket, or over Ray with `--transport ray`.
 
 With `--transport bucket`, learners join through an S3 server on loopback. `single` then has faults
 of the bucket too, second drivers that take over from one that is stopped, and an attacker that
@@ -43,6 +47,7 @@ from safetensors.numpy import load, save
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from adloco_jax.run.events import USES  # noqa: E402
 from probes import faulty_store  # noqa: E402
 from probes.runs import (  # noqa: E402
     audit,
@@ -52,11 +57,13 @@ from probes.runs import (  # noqa: E402
     keys_of,
     left_running,
     living,
+    logs,
     parts,
     wait_for,
 )
 
 FAULTS = {"single": ["kill"] * 70 + ["stop"] * 20, "nodes": ["node"] * 10, "soak": [], "slow": []}
+FAULTS |= {"every": []}
 # Of the bucket: how long each lasts, and which requests have it (a share, and one of these faults).
 BUCKET_FAULTS = {
     "noise": (15, 0.3, ("503", "reset", "lost", "cut", "wrong", "slow")),
@@ -359,6 +366,76 @@ def soak(folder: Path, seed: int, rounds: int, done: list, options: list[str]) -
         yield found
 
 
+def every(folder: Path, given: argparse.Namespace) -> Iterator[dict]:
+    """Kill a random learner every so many seconds, and compare with a run without kills."""
+    found: dict[str, dict] = {}
+    rng = random.Random(given.seed)
+    for way in ("calm", "killed"):
+        run = folder / f"{way}-{given.transport}-{given.every:g}-{given.seed}"
+        how = ["num_rounds=1000000", "inner.steps_per_round=60", "eval.every_rounds=1"]
+        how += ["engine.heartbeat_s=5", f"seed={given.seed}", *given.option]
+        if given.transport == "bucket":
+            how.append(f"engine.address=file://{run.resolve()}.bucket")
+        with joining(run, how), driver(run, how) as process:
+            if not wait_for(lambda run=run: _all_at_work(run), process, 600):
+                raise SystemExit(f"not all learners are at work, see {run}.log")
+            begin_s, num_before, num_evals = (
+                time.time(),
+                len(events(run, "round")),
+                len(_curve(run)),
+            )
+            started: dict[int, float] = {}  # processes of learners, by id
+            num_kills = 0
+            while process.poll() is None and time.time() < begin_s + 60 * given.minutes:
+                time.sleep(0.2)
+                there = living(run)
+                for pid in (each["pid"] for each in there.values()):
+                    with contextlib.suppress(OSError):  # one that ends just now
+                        started.setdefault(pid, started_s(pid))
+                if (
+                    way == "killed"
+                    and there
+                    and time.time() > begin_s + given.every * (num_kills + 1)
+                ):
+                    strike("kill", rng.choice([*there.values()])["pid"])
+                    num_kills += 1
+            seconds = time.time() - begin_s
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(120)
+        lines, curve = events(run, "round")[num_before:], _curve(run)[max(num_evals - 1, 0) :]
+        lives = [e for part in logs(run).values() for e in part.values() if e[0]["time"] > begin_s]
+        spent = {use: sum(line[f"{use}_s"] for line in lines) for use in USES}
+        spent["starting"] = sum(
+            e[0]["time"] - started.get(e[0]["pid"], e[0]["time"]) for e in lives
+        )
+        notes = (e for part in logs(run).values() for each in part.values() for e in each[1:])
+        spent["compiling"] = sum(e["stall_s"] for e in notes if e["time"] > begin_s)
+        spent["other"] = 4 * seconds - sum(spent.values())
+        tokens, audited = sum(line["tokens"] for line in lines), audit(run)
+        found[way] = {"way": way, "kills": num_kills, "seconds": round(seconds), "exit": code}
+        found[way] |= {"tokens": tokens, "tokens_per_s": round(tokens / seconds), "curve": curve}
+        found[way] |= {"share": {use: round(s / 4 / seconds, 3) for use, s in spent.items()}}
+        found[way] |= {"passed": code == 75 and not audited, "audit": audited[:3]}
+        found[way] |= {"final_loss": curve[-1][1]}
+        if way == "killed":
+            reached = max(each["final_loss"] for each in found.values())
+            to_loss = {w: _reached_s(each["curve"], reached) for w, each in found.items()}
+            found[way]["goodput"] = round(tokens / seconds / found["calm"]["tokens_per_s"], 3)
+            found[way] |= {"loss": reached, "seconds_to_loss": to_loss}
+        yield {key: value for key, value in found[way].items() if key != "curve"}
+
+
+def _curve(run: Path) -> list[tuple[float, float]]:
+    """Seconds and held-out loss of the evaluations."""
+    found = [e for e in events(run, "eval") if e["trainer"] == "consensus"]
+    return [(e["wall_s"], e["loss"]) for e in found]
+
+
+def _reached_s(curve: list[tuple[float, float]], loss: float) -> float:
+    """Seconds from the first evaluation to the first one with at most this loss."""
+    return round(next(at_s for at_s, found in curve if found <= loss) - curve[0][0], 1)
+
+
 def tape_of(seed: int, rounds: int, round_s: float) -> list[tuple[float, int | None, str]]:
     """Draw faults in order of time; a learner lives for twenty rounds on average."""
     rng = random.Random(f"faults {seed}")
@@ -402,12 +479,16 @@ def main() -> int:
     """Run the trials that a results file lacks; return the number of failed trials."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", default="single", choices=FAULTS)
-    parser.add_argument("--transport", default="ray", choices=("ray", "bucket"))
+    parser.add_argument("--transport", choices=("ray", "bucket"), help="default: ray")
+    parser.add_argument("--every", type=float, help="seconds from one kill to the next")
+    parser.add_argument("--minutes", type=float, default=20.0, help="with --every: of each run")
     given = {"scale": "long", "folder": Path("chaos"), "rounds": 60, "seed": 0}
     for name, value in given.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("option", nargs="*", help="KEY=VALUE of the runs' config")
     given = parser.parse_intermixed_args()
+    given.what = given.what if given.every is None else "every"
+    given.transport = given.transport or ("ray" if given.every is None else "bucket")
     is_bucket, all_kinds = given.transport == "bucket", FAULTS[given.what]
     if is_bucket and given.what == "nodes":
         parser.error("nodes: only with --transport ray")
@@ -423,10 +504,13 @@ def main() -> int:
     kinds = kinds[len(done) :] if given.scale == "long" else short
     rng = random.Random(f"{given.seed} {len(done)}")
     stack = contextlib.ExitStack()
-    now, changed = stack.enter_context(bucket(rng)) if is_bucket else ([], [])
+    now, changed = ([], [])
+    if is_bucket and given.what != "every":
+        now, changed = stack.enter_context(bucket(rng))
     ways = {
         "soak": soak(given.folder, given.seed, given.rounds, done, given.option),
         "slow": slow(given.folder, given.rounds, given.option),
+        "every": every(given.folder, given),
     }
     how = rng, given.option, now, changed
     one = single(given.folder / given.what, kinds, *how) if kinds else ()

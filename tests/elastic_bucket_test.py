@@ -21,7 +21,7 @@ from toy_runs import events, run
 
 from adloco_jax import __version__, join
 from adloco_jax.config import validate
-from adloco_jax.elastic import bucket, bucket_learner, store
+from adloco_jax.elastic import bucket, bucket_learner, learner, store
 from adloco_jax.elastic.formats import (
     DriverHeartbeat,
     LearnerHeartbeat,
@@ -29,6 +29,8 @@ from adloco_jax.elastic.formats import (
     Params,
     RequestId,
     RunDescription,
+    array_bytes,
+    check_form,
 )
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError
@@ -198,6 +200,28 @@ def test_driver_and_learners_of_a_run_have_its_link(monkeypatch, tmp_path):
     assert held.count("9Gbit/s") == 3  # a driver and two learners
     with pytest.raises(ConfigError, match="engine.link = '9Gbit/s', now ''"):
         check(settings_at(there.url), tmp_path / "run")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int4"])
+def test_states_travel_in_the_outer_precision_and_no_second_moment_becomes_zero(precision):
+    outer = settings_at("file:///bucket").outer.model_copy(update={"precision": precision})
+    settings = settings_at("file:///bucket").model_copy(update={"outer": outer})
+    spec, rng = spec_of(settings, here()), np.random.default_rng(0)
+    form = jax.eval_shape(spec.inner_tx.init, spec.params)
+    state = jax.tree.map(lambda x: (10 ** rng.uniform(-9, 0, x.shape)).astype(x.dtype), form)
+    sent = jax.device_get(learner.pack_state(state, precision))
+    check_form(sent, learner.state_form(spec), "state")
+    found, whole = learner.unpack_state(sent, spec), array_bytes(state)
+    assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, state)
+    relative = {"float32": 0.0, "bfloat16": 2**-8, "int4": 2**-8}[precision]
+    for (path, have), want in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(state), strict=True
+    ):
+        is_first = ".mu" in jax.tree_util.keystr(path)
+        atol = want.max() / 13 if is_first and precision == "int4" else 0.0
+        np.testing.assert_allclose(have, want, rtol=relative, atol=atol)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(sent))
+    assert size <= whole * {"float32": 1.0, "bfloat16": 0.51, "int4": 0.35}[precision]
 
 
 def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(

@@ -202,8 +202,8 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(
     asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each incarnation
     assert num_updates(asked[1][4]) == 3 * (asked[1][2] - 1) and counted(tmp_path)[1] == 3
     said = capfd.readouterr().out.splitlines()
-    assert "round 1: 2 of 3 responses have come, 180 bytes to move" in said
-    assert "round 2: 2 of 3 responses have come, 180 bytes to move, in about 20 s" in said
+    assert "round 1: 2 of 3 responses have come, 204 bytes to move" in said
+    assert "round 2: 2 of 3 responses have come, 204 bytes to move, in about 20 s" in said
     assert "learner 1 left (2 responses): asked to end" in said
     assert runs.audit(tmp_path) == []
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
@@ -45,7 +46,14 @@ from adloco_jax.elastic.formats import (
     follows,
     said,
 )
-from adloco_jax.elastic.learner import Given, Reply, response_form, state_form
+from adloco_jax.elastic.learner import (
+    Given,
+    Reply,
+    pack_state,
+    response_form,
+    state_form,
+    unpack_state,
+)
 from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
 from adloco_jax.files import Format
@@ -339,6 +347,9 @@ class BucketTransport:
         if inputs := arguments.pop("inputs", None):
             request, arguments["states"] = arguments["request"], [*inputs.inner_states]
             call.form = [response_form(self._spec, request, work) for work in request.work]
+            states, precision = inputs.inner_states, self._spec.outer.precision
+            states = {s: jax.device_get(pack_state(x, precision)) for s, x in states.items()}
+            inputs = inputs._replace(inner_states=states)
         message = RequestMessage(id=call.id, method=method, **arguments)
         call.form += [state_form(self._spec)] * len(message.wanted)
         data = store.pack(message, inputs)
@@ -433,6 +444,8 @@ class BucketTransport:
             )
             if message.refused:
                 value = Refused(f"it refused the request: {said(message.error)}")
+            elif call.what == "states" and not message.error:
+                value = [unpack_state(state, self._spec) for state in value]
             error = said(message.error) if message.error and not message.refused else ""
             return Reply(value, error, size)
         except (Refused, ResourceError) as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -29,7 +30,15 @@ from adloco_jax.elastic.formats import (
     RunDescription,
     follows,
 )
-from adloco_jax.elastic.learner import Given, Learner, inputs_form, sent_form, state_form
+from adloco_jax.elastic.learner import (
+    Given,
+    Learner,
+    inputs_form,
+    pack_state,
+    sent_form,
+    state_form,
+    unpack_state,
+)
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError, check_installed, reason
@@ -359,7 +368,10 @@ class BucketLearner:
         message, inputs, _ = self._store.read(name, most, RequestMessage, form)
         request, params = message.request, message.params
         if request is None:
-            return None, self.learner.states(message.wanted)
+            states = self.learner.states(message.wanted)
+            return None, [jax.device_get(pack_state(x, spec.outer.precision)) for x in states]
+        states = {s: unpack_state(x, spec) for s, x in inputs.inner_states.items()}
+        inputs = inputs._replace(inner_states=states)
         whole = None
         if params is not None:
             want = sent_form(spec, request)

@@ -5,6 +5,7 @@ asks for the same rows again.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -18,7 +19,7 @@ import numpy as np
 from jaxtyping import PyTree
 from numpy.typing import DTypeLike
 
-from adloco_jax.core.compress import Precision, pack
+from adloco_jax.core.compress import Precision, pack, unpack
 from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.data import load_corpus
@@ -288,12 +289,13 @@ class Learner:
             self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
         measured_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
-        seconds = time.perf_counter() - start_s - (self.programs.stall_s - stalled_s)
+        stall_s = self.programs.stall_s - stalled_s
+        seconds = time.perf_counter() - start_s - stall_s
         where = {"trainer": request.trainer, "round": request.round, "stream": work.worker_id}
-        self._note(**where, start=work.start, count=plan.num_sequences)
+        self._note(**where, start=work.start, count=plan.num_sequences, stall_s=stall_s)
         return Response(sent, *measured_SR, stats_R, np.array(max(seconds, 0.0)))
 
-    def _note(self, **fields: int) -> None:
+    def _note(self, **fields: float) -> None:
         """Add a line to the log file of this process."""
         if self._log.parent.is_dir():  # the learner's machine may not have the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
@@ -339,9 +341,38 @@ def sent_form(spec: ProgramSpec, request: Request) -> PyTree:
     return jax.eval_shape(lambda tree_M: pack(tree_M, spec.outer.precision), params_M)
 
 
+def _state_precision(path: tuple, precision: Precision) -> Precision:
+    names = {getattr(key, "name", "") for key in path}
+    if "nu" in names and precision == "int4":
+        return "bfloat16"
+    return precision if names & {"mu", "nu", "trace"} else "float32"
+
+
+def pack_state(state: PyTree, precision: Precision) -> PyTree:
+    """Quantise the moments of a worker's inner state (fields of optax's states) to send them.
+
+    Second moments have bfloat16 at least: in int4 many would be zero, and updates huge.
+    """
+    return jax.tree.map_with_path(
+        lambda path, x: pack(jnp.asarray(x)[None], _state_precision(path, precision)), state
+    )
+
+
+def unpack_state(packed: PyTree, spec: ProgramSpec) -> PyTree:
+    """Dequantise what `pack_state` returned; the arrays are of NumPy."""
+
+    def leaf(path: tuple, want: jax.ShapeDtypeStruct, have: PyTree) -> jax.Array:
+        like = jax.ShapeDtypeStruct((1, *want.shape), want.dtype)
+        return jnp.asarray(unpack(have, like, _state_precision(path, spec.outer.precision)))[0]
+
+    form = jax.eval_shape(spec.inner_tx.init, spec.params)
+    return jax.device_get(jax.tree.map_with_path(leaf, form, packed))
+
+
 def state_form(spec: ProgramSpec) -> PyTree:
-    """Return the form of a worker's inner state."""
-    return jax.eval_shape(spec.inner_tx.init, spec.params)
+    """Return the form in which a worker's inner state is sent through a bucket."""
+    state = jax.eval_shape(spec.inner_tx.init, spec.params)
+    return jax.eval_shape(functools.partial(pack_state, precision=spec.outer.precision), state)
 
 
 def inputs_form(spec: ProgramSpec, request: Request, worker_ids: Sequence[int]) -> Inputs:
