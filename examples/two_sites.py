@@ -1,0 +1,176 @@
+"""Two sites train one model through a folder as bucket; one is killed, and joins again.
+
+Run it:  python examples/two_sites.py [--svg docs/images/two_sites.svg]
+
+A driver and two learners of the quickstart's model, on this machine. It needs the extra `bucket`,
+takes about two minutes on two idle cores, and ends with the run's report. `--svg` also draws what
+was printed, with its times divided by six.
+"""
+
+import argparse
+import html
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from adloco_jax.run.terminal import in_bytes
+from adloco_jax.study.curves import read_run
+from adloco_jax.study.summary import totals
+
+KILLED, BACK, ROUNDS = 3, 5, 12  # rounds: after which a site is killed, and starts again
+OPTIONS = {
+    "num_rounds": ROUNDS,
+    "inner.steps_per_round": 90,
+    "outer.precision": "int4",
+    "ensemble.num_workers": 2,
+    "engine.kind": "bucket",
+    "engine.link": "10Mbit/s",
+    "engine.heartbeat_s": 4,
+}
+STYLE = """text{font:13px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328;white-space:pre;
+animation:shown .1s backwards}rect{fill:#f6f8fa}@keyframes shown{from{opacity:0}}
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}rect{fill:#161b22}}"""
+
+
+class Demonstration:
+    """The processes of one run, and what was printed about them, with its time."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.run = folder, folder / "run"
+        self.start_s, self.printed, self.started = time.monotonic(), [], []
+        self.learners: list[subprocess.Popen] = []
+
+    def say(self, line: str) -> None:
+        """Print a line, and keep it with its time."""
+        self.printed.append((time.monotonic() - self.start_s, line))
+        print(line, flush=True)
+
+    def start(self, name: str, *words: object) -> subprocess.Popen:
+        """Start a command of adloco; its output goes to a file."""
+        command = [sys.executable, "-m", "adloco_jax", *map(str, words)]
+        environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+        with open(self.folder / f"{name}.log", "a") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+        self.started.append(process)
+        return process
+
+    def join(self, site: str) -> subprocess.Popen:
+        """Start a learner."""
+        return self.start(site, "join", f"file://{self.folder}/bucket")
+
+    def events(self) -> list[dict]:
+        """The lines of the ledger that are complete."""
+        path = self.run / "ledger.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def train(self) -> None:
+        """Train; kill one site after a round, and start it again after another."""
+        self.say(f"bucket: {self.folder}/bucket   links: {OPTIONS['engine.link']}, int4")
+        keys = OPTIONS | {"engine.address": f"file://{self.folder}/bucket"}
+        words = [f"--config.{key}={value}" for key, value in keys.items()]
+        driver = self.start("driver", "train", "diloco", "--workdir", self.run, *words)
+        sites = {"A": self.join("A"), "B": self.join("B")}
+        self.say("$ adloco train diloco ...    $ adloco join ... (site A)    ... (site B)")
+        self.say("")
+        num_told, there = 0, set()
+        while driver.poll() is None:
+            time.sleep(0.1)
+            events = self.events()
+            for event in events[num_told:]:
+                self.tell(event, there)
+                number = event["round"] if event["event"] == "round" else 0
+                if number == KILLED:
+                    sites["B"].kill()
+                    self.say("      $ kill -9 (site B)")
+                elif number == BACK:
+                    sites["B"] = self.join("B")
+                    self.say("      $ adloco join ... (site B again)")
+            num_told = len(events)
+        for event in self.events()[num_told:]:
+            self.tell(event, there)
+        if driver.returncode:
+            tail = (self.folder / "driver.log").read_text().splitlines()[-5:]
+            raise SystemExit("\n".join(["the driver has failed:", *tail]))
+        for site in sites.values():
+            site.wait(60)
+
+    def tell(self, event: dict, there: set[int]) -> None:
+        """Print a line about a round, or about a learner that has joined or was lost."""
+        if event["event"] == "learner":
+            number, what, why = event["learner"], event["what"], event["why"]
+            (there.add if what == "joined" else there.discard)(number)
+            self.say(f"      learner {number} {what}{f': {why}' if what == 'lost' else ''}")
+        if event["event"] == "round":
+            marks = " ".join("●" if number in there else "○" for number in range(2))
+            self.say(
+                f"round {event['round']:2}  learners {marks}  counted {event['workers_counted']} of"
+                f" {event['workers']}  loss {event['train_loss']:.2f}  sent"
+                f" {in_bytes(event['wire_bytes']):>9}  {event['step_s']:5.1f} s"
+            )
+
+    def conclude(self) -> None:
+        """Print what the kill has cost, and where the report is."""
+        events = read_run(self.run).events
+        rounds, found = [e for e in events if e["event"] == "round"], totals(events)
+        usual_s = sorted(e["step_s"] for e in rounds)[len(rounds) // 2]
+        lost = found["worker_rounds"] - found["worker_rounds_counted"]
+        waited_s = sum(max(e["step_s"] - usual_s, 0.0) for e in rounds[KILLED:])
+        self.say("")
+        self.say(
+            f"the kill cost {lost} of {found['worker_rounds']} rounds of a learner, and the other"
+            f" {waited_s:.1f} s of waiting"
+        )
+        self.say(f"held-out loss {found['loss']:.3f} {found['loss_unit']}")
+        self.say(f"report: {self.run}/report/index.html")
+
+    def close(self) -> None:
+        """End all processes that were started here."""
+        for process in self.started:
+            process.kill()
+            process.wait()
+
+
+def svg(printed: list[tuple[float, str]], hidden: str) -> str:
+    """Draw lines that appear at a sixth of their times; readers without animation see all."""
+    height = 20 * len(printed) + 16
+    lines = [
+        f'<text x="12" y="{20 * number}" style="animation-delay:{seconds / 6:.2f}s">'
+        f"{html.escape(line.replace(hidden, 'runs'))}</text>"
+        for number, (seconds, line) in enumerate(printed, 1)
+    ]
+    label = "A driver and two learners; one is killed and joins again"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" role="img"'
+            f' aria-label="{label}">',
+            f"<title>{label}</title><style>{STYLE}</style>",
+            f'<rect width="800" height="{height}" rx="8"/>',
+            *lines,
+            "</svg>\n",
+        ]
+    )
+
+
+def main() -> None:
+    """Run the demonstration in a new folder under runs/."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--svg", type=Path, help="file to draw what was printed")
+    given = parser.parse_args()
+    folder = Path("runs").resolve() / f"two-sites-{time.strftime('%H%M%S')}"
+    folder.mkdir(parents=True)
+    shown = Demonstration(folder)
+    try:
+        shown.train()
+        shown.conclude()
+    finally:
+        shown.close()
+    if given.svg:
+        given.svg.write_text(svg(shown.printed, str(folder.parent)), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
