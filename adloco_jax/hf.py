@@ -616,10 +616,6 @@ def _checked(
         stored = {
             name if _HEADS.fullmatch(name) else names.prefix + name: stored[name] for name in stored
         }
-    if network.num_layers > len(stored):
-        raise DataError(
-            f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"
-        )
     # Of two tied tensors (which config.json declares equal), one may be missing. If both are stored
     # and differ, both are used, as in transformers 5: somebody may have trained only the head, or
     # merged a LoRA into it.

@@ -191,7 +191,7 @@ def test_if_a_later_turn_changes_earlier_ones_only_the_last_answer_counts(tmp_pa
         assert ids.count("one") == 1 and "Hm" not in ids
         assert found[ids] == f"<think>{n}</think>two{IM[1]}"
     assert sum(answers == f"{again}{IM[1]}" for answers in found.values()) == 1
-    assert "; of 10 chats only the last answer counts, because the template" in corpus.describe()
+    assert "; 10 chats count by the last answer only: the template cuts others" in corpus.describe()
     assert len(found) == 19
     other = THINKING.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     (tmp_path / "other.jinja").write_text(other)
@@ -204,25 +204,40 @@ FAULTS = {
     "no turns": ([], "'messages': have [], need a list of turns"),
     "text": ("?!", "'messages': have '?!', need a list of turns"),
     "json": ("[{", "'messages': have '[{', need a list of turns"),
-    "weight": ([USER, ANSWER | {"weight": 0.5}], "turn 2: weight 0.5, need 0 or 1"),
+    "weight": ([USER, ANSWER | {"weight": 0.5}], "'weight': 0.5}, need a weight of 0 or 1"),
     "calls": ([USER, ANSWER | {"tool_calls": ["f"]}], "'tool_calls': have ['f'], need"),
     "only calls": (
         [USER, ANSWER | {"content": None, "tool_calls": [{"name": "f"}]}],
-        "turn 2: only 'tool_calls', which the chat template does not write; set data.template",
+        ", need content, or a data.template that writes 'tool_calls'",
     ),
     "a picture": (
         [{"role": "user", "content": [{"type": "image"}]}],
-        "turn 1: have [{'type': 'image'}], need parts of text only",
+        "[{'type': 'image'}]}, need a 'content' that is text",
     ),
     "no answer's content": ([USER, {"role": "assistant"}], "turn 2: have {'role': 'assistant'}"),
-    "sharegpt": ([{"from": "bing", "value": "!"}], "role 'bing', need one of system, user"),
-    "no content": ([USER, {"role": "user"}], "turn 2: have {'role': 'user'}, need 'role' and"),
+    "sharegpt": (
+        [{"from": "bing", "value": "!"}],
+        "'value': '!'}, need a role, one of system, user",
+    ),
+    "no content": ([USER, {"role": "user"}], "turn 2: have {'role': 'user'}, need a 'content'"),
     "no text": ([USER, ANSWER | {"content": [1]}], "turn 2: have "),
-    "a role": ([{"role": "robot", "content": "?"}], "turn 1: role 'robot', need one of system"),
-    "a list as role": ([{"role": [1], "content": "?"}], "turn 1: role [1], need one of system"),
-    "an empty answer": ([USER, ANSWER | {"content": " \n"}], "turn 2: an empty answer"),
-    "only an end": ([USER, ANSWER | {"content": f"{IM[1]}\n"}], "turn 2: an empty answer"),
-    "half a character": ([USER, ANSWER | {"content": "\ud83d"}], "'messages' is not Unicode text"),
+    "a role": (
+        [{"role": "robot", "content": "?"}],
+        "turn 1: have {'role': 'robot', 'content': '?'}, need a role, one",
+    ),
+    "a list as role": (
+        [{"role": [1], "content": "?"}],
+        "turn 1: have {'role': [1], 'content': '?'}, need a role",
+    ),
+    "an empty answer": ([USER, ANSWER | {"content": " \n"}], ", need an answer that is not empty"),
+    "only an end": (
+        [USER, ANSWER | {"content": f"{IM[1]}\n"}],
+        ", need an answer that is not empty",
+    ),
+    "half a character": (
+        [USER, ANSWER | {"content": "\ud83d"}],
+        "'messages': have '\\ud83d' at character",
+    ),
     "refused by the template": ([USER, ANSWER, ANSWER], "template refuses it (must alternate)"),
 }
 
@@ -250,11 +265,13 @@ def test_what_is_missing_is_one_line(tmp_path, tokenizer):
     with pytest.raises(DataError, match="^data.template=nowhere: unreadable"):
         load(path, tokenizer, template="nowhere")
     halves = write_documents(tmp_path, [{"prompt": "?", "completion": None}] * 9)
-    with pytest.raises(DataError, match="docs.jsonl:1: 'completion': have None, need text or a"):
+    with pytest.raises(
+        DataError, match="docs.jsonl:1: 'prompt.completion': have .*None., need text or"
+    ):
         load(halves, tokenizer, text_column="prompt+completion")
     questions = write_documents(tmp_path, [{"messages": [USER]}] * 9)
     with pytest.raises(
-        DataError, match=r"no answer to learn in 9 chats; .*sequence_length=400 tok"
+        DataError, match=r"too little text: have 0 rows .* and 9 chats without an answer"
     ):
         load(questions, tokenizer)
 

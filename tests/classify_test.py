@@ -125,14 +125,14 @@ def test_every_heldout_row_is_reported_on_or_judges_in_the_proportions_of_all(co
 
 def test_a_bad_label_is_refused_by_line(tmp_path):
     for record, expected in (
-        ({"text": "x", "label": 2}, "have 2, need a class from 0 to 1"),
+        ({"text": "x", "label": 2}, "have 2 for 'x', need a class from 0 to 1"),
         ({"text": "x", "label": -1}, "have -1"),
         ({"text": "x", "label": "pos"}, "have 'pos'"),
-        ({"text": "x", "label": "0"}, "have '0', need a class"),
+        ({"text": "x", "label": "0"}, "have '0' for 'x', need a class"),
         ({"text": "x", "label": 1.0}, "have 1.0"),
         ({"text": "x", "label": True}, "have True"),
         ({"text": "x"}, "no field 'label'"),
-        ({"text": "", "label": 1}, "'text' is empty"),
+        ({"text": "", "label": 1}, "'label': have 1 for '', need a class"),
     ):
         path = write(tmp_path / "a.jsonl", [*reviews(40), record, *reviews(4)])
         with pytest.raises(DataError) as caught:

@@ -197,12 +197,12 @@ def test_whole_numbers_in_the_outer_state_are_the_representatives_own():
         (allocate_workers, ([4, 4, 4], 2), "num_workers=2 for 3 trainers"),
         (allocate_workers, ([], 2), "num_workers=2 for 0 trainers"),
         (adloco_jax.spawn, (different([1, 2]), 1, 1), "has 2 workers already"),
-        (adloco_jax.spawn, (TRAINERS, 3, 4), "out of range"),
+        (adloco_jax.spawn, (TRAINERS, 3, 4), "positions below 3"),
         (merge, (TRAINERS, (0,), (1.0,)), "members=.0.*expected at least two members"),
         (merge, (TRAINERS, (0, 1), (1.0,)), "weights of shape .1,.*one weight for each"),
         (merge, (TRAINERS, (0, 0), (1.0, 1.0)), "members: expected distinct positions"),
-        (merge, (TRAINERS, (0, 3), (1, 1)), "members: .0, 3. out of range; the stack holds 3"),
-        (merge, (TRAINERS, (-1, 0), (1.0, 1.0)), "members: .-1, 0. out of range"),
+        (merge, (TRAINERS, (0, 3), (1, 1)), "members: expected .* below 3, .* got .0, 3."),
+        (merge, (TRAINERS, (-1, 0), (1.0, 1.0)), "members: expected .* got .-1, 0."),
     ],
 )
 def test_what_is_impossible_is_refused(function, arguments, words):

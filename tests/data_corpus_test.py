@@ -229,7 +229,7 @@ def test_the_check_opens_the_text_and_finds_missing_paths_and_tokenizers(tmp_pat
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        (lambda *_: ["a", b"b"], "data.source=own: document 2: 'text' must be a string"),
+        (lambda *_: ["a", b"b"], "data.source=own: document 2: 'text': have b'b', need Unicode"),
         (lambda *_: (str(10 // (9 - n)) for n in range(20)), None),
         (lambda *_: (b"\xff".decode() for _ in range(2)), "after document 0: 'utf-8' codec"),
     ],

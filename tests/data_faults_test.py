@@ -35,11 +35,14 @@ def corpus(path, **options):
 
 BAD_ROWS = {
     "no text": (b'{"body": 1, "id": 3}', "have body, id; set data.text_column=body"),
-    "null": (b'{"text": null}', "'text' must be a string, have None"),
-    "half a surrogate pair": (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
+    "null": (b'{"text": null}', "'text': have None, need Unicode text"),
+    "half a surrogate pair": (
+        b'{"text": "\\ud800"}',
+        "'text': have .* at character 0, need Unicode",
+    ),
     "invalid UTF-8": (b'{"text": "\xff"}', "not one JSON object per line .*position 10"),
     "deep": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
-    "NUL": (b'{"text": "a\\u0000"}', "character 1 of 'text' is NUL"),
+    "NUL": (b'{"text": "a\\u0000"}', "'text': have .* at character 1, need Unicode"),
     "too long": (b'{"text": "' + b"a" * (sources.MAX_LINE_BYTES + 5) + b'"}', "a line of more"),
     "a BOM in the middle": (b'\xef\xbb\xbf{"text": "a"}', "not one JSON object"),
 }

@@ -400,7 +400,7 @@ def strange_start(folder):
 
 
 DAMAGE = {
-    "a start": (strange_start, "documents' starts do not ascend"),
+    "a start": (strange_start, "starts of documents that do not ascend"),
     "truncated": (
         lambda folder: os.truncate(folder / "train.npy", 99),
         r"not a complete \.npy array",

@@ -20,7 +20,7 @@ from adloco_jax.data import load_corpus, sources
 from adloco_jax.data.corpus import source_of
 from adloco_jax.data.files import find
 from adloco_jax.data.prepared import shard_changes
-from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.errors import DataError, ResourceError
 from adloco_jax.files import write_errors
 
 DATA = data_settings(label_column="").data
@@ -106,8 +106,6 @@ def test_a_path_without_regular_files_is_refused(tmp_path):
         with pytest.raises(DataError, match=message) as error:
             names(tmp_path / path)
         assert str(error.value).startswith(f"data.path={tmp_path / path}")
-    with pytest.raises(ConfigError, match="data.path is empty"):
-        names("")
 
 
 def test_what_changed_between_two_readings_is_named(tmp_path):
@@ -167,7 +165,7 @@ def test_too_many_open_files_are_not_damage(tmp_path, monkeypatch, number):
 
 def test_text_with_a_nul_is_refused_with_its_place(tmp_path):
     write(tmp_path / "a.txt", "a line\n\n" * 400 + "\0" * 99)
-    with pytest.raises(DataError, match=r"a\.txt: byte 3200 of 'text' is NUL: damaged"):
+    with pytest.raises(DataError, match=r"a\.txt: have .* at character 3200, need Unicode"):
         corpus(tmp_path)
 
 
@@ -253,7 +251,7 @@ def test_texts_and_classes_come_from_every_source_with_columns(tmp_path, kind):
     ("name", "content", "message"),
     [
         ("a.csv", b"id,body\n1,x\n", "no field 'text', have id, body"),
-        ("a.csv", b"text,id,text\na,1,b\n", r"a\.csv: 2 fields are named 'text', need 1"),
+        ("a.csv", b"text,id,text\na,1,b\n", r"a\.csv: 2 fields 'text', have text, id, text"),
         ("a.csv", b"text\nfine\nx,y\n", r"a\.csv:3: more cells than there are columns"),
         ("a.csv", b'text\nfine\n"open\n\n', r"a\.csv:3: damaged \(unexpected end.*a quote may not"),
         ("a.json", b"{", "a.json:1: not one JSON object per line"),
@@ -272,13 +270,13 @@ def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_pat
     path = as_parquet(tmp_path / "a.parquet", COLUMNS)
     for column, message in (
         ("body", r"a\.parquet: no field 'body', have id, text, label"),
-        ("id", r"a\.parquet: row 1: 'id' must be a string, have 0"),
+        ("id", r"a\.parquet: row 1: 'id': have 0, need Unicode text"),
     ):
         with pytest.raises(DataError, match=message):
             corpus(path, source="parquet", text_column=column)
     twice = pyarrow.table([pyarrow.array(["a"])] * 2, ["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
-    with pytest.raises(DataError, match=r"twice\.parquet: 2 fields are named 'text'"):
+    with pytest.raises(DataError, match=r"twice\.parquet: 2 fields 'text'"):
         corpus(tmp_path / "twice.parquet", source="parquet")
     content = path.read_bytes()
     for damaged in (content[:99], b"PAR1", content[:200] + b"\0" * 400 + content[600:]):

@@ -540,12 +540,10 @@ def moved_params(ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray) ->
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
     """Return positions as int64; ValueError unless distinct, below `size`, and at least one."""
     chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
-    if len(chosen) == 0 or len(set(chosen.tolist())) != len(chosen):
-        raise ValueError(
-            f"{name}: expected distinct positions, at least one; got {chosen.tolist()}"
-        )
-    if chosen.min() < 0 or chosen.max() >= size:
-        raise ValueError(f"{name}: {chosen.tolist()} out of range; the stack holds {size}")
+    distinct = {*chosen.tolist()}
+    if not distinct or len(distinct) < len(chosen) or not distinct <= {*range(size)}:
+        need = f"expected distinct positions below {size}, at least one"
+        raise ValueError(f"{name}: {need}; got {chosen.tolist()}")
     return chosen
 
 

@@ -11,11 +11,11 @@ from numpy.typing import ArrayLike
 
 from adloco_jax.data.rows import MIN_HELDOUT_ROWS, NUM_FIELDS
 from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Settings
 
 _CHUNK_TOKENS = 2**22  # number of tokens that are hashed at a time
-_EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a sequence_length"
+_EXPECTED = "give an array of int32 values: rows [N, L + 1], or tokens [T] and a sequence_length"
 
 
 class ArrayRows:
@@ -57,7 +57,6 @@ class ArrayRows:
 
         Raises:
           ConfigError: If the shape or type of an argument is not allowed, or an id is beyond int32.
-          DataError: If no row is left to train on.
         """
         rows = _rows("tokens", tokens, sequence_length)
         if isinstance(heldout, float):
@@ -65,11 +64,6 @@ class ArrayRows:
             rows, self.heldout_rows = rows[:-num_heldout], rows[-num_heldout:]
         else:
             self.heldout_rows = _rows("heldout", heldout, rows.shape[1] - 1)
-        if not len(rows):
-            raise DataError(
-                f"tokens: no row to train on beside {len(self.heldout_rows)} held out; give more"
-                " tokens, or a smaller sequence_length"
-            )
         if num_copies := _num_copies(self.heldout_rows, rows):
             warnings.warn(
                 f"heldout: {num_copies} of {len(self.heldout_rows)} rows are also training rows, so"
@@ -112,15 +106,14 @@ def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarra
     array = np.asarray(given)
     length = array.shape[1] - 1 if array.ndim == 2 else sequence_length or 0
     fits = array.ndim in (1, 2) and length >= 1 and sequence_length in (None, length)
-    if not fits or not np.issubdtype(array.dtype, np.integer):
+    fits = fits and np.issubdtype(array.dtype, np.integer)
+    ids = (int(array.min(initial=0)), int(array.max(initial=0))) if fits else ()
+    if not fits or not -(2**31) <= ids[0] <= ids[1] < 2**31:
         found = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
-        raise ConfigError(f"{found}; {_EXPECTED}")
+        raise ConfigError(f"{found}, ids {ids}; {_EXPECTED}")
     if array.ndim == 1:
         num_rows = len(array) // (length + 1)
         array = array[: num_rows * (length + 1)].reshape(num_rows, length + 1)
-    limits = np.iinfo(np.int32)
-    if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-        raise ConfigError(f"{name}: ids from {array.min()} to {array.max()}, need what int32 holds")
     return array
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from adloco_jax.data.tokenizers import Render, Tokenizer
+from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.settings import DataSettings
 
@@ -16,6 +16,7 @@ Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, an
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's
+_ANSWER = "an answer that is not empty; mend it, or set data.skip_bad"
 _ASKED: Turn = {"role": "user", "content": "\ue000"}  # a question that no chat has
 
 
@@ -59,14 +60,13 @@ def read(
     tools = row.get("tools") if tokenizer.reads("tools") else None
     known = {*names, *["tools"] * bool(tools), *["label"] * (label is not None)}
     unread = {name for name, value in row.items() if value is not None} - known
+    _require(None not in columns, f"{where}: {data.text_column!r}", columns, "text or turns")
     if len(names) == 2 and all(isinstance(column, str) for column in columns):
         prompt, completion = columns
         bare = without_end(completion, ends)
-        _require_answer(bare, f"{where}: {names[1]!r}")
+        _require(bool(bare.strip()), f"{where}: {names[1]!r}", completion, _ANSWER)
         text = prompt + without_end(completion, [end]) + end
         answers = Answers([(len(prompt), len(text))], num_bytes(bare))
-    elif empty := [name for name, column in zip(names, columns, strict=True) if column is None]:
-        raise DataError(f"{where}: {empty[0]!r}: have None, need text or a list of turns")
     elif tokenizer.render is None:
         need = "the tokenizer has no chat template; set data.template to a file with one"
         raise ConfigError(f"{where}: {need}")
@@ -91,11 +91,9 @@ def read(
             text, spans, only_last = _rendered(bare, at, tools, tokenizer)
             if bare != turns and any(without_end(text[a:b], ends) == text[a:b] for a, b in spans):
                 text, spans, only_last = _rendered(turns, at, tools, tokenizer)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
         except Exception as error:  # deliberately broad, because templates are programs
             why = f"the chat template refuses it ({reason(error, 200)})"
-            raise DataError(f"{where}: {why}") from error
+            raise DataError(f"{where}: {error if isinstance(error, DataError) else why}") from error
         size = sum(num_bytes(without_end(text[a:b], ends)) for a, b in spans)
         answers = Answers(spans, size, only_last)
     if data.loss == "all":
@@ -140,50 +138,48 @@ def _as_bool(label: Any) -> bool | None:
     return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
 
+def _require(fits: bool, where: str, have: Any, need: str) -> None:
+    if not fits:
+        raise DataError(f"{where}: have {have!r:.80}, need {need}")
+
+
 def _objects(given: Any, where: str) -> list[dict[str, Any]]:
     objects = [_parsed(each) for each in given] if isinstance(given, list) else [given]
-    if not all(isinstance(each, dict) for each in objects):
-        raise DataError(f"{where}: have {given!r:.60}, need a list of objects")
+    _require(all(isinstance(e, dict) for e in objects), where, given, "a list of objects")
     return objects
 
 
 def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) -> list[Turn]:
-    if not isinstance(given, list) or not given:
-        raise DataError(f"{where}: have {given!r:.40}, need a list of turns")
+    _require(isinstance(given, list) and given != [], where, given, "a list of turns")
     return [
         _turn(_parsed(t), f"{where}, turn {n}", tokenizer, ends) for n, t in enumerate(given, 1)
     ]
 
 
 def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
-    if not isinstance(given, dict):
-        raise DataError(f"{at}: have {given!r:.60}, need an object with 'role' and 'content'")
+    _require(isinstance(given, dict), at, given, "an object with 'role' and 'content'")
     turn = {key: value for key, value in given.items() if value is not None}
     for other, key in (("from", "role"), ("value", "content")):  # ShareGPT's
         if other in turn and key not in turn:
             turn[key] = turn.pop(other)
-    role = turn.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise DataError(f"{at}: role {role!r:.40}, need one of {', '.join(_ROLES)}")
-    turn["role"] = _ROLES[role]
+    role, weight, parts = turn.get("role"), turn.get("weight", 1), turn.get("content")
+    known = isinstance(role, str) and role in _ROLES
+    _require(known, at, given, f"a role, one of {', '.join(_ROLES)}")
+    _require(weight in (0, 1), at, given, "a weight of 0 or 1")
+    turn["role"] = _ROLES[str(role)]
     if "tool_calls" in turn:
         turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}: 'tool_calls'")
     calls = turn.get("tool_calls") if tokenizer.reads("tool_calls") else None
-    if turn.get("tool_calls") and not (calls or turn.get("content")) and turn.get("weight", 1):
-        need = "only 'tool_calls', which the chat template does not write; set data.template"
-        raise DataError(f"{at}: {need} to a file that does")
-    if isinstance(parts := turn.get("content"), list):
+    if isinstance(parts, list):
         texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        turn["content"] = "".join(text for text in texts if isinstance(text, str))
-        if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{at}: have {parts!r:.60}, need parts of text only")
-    if not isinstance(turn.get("content", "" if calls else None), str):
-        raise DataError(f"{at}: have {given!r:.60}, need 'role' and 'content', both text")
-    weight = turn.get("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(f"{at}: weight {weight!r:.40}, need 0 or 1")
+        is_text = all(isinstance(text, str) for text in texts)
+        turn["content"] = "".join(map(str, texts)) if is_text else parts
+    if turn.get("tool_calls") and not (calls or parts) and weight:
+        _require(False, at, given, "content, or a data.template that writes 'tool_calls'")
+    text = turn.get("content", "" if calls else None)
+    _require(isinstance(text, str), at, given, "a 'content' that is text, or parts of text")
     if turn["role"] == "assistant" and weight and not calls:
-        _require_answer(without_end(turn["content"], ends), at)
+        _require(bool(without_end(turn["content"], ends).strip()), at, given, _ANSWER)
     return turn
 
 
@@ -195,15 +191,10 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
         target = function if isinstance(function, dict) else call
         if isinstance(arguments := target.get("arguments"), str):
             target = target | {"arguments": _parsed(arguments)}
-            if not isinstance(target["arguments"], dict):
-                raise DataError(f"{where}: arguments {arguments!r:.60}, need a JSON object")
+            fits = isinstance(target["arguments"], dict)
+            _require(fits, where, arguments, "arguments that are a JSON object")
         calls.append(call | {"function": target} if isinstance(function, dict) else target)
     return calls
-
-
-def _require_answer(text: str, where: str) -> None:
-    if not text.strip():
-        raise DataError(f"{where}: an empty answer; mend it, or set data.skip_bad")
 
 
 # -- Answers ---------------------------------------------------------------------------------
@@ -218,7 +209,8 @@ def _rendered(
     start of an answer if this turn is the last. If it writes earlier turns otherwise, only the last
     answer is returned, and True.
     """
-    render = _renderer(tokenizer)
+    render = tokenizer.render
+    assert render is not None
     text = render(turns, False, tools)
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     if tokenizer.mark:
@@ -275,7 +267,8 @@ def _windows(
     answer. So the time for all answers is proportional to the number of turns. What it writes
     before the content of the first of these turns is left out.
     """
-    render, asked, previous, wanted = _renderer(tokenizer), -1, -1, {*at}
+    render, asked, previous, wanted = tokenizer.render, -1, -1, {*at}
+    assert render is not None
     opening = render([_ASKED], True)
     for i, turn in enumerate(turns):
         if i in wanted:
@@ -294,11 +287,6 @@ def _windows(
             yield known, _without_space(whole[len(before) :], tokenizer)
         asked = i if turn["role"] == "user" else asked
         previous = i if turn["role"] == "assistant" else previous
-
-
-def _renderer(tokenizer: Tokenizer) -> Render:
-    assert tokenizer.render
-    return tokenizer.render
 
 
 def _without_space(written: str, tokenizer: Tokenizer) -> str:

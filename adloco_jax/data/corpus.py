@@ -120,16 +120,13 @@ class Corpus:
             count, heldout_count = (side.num_answer_tokens for side in parted)
             of_answers = " of answers" * (manifest.loss == "answers")
             cut += f"; {count:,} and {heldout_count:,} tokens{of_answers} count"
-            if manifest.dropped:
-                cut += f"; {counted(manifest.dropped, 'chat')} without an answer within"
-                cut += " data.sequence_length left out"
-            if manifest.rejected:
-                cut += f"; {counted(manifest.rejected, 'chat')} with a false label left out"
-            if manifest.only_last:
-                cut += f"; of {counted(manifest.only_last, 'chat')} only the last answer counts,"
-                cut += " because the template changes earlier ones"
-        if manifest.bad:
-            cut += f"; {counted(manifest.bad, 'bad row')} left out"
+        for number, noun, why in (
+            (manifest.dropped, "chat", "without an answer within data.sequence_length left out"),
+            (manifest.rejected, "chat", "with a false label left out"),
+            (manifest.only_last, "chat", "count by the last answer only: the template cuts others"),
+            (manifest.bad, "bad row", "left out"),
+        ):
+            cut += f"; {counted(number, noun)} {why}" if number else ""
         copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
         around = {*self.tokenizer.prefix, *self.tokenizer.suffix} - {self.tokenizer.eot_id}
         unseen = ""
@@ -219,10 +216,10 @@ def load_corpus(
         manifest, arrays = prepared.open_named(data, tokenizer)
         # The content is checked, because others may have made the folder.
         for array, starts in zip(arrays[:2], arrays[2:4], strict=True):
-            if array.max() >= tokenizer.vocab_size:
-                raise DataError(f"{where}: token id {array.max()}; prepare the data again")
-            if (np.diff(starts, prepend=0, append=array.size) < 0).any():
-                raise DataError(f"{where}: the documents' starts do not ascend; prepare it again")
+            is_ascending = (np.diff(starts, prepend=0, append=array.size) >= 0).all()
+            if array.max() >= tokenizer.vocab_size or not is_ascending:
+                have = f"a token id {array.max()}, or starts of documents that do not ascend"
+                raise DataError(f"{where}: damaged, {have}; prepare the data again")
         arrays[::4] = [array[: data.num_sequences] for array in arrays[::4]]  # rows and answers
         used = [prepared.num_documents(*arrays[side::2]) for side in (0, 1)]
         manifest = manifest.model_copy(update={"documents": used})
@@ -323,12 +320,10 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     """
     source, where = DATA_SOURCES[data.source], _where_of(data)
     on_hub = source.is_hub and is_on_hub(data.path, key="data.path", endings=sources.FILE_ENDINGS)
-    if on_hub and data.heldout_path:
-        raise ConfigError(f"{where}: has splits; set data.heldout_split, not heldout_path")
-    if source.is_hub and not on_hub and (data.name or data.heldout_split):
+    if source.is_hub and (data.heldout_path if on_hub else data.name or data.heldout_split):
         raise ConfigError(
-            f"{where}: files have no configurations and no splits; leave data.name and"
-            " data.heldout_split empty, and set data.heldout_path"
+            f"{where}: data.heldout_path is for files, data.name and data.heldout_split are for"
+            " data sets on the hub; leave the other empty"
         )
     if on_hub or "path" not in source.needs:
         return on_hub, {}, {}

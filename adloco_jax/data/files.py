@@ -146,13 +146,11 @@ def find(path: str, *, key: str) -> dict[str, File]:
       part of the glob before the first wildcard.
 
     Raises:
-      ConfigError: If `path` is empty, or an address of a kind that is not supported or not
-        installed, or has a password or signature; if a server refuses access.
+      ConfigError: If `path` is an address of a kind that is not supported or not installed, or
+        has a password or signature; if a server refuses access.
       DataError: If there is no file, or a link leads nowhere.
       hub.Unreachable: If the server does not answer.
     """
-    if not path:  # as of an unset variable of a shell; `Path` would read the current folder
-        raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
     return _find_remote(path, key) if is_address(path) else _find_local(path, key)
 
 

@@ -217,16 +217,13 @@ def open_rows(folder: Path, manifest: Manifest) -> list[np.ndarray]:
         try:
             with np.errstate(over="raise"):  # the size of a forged shape may overflow
                 rows = np.lib.format.open_memmap(file, mode="r")
-            is_whole = file.stat().st_size == rows.offset + rows.nbytes
+            if file.stat().st_size != rows.offset + rows.nbytes:
+                raise ValueError("cut or too long")
+            if (list(rows.shape), rows.dtype) != (shape, dtype):
+                raise ValueError(f"{rows.dtype} of shape {rows.shape}")
         except (OSError, ValueError, FloatingPointError) as error:
-            raise DataError(
-                f"{file}: not a complete .npy array ({error}); prepare the data again"
-            ) from error
-        if not is_whole or (list(rows.shape), rows.dtype) != (shape, dtype):
-            raise DataError(
-                f"{file}: {rows.dtype} of shape {rows.shape}, but {MANIFEST} says {dtype} of"
-                f" {shape}; damaged, prepare the data again"
-            )
+            need = f"need {dtype} of {shape}, as {MANIFEST} says; prepare the data again"
+            raise DataError(f"{file}: not a complete .npy array ({error}), {need}") from error
         arrays.append(rows)
     return arrays
 

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import filelock
 import numpy as np
@@ -152,14 +151,10 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
     """Return the description of a finished folder; None if the folder is missing or empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
-    if not prepared.is_prepared(folder):
-        raise ConfigError(f"{folder}: exists and is not a prepared folder; name another folder")
-    manifest = prepared.read_prepared(folder)
-    if keys := _differing(manifest.request, request):
-        raise ConfigError(
-            f"{folder}: was made with another setting of {keys}; it is never overwritten: name"
-            " another folder"
-        )
+    manifest = prepared.read_prepared(folder) if prepared.is_prepared(folder) else None
+    if manifest is None or (keys := _differing(manifest.request, request)):
+        have = f"was made with another setting of {keys}" if manifest else "has other files"
+        raise ConfigError(f"{folder}: {have}; it is never overwritten: name another folder")
     return manifest
 
 
@@ -510,20 +505,9 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
     is_empty, bad, rejected = about["length"] == 0, about["bad"].sum(), about["rejected"].sum()
     copies = int((~is_empty).sum() - sum(mask.sum() for mask in masks))
     dropped = int(is_empty.sum() - bad - rejected)
-    write, names = _write_labelled, prepared.ARRAYS[:2]
-    if is_packed:
-        write, names = _write_packed, prepared.ARRAYS[:4]
-    if job.data.is_chat:
-        write, names = _write_chats, prepared.ARRAYS
+    names = prepared.ARRAYS[: 6 if job.data.is_chat else 4 if is_packed else 2]
     paths = [whole / name for name in names]
-    with contextlib.ExitStack() as stack:
-        shapes = write(job, kept, [stack.enter_context(open(p, "wb")) for p in paths], masks)
-    if job.data.is_chat and not (about["length"] > 0).any():
-        raise DataError(
-            f"{job.where[0]}: no answer to learn in {len(about)} chats; each needs a turn of the"
-            " assistant that counts (data.loss, a turn's weight, a row's label), and begins within"
-            f" data.sequence_length={job.data.sequence_length} tokens"
-        )
+    shapes = (_write_packed if is_packed else _write_labelled)(job, kept, paths, masks)
     unread = f" and {dropped + rejected} chats without an answer" * bool(dropped + rejected)
     unread += " within data.sequence_length" * bool(dropped)
     for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
@@ -569,64 +553,44 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
 Masks = tuple[np.ndarray, np.ndarray]
 
 
-def _write_packed(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    lengths, ends, shapes, starts = kept.about["length"], [], [], []
-    files, starts_files = files[:2], files[2:]
-    dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
-    for file, mask, limit in zip(
-        files, masks, (job.data.num_sequences, job.heldout_limit), strict=True
-    ):
-        num_rows = int(lengths[mask].sum()) // job.row_length
-        shapes.append([num_rows if limit is None else min(num_rows, limit), job.row_length])
-        header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shapes[-1])}
-        np.lib.format.write_array_header_1_0(file, header)
-        ends.append(file.tell() + math.prod(shapes[-1]) * dtype.itemsize)
-        # A document begins with the end of text before it, from which its first token is predicted.
-        starts.append(np.maximum(np.cumsum(lengths[mask]) - lengths[mask] - 1, 0))
-        starts[-1] = starts[-1][starts[-1] < math.prod(shapes[-1])]
-    for tokens, _, which in kept.pieces():
-        offsets = np.cumsum(np.concatenate([[0], lengths[which]]))
-        for file, mask in zip(files, masks, strict=True):
-            runs = np.flatnonzero(np.diff(mask[which], prepend=False, append=False)).reshape(-1, 2)
-            for start, end in offsets[runs]:
-                file.write(tokens[start:end].data)
-    for file, end in zip(files, ends, strict=True):
-        file.truncate(end)  # without the tail that is too short for a row
-    for file, positions in zip(starts_files, starts, strict=True):
-        np.save(file, positions)
-    return shapes + [list(positions.shape) for positions in starts]
-
-
-def _write_chats(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    lengths, width = kept.about["length"], job.row_length
-    kinds = (prepared.row_dtype(job.encoder.vocab_size, labelled=False), np.dtype(bool))
-    first_N = np.full(len(lengths), -1)  # position of each chat in all rows of its side
+def _write_packed(job: Job, kept: _Kept, paths: Sequence[Path], masks: Masks) -> list[list]:
+    """Write rows of documents one after another, or of whole chats; return all shapes."""
+    lengths, width, is_chat = kept.about["length"], job.row_length, job.data.is_chat
+    kinds = [prepared.row_dtype(job.encoder.vocab_size, labelled=False), np.dtype(bool)]
     sides, shapes = [], []
     limits = (job.data.num_sequences, job.heldout_limit)
     for side, (mask, limit) in enumerate(zip(masks, limits, strict=True)):
-        row_D, offset_D = pack(lengths[mask], width)
-        num_rows = min(int(row_D.max(initial=-1)) + 1, limit or len(row_D))
-        first_N[mask] = np.where(row_D < num_rows, row_D * width + offset_D, -1)
+        length_D = lengths[mask]
+        if is_chat:
+            row_D, offset_D = pack(length_D, width)
+            first_D, num_rows = row_D * width + offset_D, int(row_D.max(initial=-1)) + 1
+        else:
+            first_D, num_rows = np.cumsum(length_D) - length_D, int(length_D.sum()) // width
+        num_rows = num_rows if limit is None else min(num_rows, limit)
         arrays = [
-            np.lib.format.open_memmap(file.name, "w+", kind, (num_rows, width))
-            for file, kind in zip(files[side::4], kinds, strict=True)
+            np.lib.format.open_memmap(path, "w+", kind, (num_rows, width))
+            for path, kind in zip(paths[side::4], kinds, strict=False)
         ]
-        arrays[0][:] = job.encoder.eot_id  # padding, a document of its own in which nothing counts
-        chosen = mask & (first_N >= 0)
-        ends = (first_N + lengths)[chosen]
-        starts = np.union1d(first_N[chosen], ends[ends < num_rows * width])
-        np.save(files[side + 2], starts)
-        sides.append((chosen, arrays))
+        if is_chat:  # padding is a document of its own, in which nothing counts
+            arrays[0][:] = job.encoder.eot_id
+            starts = np.union1d(first_D, first_D + length_D)
+        else:  # a document begins with the end of text from which its first token is predicted
+            starts = np.maximum(first_D - 1, 0)
+        starts = starts[starts < num_rows * width]
+        np.save(paths[side + 2], starts)
+        first_N = np.full(len(lengths), num_rows * width)  # behind the end: left out
+        first_N[mask] = first_D
+        sides.append((first_N, arrays))
         shapes.append([[num_rows, width], [len(starts)]])
     for *saved, which in kept.pieces():
         offsets = np.cumsum(lengths[which]) - lengths[which]
-        for chosen, arrays in sides:
-            for i in np.flatnonzero(chosen[which]):
-                start, length, first = offsets[i], lengths[which][i], first_N[which][i]
-                for array, source in zip(arrays, saved, strict=True):
-                    array.reshape(-1)[first : first + length] = source[start : start + length]
+        for first_N, arrays in sides:
+            to = np.repeat(first_N[which] - offsets, lengths[which]) + np.arange(len(saved[0]))
+            fits = to < arrays[0].size
+            for array, values in zip(arrays, saved, strict=False):
+                array.reshape(-1)[to[fits]] = values[fits]
     rows, starts = map(list, zip(*shapes, strict=True))
-    return [*rows, *starts, *rows]
+    return [*rows, *starts, *(rows if is_chat else [])]
 
 
 def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -652,7 +616,7 @@ def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, offsets
 
 
-def _write_labelled(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
+def _write_labelled(job: Job, kept: _Kept, paths: Sequence[Path], masks: Masks) -> list[list]:
     """Write one row [class, n, tokens...] for each labelled text; return both shapes."""
     about, longest = kept.about, job.data.sequence_length
     prefix, suffix = job.encoder.prefix, job.encoder.suffix
@@ -667,8 +631,8 @@ def _write_labelled(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Mas
             text = tokens[start : start + length - len(prefix) - len(suffix)]
             row[NUM_FIELDS : NUM_FIELDS + length] = [*prefix, *text, *suffix]
     shapes = []
-    for file, mask, limit, where in zip(
-        files, masks, (job.data.num_sequences, None), job.where, strict=True
+    for path, mask, limit, where in zip(
+        paths, masks, (job.data.num_sequences, None), job.where, strict=True
     ):
         chosen = rows[mask] if limit is None else _drawn(rows[mask], limit)
         counts = np.bincount(chosen[:, 0], minlength=job.num_classes or 0)
@@ -678,7 +642,7 @@ def _write_labelled(job: Job, kept: _Kept, files: Sequence[BinaryIO], masks: Mas
                 f" {len(counts) - 1}, need some of each to train on and to hold out; check"
                 f" model.num_classes={len(counts)}, or give more text"
             )
-        np.save(file, chosen)
+        np.save(path, chosen)
         shapes.append(list(chosen.shape))
     return shapes
 

@@ -174,32 +174,25 @@ def _document(
 
 def _text(row: Record, column: str) -> str:
     require_columns(row.columns, {column: "text_column"}, row.where)
-    text = row.columns[column]
-    if not isinstance(text, str):
-        raise DataError(f"{row.where}: {column!r} must be a string, have {text!r:.40}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # a string in JSON may have half of a surrogate pair
-        raise DataError(f"{row.where}: {column!r} is not Unicode text ({error.reason})") from error
-    _refuse_nul(text.find("\0"), f"{row.where}: character", column)
+    return _require_text(row.columns[column], f"{row.where}: {column!r}")
+
+
+def _require_text(text: Any, where: str) -> str:
+    """Refuse what is no Unicode text: of JSON, half of a surrogate pair; of a cut file, NULs."""
+    bad = re.search("[\0\ud800-\udfff]", text) if isinstance(text, str) else None
+    if bad or not isinstance(text, str):
+        have = f"{bad[0]!r} at character {bad.start()}" if bad else f"{text!r:.40}"
+        raise DataError(f"{where}: have {have}, need Unicode text; leave it out")
     return text
 
 
-def _refuse_nul(offset: int, where: str, column: str = "text") -> None:
-    """Refuse text with a NUL, of which a file that was cut off by a crash may have millions."""
-    if offset >= 0:
-        raise DataError(f"{where} {offset} of {column!r} is NUL: damaged, or no text; leave it out")
-
-
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
-    if not text:
-        raise DataError(f"{row.where}: {data.text_column!r} is empty")
     require_columns(row.columns, {data.label_column: "label_column"}, row.where)
     label = row.columns[data.label_column]
-    if type(label) is not int or not 0 <= label < num_classes:
+    if not text or type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
-            f"{row.where}: {data.label_column!r}: have {label!r:.40}, need a class from 0 to "
-            f"{num_classes - 1} (model.num_classes={num_classes})"
+            f"{row.where}: {data.label_column!r}: have {label!r:.40} for {text!r:.40}, need a"
+            f" class from 0 to {num_classes - 1} (model.num_classes={num_classes}) and some text"
         )
     return label
 
@@ -208,13 +201,13 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
     """Raise DataError if a table lacks a column, or has it twice; `wanted` maps them to keys."""
     columns = list(columns)
     for column, key in wanted.items():
-        if columns.count(column) > 1:
-            raise DataError(f"{where}: {columns.count(column)} fields are named {column!r}, need 1")
-        if column not in columns:
+        if (count := columns.count(column)) != 1:
             likely = (*CHATS, *_TEXTS) if key == "text_column" else ()
             other = next((name for name in likely if {*name.split("+")} <= {*columns}), "NAME")
             need = f"have {', '.join(columns)}; set data.{key}={other}"
-            raise MissingColumn(f"{where}: no field {column!r}, {need}", columns)
+            raise MissingColumn(
+                f"{where}: {count or 'no'} field{'s' * (count > 1)} {column!r}, {need}", columns
+            )
 
 
 # -- The sources -----------------------------------------------------------------------------
@@ -388,9 +381,8 @@ def read_text(file: Path) -> str:
       DataError: If the file is unreadable or not UTF-8.
     """
     with _faults(file), _opened(file) as opened:
-        content = opened.read()
-        _refuse_nul(content.find(0), f"{file}: byte")
-        return content.removeprefix(codecs.BOM_UTF8).decode()
+        text = opened.read().removeprefix(codecs.BOM_UTF8).decode()
+    return _require_text(text, str(file))
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:

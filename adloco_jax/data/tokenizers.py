@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,23 +36,6 @@ _HUB_FILES += ("added_tokens.json", "config.json", GENERATION)
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A text by which two tokenizers are compared.
 _SAMPLE = "The quick brown fox\njumps over 1,300 dogs;\tdef f(x): return x**2  # größer, 日本語 🙂"
-
-
-class Render(Protocol):
-    """Renders the turns of a chat, and tools that it may call, by a chat template."""
-
-    def __call__(
-        self,
-        turns: list[dict[str, Any]],
-        prompts: bool,
-        tools: list[dict[str, Any]] | None = None,
-        date: str = "",
-    ) -> str:
-        """Return the text; if `prompts`, with the start of an answer.
-
-        `date` (YYYY-MM-DD) is what a template writes as today's; empty: today's.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +60,9 @@ class Tokenizer:
         config. Of a classifier none.
       special: The texts that become tokens of their own wherever they stand.
       template: The chat template; empty if there is none.
-      render: Renders turns by it; None if there is none.
+      render: `render(turns, prompts, tools=None, date="")` returns the text of a chat by the
+        template, if `prompts` with the start of an answer; `date` (YYYY-MM-DD, else today's) is
+        what the template writes as today's. None if there is no template.
       mark: `mark(turns, tools)` returns the answers in the text, as first character and the one
         behind, if the template marks them (`{% generation %}`); else None.
       turn_end: The added token by which it ends an answer, one id or none.
@@ -97,13 +82,13 @@ class Tokenizer:
     ends: tuple[int, ...] = ()
     special: tuple[str, ...] = ()
     template: str = ""
-    render: Render | None = None
+    render: Callable[..., str] | None = None
     mark: Callable[..., list[tuple[int, int]]] | None = None
     turn_end: tuple[int, ...] = ()
     name: str = ""
 
     def on(self, date: str) -> "Tokenizer":
-        """Return a tokenizer whose template writes a date; see `Render`.
+        """Return a tokenizer whose template writes a date; see `render`.
 
         Raises ConfigError if the template writes today's date otherwise.
         """
@@ -332,7 +317,7 @@ def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
     return given | ({"mark": mark} if re.search(r"\{%-?\s*generation\b", template) else {})
 
 
-def _turn_end(tokenizer: Any, render: Render) -> tuple[int, ...]:
+def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
     """Find the added token that follows an answer when it is rendered."""
     question, answer = ({"role": r, "content": "xyzzy"} for r in ("user", "assistant"))
     try:
@@ -396,15 +381,10 @@ def _hugging_face_tokenizer(
     if path.suffix == ".json":
         _name_special_tokens(tokenizer)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    if eot_id is None:
+    if eot_id is None or not tokenizer.is_fast:
         raise ConfigError(
-            f"{key}={path}: no end-of-text token: give a folder whose tokenizer_config.json names"
-            " one (eos_token)"
-        )
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            f"{key}={path}: {type(tokenizer).__name__} is a slow tokenizer, written in"
-            " Python only; name a tokenizer that has a tokenizer.json"
+            f"{key}={path}: {type(tokenizer).__name__} with eos_token {tokenizer.eos_token}: need a"
+            " folder with a tokenizer.json, whose tokenizer_config.json names an eos_token"
         )
     end = tokenizer.convert_ids_to_tokens(eot_id)
     if tokenizer.pad_token is None and (path.is_file() or text_length is not None):

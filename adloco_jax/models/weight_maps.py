@@ -1,5 +1,6 @@
 """Names that Hugging Face checkpoints have for the parameters and sizes of the models here."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import flax.linen as nn
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import label_by_name
+from adloco_jax.errors import reason
 from adloco_jax.models.bert import Bert
 from adloco_jax.models.llama import LayerKind, Llama, RopeScaling
 
@@ -99,8 +101,9 @@ _SIZES = {
 def _positive(key: str, value: Any, kind: type, fault: Fault) -> Any:
     """Return a number of config.json; if it is unusable, 1, and record the fault."""
     usable = isinstance(value, int | kind) and not isinstance(value, bool)
-    if not usable or not 0 < value < 2**31:
-        fault(key, value, f"a positive {kind.__name__}")
+    most = 2**12 if key == "num_hidden_layers" else 2**31  # the kinds of layers are listed
+    if not usable or not 0 < value < most:
+        fault(key, value, f"a positive {kind.__name__} below {most}")
         value = 1
     return kind(value)
 
@@ -123,52 +126,9 @@ def _flag(key: str, content: dict, fault: Fault) -> bool:
     return value is True
 
 
-# The values that `transformers` assumes in a family for keys that config.json lacks.
-_MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}
-_QWEN: dict[str, object] = {
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_ABSENT: dict[str, dict[str, object]] = {
-    "mistral": _MISTRAL,
-    "ministral": _MISTRAL,
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"head_dim": 128},
-    "smollm3": {
-        "num_key_value_heads": 4,
-        "rope_theta": 2e6,
-        "tie_word_embeddings": True,
-        "pad_token_id": 128004,
-    },
-    "seed_oss": {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "attention_bias": True,
-        "pad_token_id": 1,
-    },
-    "cwm": {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "sliding_window": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-    },
-}
-_ABSENT["gemma3_text"] = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "rope_theta": 1e6,
-}
 # What keys must say, if they are there.
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 _GEMMA |= {"final_logit_softcapping": None, "attn_logit_softcapping": None}
-_CWM_ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0}
-_CWM_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # The keys that switch biases on; other families ignore them.
 _BIASES = {
     "llama": ("attention_bias", "mlp_bias"),
@@ -178,18 +138,7 @@ _BIASES = {
     "cwm": ("mlp_bias",),
     "gemma3_text": ("attention_bias",),
 }
-# Whether layer i has the sliding window, if `layer_types` does not say so; no other family has one.
-_SLIDES: dict[str, Callable[[dict, int], bool]] = {
-    "mistral": lambda content, i: True,
-    "ministral": lambda content, i: True,
-    "qwen2": lambda content, i: i >= content["max_window_layers"],
-    "qwen3": lambda content, i: i >= content["max_window_layers"],
-    "smollm3": lambda content, i: content["use_sliding_window"] and not content["rotated"][i],
-    "cwm": lambda content, i: i % 4 != 0,
-    "gemma3_text": lambda content, i: (i + 1) % content["sliding_window_pattern"] != 0,
-}
 _TYPES = ("full_attention", "sliding_attention")
-_MOST_LAYERS = 4096  # of a model whose layers are listed
 # The kinds of rotary frequencies, and the keys of the numbers in `RopeScaling`.
 _ROPES = {
     "default": (),
@@ -199,47 +148,35 @@ _ROPES = {
 
 
 def _normalised_llama(content: dict, fault: Fault) -> dict:
-    content = _ABSENT.get(content["model_type"], {}) | content
-    if content.get("num_key_value_heads") is None:
-        content["num_key_value_heads"] = content.get("num_attention_heads")
+    """Return what transformers makes of a config.json: it fills in and renames what is missing."""
+    from transformers import CONFIG_MAPPING  # slow, and needed only for a checkpoint
+
+    count = _positive("num_hidden_layers", content.get("num_hidden_layers"), int, fault)
+    own = {key: content.get(key) for key in _SIZES} | {"num_hidden_layers": count}
+    try:
+        made = (
+            CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content | own)).to_dict()
+        )
+    except Exception as error:  # deliberately broad, because each version raises its own kinds
+        fault("keys", "one that transformers refuses", reason(error, 200))
+        return own | {
+            "model_type": "llama",
+            "num_key_value_heads": 1,
+            "rope_theta": 1.0,
+            "rope": {},
+        }
+    rope = made.get("rope_parameters") or {}
     if content["model_type"] == "gemma3_text":
-        content = _normalised_gemma(content, fault)
-    # transformers 5 writes `rope_parameters`, and 4 wrote `rope_scaling`. 5 takes the second if
-    # both are set.
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    rope = content.get(key) or (_CWM_ROPE if content["model_type"] == "cwm" else {})
+        made["sliding_rope"], rope = (rope.get(kind) or {} for kind in _TYPES[::-1])
     if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
-        fault(key, rope, "one object for all layers, or null")
-        rope = {}
-    longest, theta = "original_max_position_embeddings", content.get("rope_theta", 10_000.0)
-    rope = {"rope_theta": theta, longest: content.get("max_position_embeddings"), **rope}
-    rope |= {longest: content[longest]} if content.get(longest) else {}
-    return content | {"rope": (key, rope), "rope_theta": rope["rope_theta"]}
+        fault("rope_parameters", rope, "one object for all layers, or null")
+        rope = {"rope_theta": 1.0}
+    made["use_bidirectional_attention"] = made.get("use_bidirectional_attention") or False
+    return made | own | {"rope": rope, "rope_theta": rope.get("rope_theta")}
 
 
-def _normalised_gemma(content: dict, fault: Fault) -> dict:
-    """Replace the rotary frequencies of two kinds of layers by those of full attention."""
-    ropes, scaling = (content.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    parts = [part or {} for part in ropes.values()] if isinstance(ropes, Mapping) else [ropes]
-    if not all(isinstance(part, Mapping) for part in (scaling, *parts)) or not {*ropes} <= {
-        *_TYPES
-    }:
-        fault("rope_parameters", ropes, f"objects for {' and '.join(_TYPES)}")
-        ropes, scaling = {}, {}
-    full, sliding = ({**(ropes.get(kind) or {})} for kind in _TYPES)
-    full |= scaling
-    sliding = {"rope_theta": content.get("rope_local_base_freq", 1e4), **sliding}
-    is_bidirectional = content.get("use_bidirectional_attention") or False
-    return content | {
-        "rope_parameters": full,
-        "rope_scaling": None,
-        "sliding_rope": sliding,
-        "use_bidirectional_attention": is_bidirectional,
-    }
-
-
-def _rope_scaling(key: str, rope: Mapping, fault: Fault) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope_scaling(rope: Mapping, fault: Fault) -> RopeScaling | None:
+    key, kind = "rope_parameters", rope.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPES:
         fault(f"{key}: rope type", kind, " or ".join(_ROPES))
         return None
@@ -259,39 +196,19 @@ def _layer_kinds(
     """Return the kinds of the layers; one if all layers of the family are of one kind."""
     family, sliding = content["model_type"], rotary
     if family == "gemma3_text":
-        rope, key = content["sliding_rope"], "rope_parameters: sliding_attention"
-        theta = _positive(f"{key}: rope_theta", rope["rope_theta"], float, fault)
-        sliding = LayerKind(theta, _rope_scaling(key, rope, fault))
-    if family not in _SLIDES:
+        rope = content["sliding_rope"]
+        theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float, fault)
+        sliding = LayerKind(theta, _rope_scaling(rope, fault))
+    window = content.get("sliding_window")
+    if family in ("llama", "seed_oss"):
         return (rotary,)
-    window, types = content.get("sliding_window"), content.get("layer_types")
-    has_flag = _flag("use_sliding_window", content, fault)
-    if family in ("qwen2", "qwen3"):
-        if has_flag and not isinstance(first := content["max_window_layers"], int):
-            fault("max_window_layers", first, "a number of layers")
-            return (rotary,)
-        if not has_flag:
-            return (rotary,)
     if window is not None:
         window = _positive("sliding_window", window, int, fault)
     if family == "mistral":  # which ignores the types
         return (rotary._replace(window=window),)
-    if count > _MOST_LAYERS:
-        fault("num_hidden_layers", count, f"at most {_MOST_LAYERS}")
-        return (rotary,)
-    rotated, every = [True] * count, content.get("no_rope_layer_interval", 4)
-    if family == "smollm3":
-        every = _positive("no_rope_layer_interval", every, int, fault)
-        rotated = content.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
-        if not isinstance(rotated, list) or len(rotated) < count:
-            fault("no_rope_layers", rotated, f"a list of {count} numbers 0 or 1")
-            rotated = [True] * count
-    if types is None:
-        known = content | {"rotated": rotated, "use_sliding_window": has_flag}
-        every = content.get("sliding_window_pattern", 6)
-        known["sliding_window_pattern"] = _positive("sliding_window_pattern", every, int, fault)
-        types = [_TYPES[_SLIDES[family](known, i)] for i in range(count)]
-    if not isinstance(types, list) or len(types) != count or not {*map(str, types)} <= {*_TYPES}:
+    types = content.get("layer_types") or ()
+    rotated = content["no_rope_layers"] if family == "smollm3" else [True] * count
+    if len(rotated) < count or len(types) != count or not {*types} <= {*_TYPES}:
         fault("layer_types", types, f"a list of {count} names {' or '.join(_TYPES)}")
         return (rotary,)
     of_type = dict(zip(_TYPES, (rotary, sliding._replace(window=window)), strict=True))
@@ -302,10 +219,10 @@ def _layer_kinds(
 
 
 def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
-    family, (key, rope) = content["model_type"], content["rope"]
+    family, rope = content["model_type"], content["rope"]
     biases = {key: _flag(key, content, fault) for key in _BIASES.get(family, ())}
     qkv_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
-    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(key, rope, fault))
+    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(rope, fault))
     kinds = _layer_kinds(content, rotary, sizes["num_layers"], fault)
     is_uniform = {kind._replace(window=None) for kind in kinds} == {rotary} and len({*kinds}) == 1
     is_gemma, size = family == "gemma3_text", content.get("query_pre_attn_scalar")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from adloco_jax.config import unknown_key_fault, validate
@@ -36,9 +35,6 @@ MEASURES = {
     "time_s": "simulated seconds",
     "rounds": "rounds",
 }
-# Measures that grow while devices compute; the loss is interpolated over them between evaluations.
-# The other measures jump; the loss of an evaluation holds until the next evaluation.
-STEADY = ("tokens", "updates", "time_s")
 CHARGED = (
     "Synchronisations are blocking and summed over trainers: ends of rounds, merges and refused"
     " attempts, each with the state transfer to workers that join a trainer; where the consensus"
@@ -149,10 +145,6 @@ def tabulate(
 ) -> dict:
     """Compute the comparison's table from the runs' ledgers, as plain values, ready for JSON.
 
-    The budget of a measure (`MEASURES`) is the smallest final cost above zero of any run. The loss
-    "at equal" cost is the lowest within the budget, interpolated between evaluations for tokens,
-    updates and time. The cost "to reach" a loss is that of `to_reach`.
-
     Args:
       comparison: The comparison.
       folder: The folder of the comparison's runs, all of which have finished.
@@ -161,10 +153,10 @@ def tabulate(
     Returns:
       - `name`, `baseline`, `seeds` and `target_losses` of the comparison;
       - `ran`, `simulated`, `charged`: sentences on runs, cluster and counted synchronisations;
-      - `budgets`: the budget of each measure;
-      - `rows`: for each variant `final`, `at_equal`, `to_target` (a list by target loss) and
-        `to_baseline` (the final loss of the baseline with the same seed). Each value is summarised
-        over seeds: `median`, `low`, `high`, and `reached`, the number of `seeds` that have it.
+      - `rows`: for each variant its `final` loss and costs, and the costs (`to_reach`)
+        `to_target`, a list by target loss, and `to_baseline`, the final loss of the baseline with
+        the same seed. Each value is summarised over seeds: `median`, `low`, `high`, and `reached`,
+        the number of `seeds` that have it.
 
     Raises:
       DataError: If a run is missing or not finished.
@@ -181,15 +173,10 @@ def tabulate(
             line = {"start": last(events, "start"), "curve": curve(events, comparison.simulated)}
         curves.setdefault(run.variant, {})[run.seed] = line["curve"]
         starts.append(line["start"])
-    ends = [points[-1] for seeds in curves.values() for points in seeds.values()]
-    budgets = {m: min((end[m] for end in ends if end[m] > 0), default=0) for m in MEASURES}
     baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
     rows = {
         name: {
             "final": _over_seeds([points[-1] for points in seeds.values()], "loss"),
-            "at_equal": _over_seeds(
-                [{m: _lowest(points, m, budgets[m]) for m in MEASURES} for points in seeds.values()]
-            ),
             "to_target": [
                 _costs(seeds, dict.fromkeys(seeds, loss)) for loss in comparison.target_losses
             ],
@@ -203,7 +190,6 @@ def tabulate(
         "baseline": comparison.baseline,
         "target_losses": list(comparison.target_losses),
         "seeds": list(comparison.seeds),
-        "budgets": budgets,
         "simulated": str(comparison.simulated),
         "charged": CHARGED,
         "rows": rows,
@@ -213,10 +199,9 @@ def tabulate(
 def markdown(table: dict) -> str:
     """Format the result of `tabulate` in Markdown: medians over seeds, with ranges in brackets."""
     rows, shown = table["rows"], f"median of {counted(len(table['seeds']), 'seed')} (range)"
-    equal = [f"{MEASURES[m]} ({short(table['budgets'][m])})" for m in MEASURES]
     losses = [
-        [name, *(_described(row["at_equal"][m], _loss) for m in MEASURES)]
-        + [_described(row["final"]["loss"], _loss)]
+        [name, _described(row["final"]["loss"], "{:.3f}".format)]
+        + [_described(row["final"][m], short) for m in MEASURES]
         for name, row in rows.items()
     ]
     parts = [
@@ -225,9 +210,8 @@ def markdown(table: dict) -> str:
         f"**{plain(_conclusion(table))}**",
         "![What each variant spent to reach one and the same loss](front.svg)",
         f"{table['charged']} Seconds are simulated {table['simulated']}.",
-        f"Held-out loss (nats/token) at equal cost: the lowest that was reached within the cost"
-        f" ({', '.join(MEASURES[m] for m in STEADY)}: interpolated between evaluations); {shown}.",
-        markdown_table([["variant", *equal, "at its end"], *losses]),
+        f"Held-out loss (nats/token) and costs of the whole runs: {shown}.",
+        markdown_table([["variant", "loss", *MEASURES.values()], *losses]),
         f"What it took to reach the final loss of {plain(table['baseline'])}, seed by seed; a dash"
         " where fewer than half of the seeds did.",
         *_cost_tables({name: row["to_baseline"] for name, row in rows.items()}),
@@ -295,14 +279,6 @@ def _workdir(folder: str | Path, variant: str, seed: int) -> Path:
     return Path(folder) / name / f"seed-{seed}"
 
 
-def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None:
-    spent, losses = [p[measure] for p in points], [p["loss"] for p in points]
-    reached = [loss for x, loss in zip(spent, losses, strict=True) if x <= budget]
-    if measure in STEADY and spent[0] <= budget <= spent[-1]:
-        reached.append(float(np.interp(budget, spent, losses)))
-    return min(reached, default=None)
-
-
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
     never = dict.fromkeys(MEASURES)
     return _over_seeds([to_reach(seeds[s], losses[s]) or never for s in seeds])
@@ -343,9 +319,6 @@ def _described(spread: dict, shown: Callable[[float], str]) -> str:
         "-" if spread[name] is None else shown(spread[name]) for name in ("low", "median", "high")
     )
     return low if low == high else f"{middle} ({low} to {high})"
-
-
-_loss = "{:.3f}".format
 
 
 def figure(table: dict, *, command: str) -> Figure:
