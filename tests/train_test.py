@@ -116,7 +116,7 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
         (dict(corpus=object()), "corpus: an object without heldout_rows, fingerprint, sha"),
         (
             dict(corpus=dataclasses.replace(corpus(), rows=np.zeros((32, 9)))),
-            r"corpus.heldout_rows: float64 of shape \(16, 9\); ids \(\); give an array of int32",
+            r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",
         ),
         (dict(init_fn=lambda key: {}), "init_fn: its parameters hold no array"),
         (dict(inner_tx=0.1), "inner_tx: a float; give a transformation, such as optax.adamw"),

@@ -107,7 +107,7 @@ def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarra
     length = array.shape[1] - 1 if array.ndim == 2 else sequence_length or 0
     fits = array.ndim in (1, 2) and length >= 1 and sequence_length in (None, length)
     fits = fits and np.issubdtype(array.dtype, np.integer)
-    ids = (int(array.min(initial=0)), int(array.max(initial=0))) if fits else ()
+    ids = [int(array.min(initial=0)), int(array.max(initial=0))] if fits else []
     if not fits or not -(2**31) <= ids[0] <= ids[1] < 2**31:
         found = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
         raise ConfigError(f"{found}, ids {ids}; {_EXPECTED}")
