@@ -196,8 +196,7 @@ def fit(
     Raises:
       ConfigError: For all faults of the arguments, an optimizer that the settings also name, or a
         folder that cannot be used.
-      DataError: If there are too few held-out rows (one with one trainer, else two), or if
-        `corpus.batch` gives two workers the same rows.
+      DataError: If there are too few held-out rows: one with one trainer, else two.
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
     if isinstance(settings, ConfigDict):

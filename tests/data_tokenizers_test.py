@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from texts import write_documents
-from toy import data_settings, tiny_config
+from toy import tiny_config
 
 from adloco_jax.config import validate
-from adloco_jax.data import load_corpus, load_tokenizer
-from adloco_jax.data.rows import check_round_trip
+from adloco_jax.data import load_tokenizer
 from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
@@ -153,30 +151,6 @@ def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path):
         name = file.removesuffix("/tokenizer.json")
         with pytest.raises(DataError, match=f"{name}: damaged or no tokenizer"):
             load_tokenizer(str(tmp_path / name))
-
-
-def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path):
-    model = tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "[UNK]": 3}, unk_token="[UNK]")
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    numbers_only = str(tmp_path / "tokenizer.json")
-    backend.save(numbers_only)
-    texts = [f"about the noise of gradients {n % 3 + 1}" for n in range(200)]
-    records = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
-    path = write_documents(tmp_path, records)
-    settings = data_settings(source="jsonl", path=str(path), tokenizer=numbers_only)
-    for num_classes in (None, 2):
-        with pytest.raises(DataError, match=r"of 30 sampled documents.* of 900 bytes come back"):
-            load_corpus(settings, num_classes=num_classes)
-
-
-def test_a_tokenizer_that_drops_case_accents_and_spaces_is_not_refused(tmp_path):
-    alphabet = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
-    backend.normalizer = tokenizers.normalizers.BertNormalizer()
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.save(str(tmp_path / "tokenizer.json"))
-    check_round_trip(["TRÈS DÉJÀ VU\n"], load_tokenizer(str(tmp_path / "tokenizer.json")))
 
 
 # --- What an export makes of a text -----------------------------------------------------------

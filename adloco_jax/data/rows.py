@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,8 +38,6 @@ MIN_HELDOUT_ROWS = 2  # one for each use
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
 CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
-# How many documents, and how many characters of each, `check_round_trip` encodes and decodes.
-_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14
 # The names of the files that a preparation writes to `<folder>.partial`.
 _OURS = re.compile(r"request\.json|whole|copy|\.lock|\d+\.npz|\..+\.partial")
 
@@ -311,8 +308,6 @@ def _tokenise_side(
     files: list[dict] = []
 
     def keep(part: int, documents: int) -> None:
-        if not kept.num_tokens:
-            check_round_trip([document.text for document in pending], job.encoder)
         unread = {name for document in pending for name in document.answers.unread}
         kept.add(*_encode(pending, job, side), files, unread, part=part, documents=documents)
         bar.update(kept.num_tokens - bar.n)
@@ -348,36 +343,6 @@ def _tokenise_side(
         if enough:
             break
     keep(len(parts), 0)
-
-
-def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Encode and decode the beginnings of some texts; refuse a tokenizer that loses most of them.
-
-    The bytes that come back are counted in any order, without case and accents, which some
-    tokenizers drop on purpose.
-
-    Raises:
-      DataError: If less than half of the bytes come back.
-    """
-    step = max(1, len(texts) // _SAMPLED_DOCUMENTS)
-    sample = [text[:_SAMPLED_CHARS] for text in texts[::step][:_SAMPLED_DOCUMENTS]]
-    num_bytes = num_back = 0
-    for text, ids in zip(sample, tokenizer.encode_batch(sample), strict=True):
-        before, after = map(_count_plain_bytes, (text, tokenizer.decode(ids)))
-        num_bytes += int(before.sum())
-        num_back += int(np.minimum(before, after).sum())
-    if 2 * num_back < num_bytes:
-        raise DataError(
-            f"data.tokenizer={tokenizer.name}: of {len(sample)} sampled documents, encoded and"
-            f" decoded again, {num_back} of {num_bytes} bytes come back"
-            f" ({num_back / num_bytes:.1%}), need half: the tokenizer was not made for such text;"
-            " name another one, or data.tokenizer=bytes, which accepts any text"
-        )
-
-
-def _count_plain_bytes(text: str) -> np.ndarray:
-    plain = unicodedata.normalize("NFKD", text).casefold().encode()
-    return np.bincount(np.frombuffer(plain, np.uint8), minlength=256)
 
 
 def _is_enough(job: Job, kept: _Kept, side: int) -> bool:

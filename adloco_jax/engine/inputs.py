@@ -15,7 +15,6 @@ from adloco_jax.core.merge import allocate_workers
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.engine.sharding import num_sequential, placement, reshard
 from adloco_jax.engine.spec import Kind, Layout, ProgramKey, ProgramSpec
-from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import (
     after_merge,
     choose_members,
@@ -34,10 +33,6 @@ from adloco_jax.loop.plans import (
     update_flags,
 )
 from adloco_jax.settings import BatchingSettings, Settings
-
-# The first `_COMPARED` rows of a worker are compared with those of all other workers. Equal rows
-# are an error only if at least `_FEWEST_COMPARED` of them are distinct.
-_COMPARED, _FEWEST_COMPARED = 32, 6
 
 
 class Rows(Protocol):
@@ -248,10 +243,7 @@ def make_round_inputs(
     spec: ProgramSpec,
     rows: Rows,
 ) -> RoundInputs:
-    """Read every worker's next sequences, and send them to the devices.
-
-    Raises DataError if two workers start the first round of the run with the same rows.
-    """
+    """Read every worker's next sequences, and send them to the devices."""
     groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
         group.plan.num_sequences * sum(group.sizes) for group in groups
@@ -276,11 +268,9 @@ def make_round_inputs(
         rows_TRBL = _sequences(reads, group, spec, rows, tested_here)
         for index, read in enumerate(reads):
             flat = rows_TRBL[:, index].reshape(-1, spec.row_length)
-            beginnings[read] = flat[: max(count[read[0]], _COMPARED)]
+            beginnings[read] = flat[: count[read[0]]]
         rate_TR = np.repeat([rates[m] for m in group.trainers], group.sizes, axis=0).T
         calls.append(calls_of(group, rows_TRBL, rate_TR, np.array(reads, np.int32), spec))
-    if control.round == 0:
-        _require_different_rows(beginnings)
     stats_rows = [
         padded_stats_rows(
             group,
@@ -341,20 +331,6 @@ def _positions(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndar
         places = enumerate(group.positions)
         return [(workers[i : i + 1], (np.array(place, np.int32),)) for i, place in places]
     return [(workers[at::count], (np.array(at, np.int32),)) for at in range(count)]
-
-
-def _require_different_rows(beginnings: Mapping[tuple[int, int, int], np.ndarray]) -> None:
-    """Raise DataError if two workers start with the same rows, and so compute the same updates."""
-    first_with = {}
-    for read, rows_BL in ((read, rows_BL[:_COMPARED]) for read, rows_BL in beginnings.items()):
-        before = first_with.setdefault(rows_BL.tobytes(), read)
-        # A few rows may be equal by chance; rows that another process reads are all zero here.
-        if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
-            raise DataError(
-                f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"
-                f" {read[0]}, stream {read[1]} the same {len(rows_BL)} rows; choose rows by both"
-                " arguments, trainer and stream"
-            )
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:

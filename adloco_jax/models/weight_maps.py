@@ -119,13 +119,6 @@ def _pad_id(content: dict, fault: Fault) -> int | None:
     return pad_id % size
 
 
-def _flag(key: str, content: dict, fault: Fault) -> bool:
-    value = content.get(key, False)
-    if not isinstance(value, bool):
-        fault(key, value, "true or false")
-    return value is True
-
-
 # What keys must say, if they are there.
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 _GEMMA |= {"final_logit_softcapping": None, "attn_logit_softcapping": None}
@@ -154,9 +147,9 @@ def _normalised_llama(content: dict, fault: Fault) -> dict:
     count = _positive("num_hidden_layers", content.get("num_hidden_layers"), int, fault)
     own = {key: content.get(key) for key in _SIZES} | {"num_hidden_layers": count}
     try:
-        made = (
-            CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content | own)).to_dict()
-        )
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content | own))
+        config.standardize_rope_params()  # as the model does
+        made = config.to_dict()
     except Exception as error:  # deliberately broad, because each version raises its own kinds
         fault("keys", "one that transformers refuses", reason(error, 200))
         return own | {
@@ -220,7 +213,7 @@ def _layer_kinds(
 
 def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
     family, rope = content["model_type"], content["rope"]
-    biases = {key: _flag(key, content, fault) for key in _BIASES.get(family, ())}
+    biases = {key: bool(content.get(key)) for key in _BIASES.get(family, ())}
     qkv_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
     rotary = LayerKind(sizes["rope_theta"], _rope_scaling(rope, fault))
     kinds = _layer_kinds(content, rotary, sizes["num_layers"], fault)
@@ -248,7 +241,7 @@ def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
         "query_size": size if is_gemma else None,
         "activation": "gelu_tanh" if is_gemma else "silu",
         "scales_embedding": is_gemma,
-        "tied": _flag("tie_word_embeddings", content, fault),
+        "tied": bool(content.get("tie_word_embeddings")),
         "pad_id": _pad_id(content, fault),
     }
 
