@@ -86,14 +86,18 @@ def download(
             api = huggingface_hub.HfApi()
             info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
-            best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
-            if best is None:
-                missing = f"the repository has no file {' or '.join(one_of)}"
-                raise ConfigError(f"{where}: {missing}{hint and '; '}{hint}")
-            folder = get(best)
+            folder = get(first_match(names, one_of, where, hint))
     for file in sorted(folder.rglob("*")):
         _check_content(file, where)
     return folder
+
+
+def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: str) -> str:
+    """Return the first pattern that any name matches; ConfigError, with `hint`, if none does."""
+    best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
+    if best is None:
+        raise ConfigError(f"{where}: it has no file {' or '.join(one_of)}{hint and '; '}{hint}")
+    return best
 
 
 def make_repository(name: str, *, private: bool) -> None:

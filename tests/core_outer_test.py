@@ -396,10 +396,10 @@ def test_bfloat16_parameters_keep_every_dtype():
     ("shapes", "num_accum_steps", "words"),
     [
         ([(2, 4, 6)], 1, r"batch: .*\(2, 4, 6\).* R=3"),
-        ([(2, 3, 6)], 4, "batch: 6 examples .* num_accum_steps=4"),
+        ([(2, 3, 6)], 4, r"batch: .*\(2, 3, 6\).* num_accum_steps=4"),
         ([(2, 3, 0)], 1, r"batch: .*\(2, 3, 0\)"),
-        ([], 1, "batch: expected a pytree"),
-        ([(2, 3, 3), (1, 3, 3)], 1, "batch: a leaf has shape"),
+        ([], 1, r"batch: its leaves begin with \[\]"),
+        ([(2, 3, 3), (1, 3, 3)], 1, r"batch: .* \[\(1, 3, 3\), \(2, 3, 3\)\]"),
     ],
 )
 def test_wrong_shapes_are_named_while_tracing(shapes, num_accum_steps, words):

@@ -64,23 +64,15 @@ def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
     """Check that leaves start with [T, R, B], or [S, R, A*B] if accumulated; return T or S."""
-    axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
-    num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
-    leaves = jax.tree.leaves(batch)
-    if not leaves:
-        raise ValueError(f"{name}: expected a pytree with at least one array")
-    shape = leaves[0].shape[:3]
-    for leaf in leaves:
-        if len(shape) < 3 or leaf.shape[:3] != shape or shape[1] != num_workers or 0 in shape:
-            raise ValueError(
-                f"{name}: a leaf has shape {leaf.shape}, expected [{axes}, ...] with"
-                f" R={num_workers} workers and the same {axes[0]} >= 1 and {axes[6:]} >= 1 in every"
-                " leaf"
-            )
-    if shape[2] % num_accum_steps:
+    axes, accum = ("T, R, B", 1) if num_accum_steps is None else ("S, R, A*B", num_accum_steps)
+    shapes = {leaf.shape[:3] for leaf in jax.tree.leaves(batch)}
+    shape = min(shapes, default=())
+    fits = len(shapes) == 1 and len(shape) == 3 and shape[1] == num_workers and 0 not in shape
+    if not fits or shape[2] % accum:
         raise ValueError(
-            f"{name}: {shape[2]} examples per update do not divide into"
-            f" num_accum_steps={num_accum_steps} micro-batches"
+            f"{name}: its leaves begin with {sorted(shapes)}, expected one shape [{axes}, ...] of"
+            f" R={num_workers} workers, without a zero, and {axes[6:]} divisible by"
+            f" num_accum_steps={accum}"
         )
     return shape[0]
 

@@ -151,10 +151,17 @@ def find(path: str, *, key: str) -> dict[str, File]:
       DataError: If there is no file, or a link leads nowhere.
       hub.Unreachable: If the server does not answer.
     """
-    return _find_remote(path, key) if is_address(path) else _find_local(path, key)
+    files, is_folder = (_find_remote if is_address(path) else _find_local)(path, key)
+    if not files:
+        what = "no such file or folder"
+        if is_folder or glob.has_magic(path):
+            what = "an empty folder" if is_folder else "no file matches"
+            what += " (names that begin with . or _ are left out)"
+        raise DataError(f"{key}={path}: {what}")
+    return files
 
 
-def _find_local(path: str, key: str) -> dict[str, File]:
+def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
     start = _local_path(path, key=key)
     base, parts, files = start, ["**"], {}
     if not start.is_dir():
@@ -167,16 +174,7 @@ def _find_local(path: str, key: str) -> dict[str, File]:
                 files.setdefault(file.resolve(), file)
             elif not file.exists():
                 raise DataError(f"{key}={path}: {file} is a link that leads nowhere; remove it")
-    if not files:
-        raise DataError(f"{key}={path}: {_nothing(path, is_folder=start.is_dir())}")
-    return {file.relative_to(base).as_posix(): file for file in files.values()}
-
-
-def _nothing(path: str, *, is_folder: bool) -> str:
-    if not is_folder and not glob.has_magic(path):
-        return "no such file or folder"
-    what = "an empty folder" if is_folder else "no file matches"
-    return f"{what} (names that begin with . or _ are left out)"
+    return {f.relative_to(base).as_posix(): f for f in files.values()}, start.is_dir()
 
 
 def _is_read(name: str, pattern: str) -> bool:
@@ -211,7 +209,7 @@ def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
             yield entry
 
 
-def _find_remote(path: str, key: str) -> dict[str, File]:
+def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
     where, kind = f"{key}={path}", path.partition("://")[0]
     with hub.faults(where):
         system, path = _file_system(path, key)
@@ -226,7 +224,7 @@ def _find_remote(path: str, key: str) -> dict[str, File]:
             first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
             base, parts = "/".join(parts[:first]), parts[first:]
         if about["type"] == "file":
-            return {PurePosixPath(path).name: _remote_file(kind, about)}
+            return {PurePosixPath(path).name: _remote_file(kind, about)}, False
         # Not `system.glob`, which leaves out an object beside a folder of the same name.
         depth = None if "**" in parts else len(parts)
         found = system.find(base, maxdepth=depth, detail=True)
@@ -237,25 +235,19 @@ def _find_remote(path: str, key: str) -> dict[str, File]:
         if found[name]["type"] == "file" and short and not name.endswith("/")
         if _fits(short.split("/"), parts)
     }
-    if not files:
-        raise DataError(f"{where}: {_nothing(path, is_folder=about['type'] != 'missing')}")
-    return files
+    return files, about["type"] != "missing"
 
 
 def _file_system(address: str, key: str) -> tuple[Any, str]:
     import fsspec
 
     kind, _, rest = address.partition("://")
-    if kind not in _KINDS:
+    has_user = "@" in rest.partition("/")[0] and kind != "az"
+    if kind not in _KINDS or has_user or (kind.startswith("http") and "?" in rest):
         raise ConfigError(
             f"{key}: is an address; give a path, a name on the Hugging Face hub, or an address that"
-            f" begins with {'://, '.join(_KINDS[:-1])}://"
-        )
-    has_user = "@" in rest.partition("/")[0] and kind != "az"
-    if has_user or (kind.startswith("http") and "?" in rest):
-        raise ConfigError(
-            f"{key}: has a user or a query; a run records its addresses, so leave these out, and"
-            " give access by the environment"
+            f" begins with {'://, '.join(_KINDS[:-1])}://, without a user or a query, as a run"
+            " records its addresses; give access by the environment"
         )
     return fsspec.url_to_fs(address)
 
@@ -348,10 +340,7 @@ def _copied(
     address: str, wanted: Sequence[str], *, one_of: Sequence[str], key: str, hint: str
 ) -> Path:
     found: Any = find(address, key=key)
-    best = next((pattern for pattern in one_of if fnmatch.filter(found, pattern)), None)
-    if best is None:
-        missing = f"the folder has no file {' or '.join(one_of)}"
-        raise ConfigError(f"{key}={address}: {missing}{hint and '; '}{hint}")
+    best = hub.first_match([*found], one_of, f"{key}={address}", hint)
     names = {name for pattern in (*wanted, best) for name in fnmatch.filter(found, pattern)}
     files = {name: found[name] for name in sorted(names) if "/" not in name}
     content = json.dumps([dataclasses.astuple(file) for file in files.values()])
