@@ -66,7 +66,7 @@ def checked_batch_length(
     """Check that leaves start with [T, R, B], or [S, R, A*B] if accumulated; return T or S."""
     axes, accum = ("T, R, B", 1) if num_accum_steps is None else ("S, R, A*B", num_accum_steps)
     shapes = {leaf.shape[:3] for leaf in jax.tree.leaves(batch)}
-    shape = min(shapes, default=())
+    shape: tuple[int, ...] = min(shapes, default=())
     fits = len(shapes) == 1 and len(shape) == 3 and shape[1] == num_workers and 0 not in shape
     if not fits or shape[2] % accum:
         raise ValueError(
