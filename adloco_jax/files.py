@@ -53,12 +53,6 @@ def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
 _adapter = functools.cache(TypeAdapter)
 
 
-def requests_to_put(num_bytes: int) -> int:
-    """Return how many requests write an object: one, or a start, its pieces and an end."""
-    pieces = -(-num_bytes // PIECE_BYTES)
-    return 1 if pieces == 1 else pieces + 2
-
-
 def read_json(
     path: Path, error: type[Exception], *, max_bytes: int | None = None, links: bool = False
 ) -> dict:

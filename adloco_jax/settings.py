@@ -515,11 +515,9 @@ class EngineSettings(SettingsGroup):
     quorum: Count | None = None
     """Number of a trainer's learners whose results suffice to end its round. Unset: all."""
     grace_s: Amount = 5.0
-    """Seconds to wait for other learners after the quorum is reached; more if their responses have
-    varied more."""
+    """Seconds to wait for other learners after the quorum is reached."""
     heartbeat_s: Positive = 20.0
-    """Seconds without a heartbeat after which a learner is lost; more if its heartbeats have taken
-    longer."""
+    """Seconds without a heartbeat after which a learner is lost."""
     restart_s: Positive = 120.0
     """Seconds to wait for a learner to start; then others take over its workers."""
     link: Link = ""

@@ -332,7 +332,7 @@ def test_an_adapter_names_the_commit_of_its_base_and_is_read_with_it(tmp_path, m
 
 
 def test_learners_of_ray_are_sent_the_adapter_alone(trained, weights, monkeypatch, tmp_path):
-    there = Here(monkeypatch, lambda *_: "answer")
+    there = Here(monkeypatch, lambda *_: "response")
     config = adapted(weights, engine={"kind": "ray"})
     assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
     assert there.given.base.params is None and there.given.base.fingerprint

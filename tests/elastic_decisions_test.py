@@ -10,10 +10,8 @@ from adloco_jax.elastic import rounds
 from adloco_jax.elastic.decisions import (
     LearnerRecord,
     assign,
-    jitter_s,
     too_large,
     updates_by_speed,
-    usual_s,
 )
 from adloco_jax.settings import EngineSettings
 
@@ -80,12 +78,11 @@ def test_a_round_ends_with_all_or_after_the_grace_of_a_quorum(
 ):
     now_s = iter([100.0, 100.0 + since_s])
     monkeypatch.setattr(rounds, "time", types.SimpleNamespace(monotonic=lambda: next(now_s)))
-    learners = {n: LearnerRecord(n, 0, 0.0) for n in range(reported + awaited)}
     rule = EngineSettings(kind="ray", quorum=quorum, grace_s=5.0)
     each = rounds.Round(None, None, None, start_s=0.0, reported={*range(reported)})
-    each.awaited = learners.keys() - each.reported
-    each.is_over(rule, learners)
-    assert each.is_over(rule, learners) == over
+    each.awaited = {*range(reported, reported + awaited)}
+    each.is_over(rule)
+    assert each.is_over(rule) == over
 
 
 def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_speed():
@@ -119,22 +116,17 @@ def test_an_update_a_thousand_times_too_large_never_counts():
     assert too_large({0: 2e3}, 0.0) == set()  # nothing to compare with
 
 
-def test_deadlines_follow_the_median_and_spread_of_what_was_measured():
+def test_deadlines_follow_the_median_of_what_was_measured():
     learner = LearnerRecord(0, 0, 0.0, joined=True, sequence_s=0.5)
     for measured, usual in [
         ([], 0),
         ([30.0], 30),  # the only measurement counts as usual
-        ([32.0, 31.0, 500.0, 29.0], 31 + 8 * 1),  # one of them compiled, too
+        ([32.0, 31.0, 500.0, 29.0], 31),  # one of them compiled, too
     ]:
         learner.transfer_s.extend(measured)
         learner.sent(100, 10.0, heartbeat_s=1.0)
         assert learner.due_s == 10 + 5 * (50 + usual)
     learner.due_s = None
-    assert jitter_s([3.0, 9.0]) == 0.0 and usual_s([3.0, 9.0]) == 0.0
-    assert usual_s([4.0, 5.0, 7.0]) == 5 + 8 * 1
     learner.asked_s = 0.0
     assert "no sign for 21.0 s" in learner.fault(21.0, heartbeat_s=20.0, restart_s=60.0)
-    learner.sign_s.extend([10.0, 12.0, 13.0])
     assert not learner.fault(20.0, heartbeat_s=20.0, restart_s=60.0)
-    assert "no sign" in learner.fault(20.1, heartbeat_s=20.0, restart_s=60.0)
-    assert not learner.fault(20.0, heartbeat_s=1.0, restart_s=60.0)

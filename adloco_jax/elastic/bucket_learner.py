@@ -193,8 +193,8 @@ class BucketLearner:
             self._store.delete(self.handle.heartbeat_name())
         there, why = self._store, "left" if self.learner.leaving else "the run is over"
         self._say(
-            f"{why}: {self._num_responses} responses, {there.requests} requests,"
-            f" {there.bytes_up} bytes up, {there.bytes_down} bytes down"
+            f"{why}: {self._num_responses} responses, {there.bytes_up} bytes up,"
+            f" {there.bytes_down} bytes down"
         )
 
     def step(self) -> str:

@@ -15,8 +15,6 @@ import numpy as np
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
-# A measured duration may exceed its median by this factor times its median distance to the median.
-_SPREADS = 8.0
 # An update of more than this factor times the trainer's last ones (at the start, times its
 # parameters) never counts.
 HUGE = 1e3
@@ -35,8 +33,7 @@ class LearnerRecord:
     asked_s: float | None = None  # time of a ping without a response yet
     next_s: float = 0.0  # time of the next ping
     sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
-    # The last seconds to the response of a heartbeat, and of a request without the round itself.
-    sign_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
+    # The last seconds from a request to its response, without the round itself.
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     spent_s: float = 0.0  # up to when it has said what it did with its time
     sent_s: float = 0.0  # when its present request was submitted
@@ -51,14 +48,12 @@ class LearnerRecord:
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
         """Say in words why the learner now counts as lost; empty if it does not.
 
-        `heartbeat_s` limits the wait for a heartbeat (unless earlier ones took longer), `restart_s`
-        that for the first response.
+        `heartbeat_s` limits the wait for a heartbeat, `restart_s` that for the first response.
         """
         if not self.joined:
             is_late = now_s - self.started_s > restart_s
             return f"did not start within {restart_s:g} s" if is_late else ""
-        longest_s = max(heartbeat_s, usual_s(self.sign_s))
-        if self.asked_s is not None and now_s - self.asked_s > longest_s:
+        if self.asked_s is not None and now_s - self.asked_s > heartbeat_s:
             return f"gave no sign for {now_s - self.asked_s:.1f} s"
         if self.due_s is not None and now_s > self.due_s:
             return "at work for longer than its measured speed explains"
@@ -68,8 +63,7 @@ class LearnerRecord:
         """Return the seconds until some sequences are done and sent; infinity if unknown."""
         if self.sequence_s is None:
             return math.inf
-        transfer_s = usual_s(self.transfer_s) or max(self.transfer_s, default=0.0)
-        return self.sequence_s * sequences + transfer_s
+        return self.sequence_s * sequences + statistics.median(self.transfer_s or [0.0])
 
     def sent(self, sequences: int, now_s: float, *, heartbeat_s: float) -> None:
         """Record that a request for some sequences is sent, and until when they must be done.
@@ -83,19 +77,6 @@ class LearnerRecord:
         """Return what the learner says that it did since the last time; at most the time since."""
         since_s, self.spent_s = now_s - max(self.spent_s, self.started_s), now_s
         return np.array(spent_s) * min(1.0, since_s / max(sum(spent_s), 1e-9))
-
-
-def jitter_s(measured: Sequence[float]) -> float:
-    """Return by how much a duration may exceed the median of three or more measurements; else 0."""
-    if len(measured) < 3:
-        return 0.0
-    median = statistics.median(measured)
-    return _SPREADS * statistics.median(abs(seconds - median) for seconds in measured)
-
-
-def usual_s(measured: Sequence[float]) -> float:
-    """Return how long something may take, by its last measurements; 0 if there are too few."""
-    return statistics.median(measured) + jitter_s(measured) if len(measured) >= 3 else 0.0
 
 
 def pause_s(failures: float) -> float:

@@ -162,7 +162,7 @@ class ElasticEngine:
             else:
                 self._begin(state)
             under_way = [m for m in control.trainers if m in self.rounds]
-            over = [m for m in under_way if self.rounds[m].is_over(rule, self.pool.learners)]
+            over = [m for m in under_way if self.rounds[m].is_over(rule)]
             if over and (not together or len(over) == len(control.trainers)):
                 break
             self._poll()

@@ -246,8 +246,6 @@ class LearnerPool:
         """Process a learner's response to a ping; the first says what it has."""
         if not learner.joined:
             return self._greet(learner, found.hello)
-        if learner.asked_s is not None:
-            learner.sign_s.append(time.monotonic() - learner.asked_s)
         learner.asked_s = None
         learner.leaving |= found.leaving
         if found.compiling and learner.due_s is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adloco_jax.elastic.decisions import LearnerRecord, jitter_s, too_large
+from adloco_jax.elastic.decisions import LearnerRecord, too_large
 from adloco_jax.elastic.formats import Refused, Request, check_form
 from adloco_jax.elastic.learner import Response, response_form
 from adloco_jax.engine.round import Outcome
@@ -45,19 +45,16 @@ class Round:
             is_finite = response.differences.usable_R.all() and math.isfinite(norm)
             self.norms[worker_id] = norm if is_finite else math.nan
 
-    def is_over(self, rule: EngineSettings, learners: Mapping[int, LearnerRecord]) -> bool:
+    def is_over(self, rule: EngineSettings) -> bool:
         """Whether the round ends now; store the time of the quorum, or of all, if fewer take part.
 
-        It ends when all have answered, or some time after the quorum: the grace, or as long as the
-        responses of `learners` usually vary. It never ends without a response.
+        It ends when all have answered, or `grace_s` after the quorum; never without a response.
         """
         now_s, reported = time.monotonic(), len(self.reported)
         num_all = reported + len(self.awaited)
         if reported >= min(rule.quorum or num_all, num_all):
             self.quorum_s = min(self.quorum_s, now_s)
-        varies_s = [jitter_s(learners[number].transfer_s) for number in self.awaited]
-        grace_s = max([rule.grace_s, *varies_s])
-        return reported > 0 and (not self.awaited or now_s - self.quorum_s >= grace_s)
+        return reported > 0 and (not self.awaited or now_s - self.quorum_s >= rule.grace_s)
 
     def judge(self, usual: float) -> None:
         """Decide which responses count: finite, and not too large beside the `usual` norm."""

@@ -28,7 +28,7 @@ from safetensors.numpy import load, save
 
 from adloco_jax.elastic.formats import Refused, array_bytes, check_form
 from adloco_jax.errors import ConfigError, ResourceError, reason
-from adloco_jax.files import PIECE_BYTES, Format, checked, requests_to_put
+from adloco_jax.files import PIECE_BYTES, Format, checked
 from adloco_jax.run import processes
 from adloco_jax.run.terminal import say
 from adloco_jax.settings import bytes_per_s
@@ -88,7 +88,7 @@ class Store:
         from obstore.store import from_url
 
         self.url, self.patience_s, self._known = url, patience_s, set[str]()
-        self.requests = self.bytes_up = self.bytes_down = 0
+        self.bytes_up = self.bytes_down = 0
         self._counting = threading.Lock()
         self.hold("")
         self._folder: Path | None = None  # of file://
@@ -147,7 +147,7 @@ class Store:
             return data
 
         data = self.patiently("read", name, read)
-        self._count(1, down=len(data or b""))
+        self._count(down=len(data or b""))
         return None if data is None else bytes(data)
 
     def message(self, name: str, kind: type[F]) -> F | None:
@@ -191,7 +191,7 @@ class Store:
         put = functools.partial(self._store.put, name, data, **how)
         self._up.carry(len(data))
         self.patiently("write", name, lambda n: self.answered("write", len(data), n, put))
-        self._count(requests_to_put(len(data)), up=len(data))
+        self._count(up=len(data))
 
     def create(self, name: str, message: Format) -> bool:
         """Write an object of JSON unless there is one; say whether this call has written it."""
@@ -209,12 +209,11 @@ class Store:
                 return False
             return True
 
-        self._count(1, up=len(data))
+        self._count(up=len(data))
         return self.patiently("write", name, write)
 
     def delete(self, *names: str) -> None:
         """Delete objects, if they are there and may be deleted."""
-        self._count(len(names))
         for name in names:  # what is left costs space only
             try:
                 self.answered("write", 0, 0, functools.partial(self._store.delete, name))
@@ -225,15 +224,13 @@ class Store:
 
     def names(self) -> list[str]:
         """List the names of all objects; the list is empty if listing is not permitted."""
-        self._count(1)
         with contextlib.suppress(Exception):
             found = self.answered("read", 0, 0, lambda: self._store.list().collect())
             return sorted(each["path"] for each in found)
         return []
 
-    def _count(self, requests: int, *, up: int = 0, down: int = 0) -> None:
+    def _count(self, *, up: int = 0, down: int = 0) -> None:
         with self._counting:
-            self.requests += requests
             self.bytes_up += up
             self.bytes_down += down
 
