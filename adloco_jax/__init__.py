@@ -54,9 +54,13 @@ if TYPE_CHECKING:  # the public names, for type checkers
     from adloco_jax.data import DATA_SOURCES as DATA_SOURCES
     from adloco_jax.data import ArrayRows as ArrayRows
     from adloco_jax.data import DataSource as DataSource
+    from adloco_jax.elastic.transport import TRANSPORTS as TRANSPORTS
+    from adloco_jax.elastic.transport import Transport as Transport
+    from adloco_jax.elastic.transport import TransportEntry as TransportEntry
     from adloco_jax.loop.adloco import State as State
     from adloco_jax.models.architectures import ARCHITECTURES as ARCHITECTURES
     from adloco_jax.models.architectures import Architecture as Architecture
+    from adloco_jax.run.trackers import LOGGERS as LOGGERS
     from adloco_jax.training import Result as Result
     from adloco_jax.training import fit as fit
     from adloco_jax.training import join as join
@@ -76,8 +80,10 @@ _HOMES = {
     " start_round",
     "core.types": "BatchPlan Ensemble GradientStats RoundMetrics init put take",
     "data": "DATA_SOURCES ArrayRows DataSource",
+    "elastic.transport": "TRANSPORTS Transport TransportEntry",
     "loop.adloco": "State",
     "models.architectures": "ARCHITECTURES Architecture",
+    "run.trackers": "LOGGERS",
     "training": "Result fit join train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -45,10 +45,14 @@ RECORDED = "recorded"
 
 
 class Entry(NamedTuple):
-    """Annotates an option that names an entry of a public table; `names`: the package's own."""
+    """Annotates an option that names an entry of a public table; `names`: the package's own.
+
+    `besides` is a name that no entry has.
+    """
 
     table: str
     names: str
+    besides: str = ""
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return handler(schema) | {"examples": self.names.split()}
@@ -90,9 +94,10 @@ class SettingsGroup(
 
     def _unknown_names(self, tables: Tables) -> Iterator[Rule]:
         for name, field in type(self).model_fields.items():
-            for table in (tables[mark.table] for mark in field.metadata if isinstance(mark, Entry)):
-                if getattr(self, name) not in table:
-                    yield name, f"must be {' or '.join(map(repr, table))}"
+            for mark in (each for each in field.metadata if isinstance(each, Entry)):
+                known = [*filter(None, [mark.besides]), *tables[mark.table]]
+                if getattr(self, name) not in known:
+                    yield name, f"must be {' or '.join(map(repr, known))}"
 
     def faults(self, tables: Tables) -> list[str]:
         """Describe names that no table has, else broken rules; those of the groups come first.
@@ -504,7 +509,7 @@ class CheckpointSettings(SettingsGroup):
 class EngineSettings(SettingsGroup):
     """Where workers run: in this process, or in learner processes that may come and go."""
 
-    kind: Literal["local", "ray", "bucket"] = "local"
+    kind: Annotated[str, Entry("TRANSPORTS", "local ray bucket", besides="local")] = "local"
     """local: in this process. ray: in learners, processes of a Ray cluster; needs the extra ray.
     bucket: in learners anywhere that share a bucket; needs the extra bucket."""
     address: str = ""

@@ -22,7 +22,7 @@ from adloco_jax.core.types import Ensemble, LossFn, described
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import bucket_learner
 from adloco_jax.elastic.engine import ElasticEngine
-from adloco_jax.elastic.pool import TRANSPORTS
+from adloco_jax.elastic.transport import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LAST_S, LocalEngine, OnCall
@@ -378,7 +378,7 @@ def check_possible(settings: Settings, folder: Path, *, accept: bool) -> None:
                 f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
                 " --coordinator, or set engine.kind=local"
             )
-        TRANSPORTS[kind].check_possible(settings, folder)
+        TRANSPORTS[kind].check(settings, folder)
     check_config(folder, settings, accept=accept)
     require_usable(folder)
 

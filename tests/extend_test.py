@@ -15,9 +15,11 @@ from adloco_jax import (
     AGGREGATORS,
     BATCH_TESTS,
     INNER_OPTIMIZERS,
+    LOGGERS,
     MERGE_POLICIES,
     OUTER_OPTIMIZERS,
     ROUND_LENGTHS,
+    TRANSPORTS,
 )
 from adloco_jax.cli.names import load_config
 from adloco_jax.config import validate
@@ -29,14 +31,14 @@ from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-NAMES = ("aggregator", "batch_test", "merge_policy", "optimizers", "round_length")
+NAMES = ("aggregator", "batch_test", "merge_policy", "optimizers", "round_length", "transport")
 
 
 @pytest.fixture(autouse=True)
 def tables_as_they_were():
     with contextlib.ExitStack() as stack:
-        optimizers = (INNER_OPTIMIZERS, OUTER_OPTIMIZERS)
-        for table in (AGGREGATORS, BATCH_TESTS, MERGE_POLICIES, ROUND_LENGTHS, *optimizers):
+        rules = (AGGREGATORS, BATCH_TESTS, MERGE_POLICIES, ROUND_LENGTHS)
+        for table in (*rules, INNER_OPTIMIZERS, OUTER_OPTIMIZERS, LOGGERS, TRANSPORTS):
             stack.enter_context(mock.patch.dict(table))
         yield
 
@@ -59,6 +61,7 @@ def test_an_example_trains(name, tmp_path):
         batching={"test": test, "test_batch_size": 8},
         merge={"policy": policy, "every_rounds": 2},
         eval={"every_rounds": 3},
+        engine={"kind": own.engine.kind},
     )
     result = run(tmp_path / "run", settings)
     assert np.isfinite(result.loss) and result.loss < 1.79  # an untrained model has log 6
@@ -67,10 +70,31 @@ def test_an_example_trains(name, tmp_path):
         assert any(e["test_value"] for e in events if e["event"] == "round")
     if own.inner.round_length == "post_local":
         assert [e["updates"] for e in events if e["event"] == "round"] == [3, 3, 12]
+    if own.engine.kind == "memory":
+        joined = [e["learner"] for e in events if e["event"] == "learner" and e["what"] == "joined"]
+        assert joined == [0, 1]
     if policy == "highest_losses":
         (merge,) = (e for e in events if e["event"] == "merge")
         # the best is the representative
         assert merge["loss_before"] == sorted(merge["loss_before"])
+
+
+def test_a_logger_of_a_config_file_gets_the_lines_of_the_ledger(tmp_path):
+    sent, closed = [], []
+
+    @contextlib.contextmanager
+    def logger(workdir, history):
+        yield lambda event: sent.append((workdir, event["event"]))
+        closed.append(len(sent))
+
+    LOGGERS["mine"] = logger
+    run(tmp_path, settings_of(num_rounds=2, eval={"every_rounds": 2}))
+    assert [event for _, event in sent if event in ("start", "round", "eval")] == [
+        "start",
+        *["round"] * 2,
+        "eval",
+    ]
+    assert {workdir for workdir, _ in sent} == {tmp_path} and closed == [len(sent)]
 
 
 def undefined(*_, **__):

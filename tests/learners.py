@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
-import itertools
+import runpy
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -17,30 +18,32 @@ from adloco_jax.elastic import (
     pool,
     rounds,
     store,
+    transport,
 )
-from adloco_jax.elastic.formats import Refused, Sign, array_bytes
+from adloco_jax.elastic.formats import Sign, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
+from adloco_jax.elastic.transport import TransportEntry
 from adloco_jax.errors import ResourceError
 from adloco_jax.run import processes
 
+ROOT = Path(__file__).resolve().parents[1]
+InMemory: Any = runpy.run_path(str(ROOT / "examples" / "transport.py"))["InMemory"]
 
-class Here:
-    """Stands in for a transport of `pool.TRANSPORTS`.
+
+class Here(InMemory):
+    """The transport of examples/transport.py, with simulated time and a fate for each call.
 
     `fate` is asked at every look at a call: by learner, incarnation, method and arguments it
     returns "response", "wait", an error in words, or a function that changes the response.
     """
 
     def __init__(self, monkeypatch, fate):
-        self.fate, self.number, self.now_s = fate, itertools.count(), 1000.0
-        self.calls, self.handles, self.alive, self.met = {}, {}, set(), set()
-        self.unsent = {}
+        super().__init__(None)
+        self.fate, self.now_s, self.alive, self.met = fate, 1000.0, set(), set()
         self.requests = []  # learner, incarnation, request, arrays
         self.starts = []  # learner, incarnation, seconds
-        monkeypatch.setitem(pool.TRANSPORTS, "ray", self)
+        monkeypatch.setitem(transport.TRANSPORTS, "ray", TransportEntry(self.connect))
         _simulate(monkeypatch, self)
-
-    is_far = False
 
     def time(self):
         return time.time()
@@ -48,33 +51,24 @@ class Here:
     def monotonic(self):
         return self.now_s
 
-    def check_possible(self, *_, **__):
-        pass
-
-    def connected(self, address, num_learners, given, is_over):
+    def connect(self, address, num_learners, given, is_over):
         assert not self.alive
         self.given = given
         return contextlib.nullcontext(self)
 
-    def put(self, value, trainer):
-        return value, 0  # its bytes are those of an argument
-
     def start(self, number, incarnation):
-        handle = number, incarnation
-        self.handles[handle] = functools.partial(Learner, self.given)
+        handle = super().start(number, incarnation)
         self.alive.add(handle)
         self.starts.append((*handle, self.now_s))
         return handle
 
-    def submit(self, handle, method, **named):
-        call, arguments = next(self.number), (*named.values(),)
+    def submit(self, handle, method, **arguments):
         if handle not in self.met:
             method = "hello"  # for fates: the first sign of a learner
             self.met.add(handle)
-        self.calls[call] = handle, method, arguments
         if method == "run_round":
-            self.requests.append((*handle, *arguments[:2]))
-        return call, array_bytes(arguments)
+            self.requests.append((*handle, *[*arguments.values()][:2]))
+        return super().submit(handle, method, **arguments)
 
     def poll(self, calls, timeout_s):
         ended = {}
@@ -82,32 +76,19 @@ class Here:
             handle, method, arguments = self.calls[call]
             assert handle in self.alive, "a call of an earlier incarnation is still waited for"
             self.call = call
-            fate = self.fate(*handle, method, arguments)
-            if fate == "wait":
-                continue
-            if fate == "response" or callable(fate):
-                try:
-                    value = getattr(self.learner(handle), method)(*arguments)
-                except Refused as error:
-                    value = error
-                value = fate(value) if callable(fate) else value
-                if method == "hello":
+            fate = self.fate(*handle, method, (*arguments.values(),))
+            if fate != "wait":
+                is_run = fate == "response" or callable(fate)
+                reply = self.reply(handle, method, arguments) if is_run else Reply(None, fate)
+                value = fate(reply.value) if callable(fate) else reply.value
+                if method == "hello" and is_run:
                     value = Sign(leaving=False, compiling=False, hello=value)
-                ended[call] = Reply(value, "", array_bytes(value))
-            else:
-                ended[call] = Reply(None, fate)
+                ended[call] = reply._replace(value=value, num_bytes=array_bytes(value))
         self.now_s += 0.01 if ended else timeout_s
         return ended
 
     def kill(self, handle):
         self.alive.discard(handle)
-
-    def learner(self, handle):
-        found = self.handles[handle]
-        if isinstance(found, functools.partial):
-            found = self.handles[handle] = found()
-            found.enlist(*handle, self.given.log)
-        return found
 
 
 CALLS = ("hello", "ping", "run_round", "states")
@@ -126,13 +107,9 @@ class InBucket:
         self.learners, self.dead, self.requests, self.starts, self.acts = {}, set(), [], [], []
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
         monkeypatch.setattr(store, "aside", _inline)
-        monkeypatch.setattr(
-            bucket, "connected", functools.partial(self.connected, bucket.connected)
-        )
+        entry = TransportEntry(functools.partial(self.connected, bucket.connected))
+        monkeypatch.setitem(transport.TRANSPORTS, "bucket", entry)  # without checks, for `fit`
         monkeypatch.setattr(processes, "every", self.every)
-        monkeypatch.setattr(
-            bucket, "check_possible", lambda *_, **__: None
-        )  # here `fit` can use it
 
     def time(self):
         return time.time()

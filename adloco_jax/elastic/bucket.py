@@ -239,7 +239,7 @@ class _Exchange:
 class BucketTransport:
     """The transport of a run whose learners join by themselves, through a bucket."""
 
-    is_far = True
+    launches = moves_states = False
 
     def __init__(self, bucket: Store, run: RunDescription, given: Given):
         self._store, self._run, self._generation, self._spec = bucket, run, run.driver, given.spec
@@ -248,12 +248,17 @@ class BucketTransport:
         self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
         self._num_params, self._count = itertools.count(), itertools.count(1)
-        self.unsent: dict[str, int] = {}  # bytes of parameters that are not yet in the bucket
+        self._unsent: dict[str, int] = {}  # bytes of parameters that are not yet in the bucket
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
         self._sign_s = math.inf  # when the sign of life under way began
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing, self._is_closed = threading.Lock(), False
         self._fault: BaseException | None = None  # an error of a thread
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of parameters that are not yet in the bucket."""
+        return sum([*self._unsent.values()])
 
     def give_sign(self) -> None:
         """Write the heartbeat, and `run.json` if it is gone; raise if another driver took over."""
@@ -302,9 +307,9 @@ class BucketTransport:
         def write() -> None:
             self._store.delete(*old)
             self._store.put(name, data)
-            del self.unsent[name]
+            del self._unsent[name]
 
-        self.unsent[name] = len(data)
+        self._unsent[name] = len(data)
         self._writes = {n: w for n, w in self._writes.items() if n not in old}
         self._writes[name] = self._begin(write)
         return Params(name=name, sha256=data[:64].decode()), len(data)
@@ -350,7 +355,7 @@ class BucketTransport:
             states, precision = inputs.inner_states, self._spec.outer.precision
             states = {s: jax.device_get(pack_state(x, precision)) for s, x in states.items()}
             inputs = inputs._replace(inner_states=states)
-        message = RequestMessage(id=call.id, method=method, **arguments)
+        message = RequestMessage(id=call.id, **arguments)
         call.form += [state_form(self._spec)] * len(message.wanted)
         data = store.pack(message, inputs)
 

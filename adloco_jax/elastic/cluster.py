@@ -155,21 +155,22 @@ def _reply(call: Any) -> Reply:
 class RayTransport:
     """The transport of a run whose learners are actors of a Ray cluster."""
 
-    is_far = False
+    launches = moves_states = True
+    unsent_bytes = 0  # how much is not known
 
     def __init__(self, num_learners: int, given: Given | None):
         import ray
 
-        self._ray, self.unsent = ray, dict[str, int]()  # how much is unsent is not known
+        self._ray = ray
         self._num_learners, (self._given, _) = num_learners, self.put(given, None)
 
-    def put(self, value: Any, kind: Any) -> tuple[Any, int]:
+    def put(self, params: Any, kind: Any) -> tuple[Any, int]:
         """Store a value once for several calls; return a reference, and the bytes of its arrays.
 
         Raises ConfigError if it cannot be pickled.
         """
         try:
-            return self._ray.put(value), array_bytes(value)
+            return self._ray.put(params), array_bytes(params)
         except TypeError as error:  # the message of Ray would list the whole value
             raise ConfigError(
                 "engine.kind = ray: functions and rows that learners are sent must be picklable"

@@ -185,7 +185,7 @@ class ElasticEngine:
             return say("no learner: waiting for one")
         come = sum(len(each.reported) for each in self.rounds.values())
         to_come = sum(len(each.awaited) for each in self.rounds.values())
-        left_bytes, left_s = sum([*self.pool.transport.unsent.values()]), 0.0
+        left_bytes, left_s = self.pool.transport.unsent_bytes, 0.0
         for call in self.pool.asked("run_round"):
             learner, request = learners[call.learner], call.about
             left_bytes += sum(
@@ -257,7 +257,7 @@ class ElasticEngine:
 
         They are fresh instead if learners are far away, or `inner.state=reset`.
         """
-        fetches = not self.pool.learners or not self.pool.transport.is_far
+        fetches = not self.pool.learners or self.pool.transport.moves_states
         return self._states.whole(state, fetches=fetches)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ What a process says is compared with what it was asked, before it is used.
 """
 
 import hashlib
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -197,8 +197,7 @@ class RequestMessage(Format):
     """A request without its arrays: a call of a learner's method."""
 
     id: RequestId
-    method: Literal["run_round", "states"]
-    request: Request | None = None
+    request: Request | None = None  # None: inner states are asked for
     states: list[Number] = []  # the workers whose inner states are sent
     params: Params | None = None  # None: the learner has them
     wanted: list[StateKey] = []

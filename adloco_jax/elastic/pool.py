@@ -11,10 +11,10 @@ from jaxtyping import PyTree
 
 from adloco_jax.data import Corpus
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.elastic import bucket, cluster
 from adloco_jax.elastic.decisions import LearnerRecord, pause_s
 from adloco_jax.elastic.formats import Hello, Sign, said
 from adloco_jax.elastic.learner import Given
+from adloco_jax.elastic.transport import TRANSPORTS, Transport
 from adloco_jax.errors import ConfigError, Preempted, ResourceError, counted
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import is_over
@@ -26,12 +26,6 @@ from adloco_jax.run.terminal import say
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for responses before learners are checked for faults again
-
-
-# By `engine.kind`: a module with `check_possible` and `connected`, which yields the transport:
-# put, start, submit, poll, kill; `is_far`, whether learners join by themselves, over links too slow
-# for inner states; `unsent`, the bytes of parameters that still have to be sent, by name.
-TRANSPORTS: dict[str, Any] = {"ray": cluster, "bucket": bucket}
 
 
 class PendingCall(NamedTuple):
@@ -56,7 +50,7 @@ class LearnerPool:
 
     def __init__(self, run: Run, write: Callable[..., object]):
         self._run, self._settings, self._write = run, run.settings, write
-        self.transport: Any = None  # see `TRANSPORTS`; None before the learners are started
+        self.transport: Transport  # once the learners are started
         self.learners: dict[int, LearnerRecord] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self._handles: dict[int, Any] = {}
@@ -92,7 +86,7 @@ class LearnerPool:
             (ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
             str(log),
         )
-        connect = TRANSPORTS[rule.kind].connected
+        connect = TRANSPORTS[rule.kind].connect
         self.transport = self._connection.enter_context(
             connect(rule.address, count, given, lambda: is_over(self.control, self._settings))
         )
@@ -106,14 +100,15 @@ class LearnerPool:
     def _wait(self) -> None:
         """Wait until all learners have joined, or at least enough when the time is over."""
         rule, count, told = self._settings.engine, len(self.learners), -1
-        least = min(rule.quorum or (count if self.transport.is_far else 1), count)
-        wanted, seconds = (least, math.inf) if self.transport.is_far else (count, rule.restart_s)
+        launches = self.transport.launches
+        least = min(rule.quorum or (1 if launches else count), count)
+        wanted, seconds = (count, rule.restart_s) if launches else (least, math.inf)
         until_s = time.monotonic() + seconds
         while (there := self.num_present) < wanted and time.monotonic() < until_s:
-            if self.transport.is_far and there != told:
+            if not launches and there != told:
                 say(f"learners: {there} of {wanted} have joined")
                 told = there
-            if not self.transport.is_far and all(each.cause for each in self.learners.values()):
+            if launches and all(each.cause for each in self.learners.values()):
                 break
             if processes.is_asked_to_stop():
                 raise Preempted("stopped by a signal before enough learners had joined")
@@ -150,7 +145,7 @@ class LearnerPool:
         for number, learner in [*self.learners.items()]:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
-            restart_s = math.inf if self.transport.is_far else rule.restart_s
+            restart_s = rule.restart_s if self.transport.launches else math.inf
             if cause := learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s):
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
@@ -222,21 +217,21 @@ class LearnerPool:
         differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
         differing += ["other base weights"] * (found.base != self._run.model.base.fingerprint)
         # A learner that joins by itself compares the package's, and may have others of the rest.
-        if not self.transport.is_far and found.versions != versions():
+        if self.transport.launches and found.versions != versions():
             differing.append("other versions of packages")
         if differing:
             fault = f"has {' and '.join(differing)} than the driver"
-            if not (self.transport.is_far or self._has_started):
+            if self.transport.launches and not self._has_started:
                 raise ConfigError(
                     f"learner {number} ({said(found.devices)}): {fault}; install the same, and give"
                     " it the same files"
                 )
-            if not self.transport.is_far:
+            if self.transport.launches:
                 learner.failures, fault = math.inf, f"{fault}; not started again"
             return [self._lose(learner, fault, has_run=True)]
         learner.joined, learner.lost_s, learner.cause = True, None, ""
         about = found.devices
-        if self.transport.is_far:
+        if not self.transport.launches:
             learner.started_s = time.monotonic()  # until then no machine had joined
             about += "".join(f", {each} {found.versions.get(each)}" for each in _TOLD)
         self.note(number, "joined", said(about))

@@ -112,7 +112,7 @@ class InnerStates:
         Over slow links nothing is brought: a state is several times an update, and a fresh one
         serves.
         """
-        if self._spec.reset_inner_state or self._pool.transport.is_far:
+        if self._spec.reset_inner_state or not self._pool.transport.moves_states:
             return
         keys = [key for key in control.reads() if key[1] in targets]
         self._fetch([key for key in keys if self._holders.get(key[1]) is not targets[key[1]]])

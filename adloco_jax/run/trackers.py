@@ -124,11 +124,15 @@ def _numbers_and_text(event: dict) -> dict[str, float | str]:
     return {**scalars(event), **text}
 
 
-_TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
+LOGGERS = {"tensorboard": tensorboard, "wandb": wandb}
+"""Trackers by name: `open(workdir, history)` is a context manager that yields `send(event)`.
+
+Those of the package are used if the option `log.NAME` says so, and entries of yours always.
+"""
 
 
 class Trackers:
-    """Sends each line of a run's ledger to the trackers that the config names."""
+    """Sends each line of a run's ledger to the trackers in use."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class Trackers:
 
         `history` is a resumed run's, sent again; `on_fault` gets name, round and cause of a drop.
         """
-        self._names = [name for name in _TRACKERS if getattr(log, name)]
+        self._names = [name for name in LOGGERS if getattr(log, name, True)]
         self._workdir, self._history, self._on_fault = workdir, history, on_fault
         self._opened: dict[str, tuple[contextlib.ExitStack, Send]] = {}
 
@@ -166,7 +170,7 @@ class Trackers:
     def _open(self, name: str, start: dict) -> None:
         with contextlib.ExitStack() as stack:
             history = [*self._history, start]
-            send = stack.enter_context(_TRACKERS[name](self._workdir, history))
+            send = stack.enter_context(LOGGERS[name](self._workdir, history))
             self._opened[name] = stack.pop_all(), send
         for line in history:
             send(line)
