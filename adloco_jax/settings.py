@@ -47,7 +47,7 @@ RECORDED = "recorded"
 class Entry(NamedTuple):
     """Annotates an option that names an entry of a public table; `names`: the package's own.
 
-    `besides` is a name that no entry has.
+    `besides` is one of these that has no entry.
     """
 
     table: str
