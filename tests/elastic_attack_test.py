@@ -102,7 +102,7 @@ def same(one, two):
     return all(type(a) is type(b) and repr(a) == repr(b) for a, b in pairs)
 
 
-def test_no_field_of_an_answer_ends_the_driver_or_changes_what_counts(monkeypatch, tmp_path):
+def test_no_field_of_a_response_ends_the_driver_or_changes_what_counts(monkeypatch, tmp_path):
     def attacked(seed, responses):
         rng, (response,) = random.Random(seed), responses
         other = response._replace(loss_SR=response.loss_SR[:1], skipped_SR=response.skipped_SR[:1])
@@ -181,7 +181,7 @@ def filled(want):
 
 
 @pytest.mark.parametrize("heartbeat", HEARTBEATS, ids=lambda heartbeat: type(heartbeat).__name__)
-def test_a_board_is_refused_unless_each_field_has_its_type(heartbeat):
+def test_a_heartbeat_is_refused_unless_each_field_has_its_type(heartbeat):
     data, kind = store.to_json(heartbeat), type(heartbeat)
     found = [
         kept(
@@ -291,7 +291,7 @@ def with_request(data, change):
     return hashlib.sha256(save(arrays)).hexdigest().encode() + save(arrays)
 
 
-def test_an_order_that_a_learner_cannot_run_is_refused_and_costs_one_round(monkeypatch, tmp_path):
+def test_a_request_that_a_learner_cannot_run_is_refused_and_costs_one_round(monkeypatch, tmp_path):
     requests, get = {}, store.Store.get
     there = InBucket(monkeypatch, tmp_path / "bucket")
 

@@ -411,7 +411,7 @@ def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp
         bucket.check_possible(settings_at(f"file://{tmp_path}/bucket"), tmp_path / "r")
 
 
-def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(there, tmp_path, capfd):
+def test_a_learner_goes_to_the_newest_driver_and_ignores_older_heartbeats(there, tmp_path, capfd):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
     one.handle, one._generation, path = None, 0, tmp_path / "bucket/run.json"
     capfd.readouterr()
@@ -453,7 +453,7 @@ def test_a_learner_goes_to_the_newest_driver_and_ignores_older_boards(there, tmp
     assert "the driver has ended; waiting" in capfd.readouterr().out
 
 
-def test_boards_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(there):
+def test_heartbeats_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(there):
     (one, *_), shared = there.learners.values(), store.Store(there.url)
     one.handle, counts = request(1, 0, 0), itertools.count(one._driver.count + 1)
     busy = LearnerRequests(id=one.handle, is_free=False)
@@ -671,7 +671,7 @@ def test_a_deadline_follows_from_what_requests_have_taken(monkeypatch, tmp_path)
     assert limits[-1] == pytest.approx(5)
 
 
-def test_one_learner_whose_order_cannot_be_written_does_not_hold_up_another(monkeypatch, tmp_path):
+def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(monkeypatch, tmp_path):
     spec = spec_of(validate(importlib.import_module(QUICKSTART).get_config()), here())
     settings = types.SimpleNamespace(engine=types.SimpleNamespace(heartbeat_s=1000.0))
     given = types.SimpleNamespace(spec=spec, settings=settings)
@@ -717,7 +717,7 @@ def test_a_learner_that_waits_for_a_driver_ends_well_after_a_signal(monkeypatch,
     assert "SIGTERM: leaving; send it again" in capfd.readouterr().err
 
 
-def test_a_look_at_a_board_is_late_by_a_fortieth_of_the_wait():
+def test_a_look_at_a_heartbeat_is_late_by_a_fortieth_of_the_wait():
     pause_s, waited_s = store.FIRST_PAUSE_S, 0.0
     while waited_s < 600:
         assert pause_s <= store.FIRST_PAUSE_S + waited_s / 40 + 1e-9

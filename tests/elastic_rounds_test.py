@@ -121,7 +121,7 @@ def work_of(here, worker_id):
 
 
 @both
-def test_an_answer_after_the_quorum_does_not_count_and_its_sequences_are_read_again(
+def test_a_response_after_the_quorum_does_not_count_and_its_sequences_are_read_again(
     monkeypatch, tmp_path
 ):
     def fate(n, incarnation, method, arguments):
@@ -286,7 +286,7 @@ def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeyp
 
 
 @both
-def test_a_learner_that_gives_no_sign_is_lost_and_its_late_answers_are_dropped(
+def test_a_learner_that_gives_no_sign_is_lost_and_its_late_responses_are_dropped(
     monkeypatch, tmp_path
 ):
     def fate(n, incarnation, method, arguments):

@@ -58,6 +58,7 @@ class Here(InMemory):
 
     def start(self, number, incarnation):
         handle = super().start(number, incarnation)
+        self.learners.pop(handle, None)  # of an earlier run
         self.alive.add(handle)
         self.starts.append((*handle, self.now_s))
         return handle

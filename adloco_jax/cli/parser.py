@@ -231,6 +231,13 @@ def _join(parser: Parser) -> None:
     add("--workdir", **_FOLDER, help="folder for a log of what is read; default: no log")
 
 
+def _key(parser: Parser) -> None:
+    """Prints a new key, for ADLOCO_KEY of a driver and its learners.
+
+    With a key, each object of a bucket is signed, and objects of others are refused.
+    """
+
+
 def _compare(parser: Parser) -> None:
     """Runs variants with several seeds, and reports the cost of each loss.
 
@@ -310,6 +317,7 @@ COMMANDS = {
     "configs": _configs,
     "prepare": _prepare,
     "join": _join,
+    "key": _key,
     "compare": _compare,
     "report": _report,
     "export": _export,

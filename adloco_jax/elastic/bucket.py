@@ -54,6 +54,7 @@ from adloco_jax.elastic.learner import (
     state_form,
     unpack_state,
 )
+from adloco_jax.elastic.signatures import Unsigned
 from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
 from adloco_jax.files import Format
@@ -68,7 +69,7 @@ SIGNS = 4  # signs of life in the time after which a learner or a driver counts 
 
 @dataclasses.dataclass(eq=False)
 class RequestCall:
-    """A call of a learner's method, or a question that the learner's heartbeat responses."""
+    """A call of a learner's method, or a question that the learner's heartbeat answers."""
 
     what: str  # the method; "ping" is answered by the heartbeat
     id: RequestId  # its `request` is, for "ping", the heartbeat's count when it was asked
@@ -113,6 +114,7 @@ def connected(
     bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
     bucket.hold(given.settings.engine.link)
     run = _description(bucket, given)
+    bucket.signatures.run = run.id
     generation = next_generation(bucket, run.driver, heartbeat_s)
     described = store.to_json(
         run.model_copy(update={"adloco_jax": __version__, "driver": generation})
@@ -122,6 +124,7 @@ def connected(
     run = store.from_json(described, "run.json", RunDescription)
     made = BucketTransport(bucket, run, given)
     _delete_rounds(bucket, generation - 1)  # what a driver that was killed has left
+    print(bucket.signatures, flush=True)
     print(f"to join, on up to {num_learners} machines: adloco join {address}", flush=True)
     try:
         with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
@@ -156,6 +159,8 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
         run = store.again(lambda: bucket.message("run.json", RunDescription))
         if run is None or (path.exists() and run.id == path.read_text("utf-8")):
             return run
+    except Unsigned as error:
+        raise ConfigError(f"{bucket.url}: {error}, or name another prefix") from error
     except Refused as error:
         fault = f" ({error})"
     raise ConfigError(

@@ -39,6 +39,7 @@ from adloco_jax.elastic.learner import (
     state_form,
     unpack_state,
 )
+from adloco_jax.elastic.signatures import Unsigned
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError, check_installed, reason
@@ -90,6 +91,8 @@ def read_run(bucket: Store) -> RunDescription | None:
             run = store.again(lambda: bucket.message("run.json", RunDescription))
             if run is not None:
                 return run
+        except Unsigned as error:
+            raise ConfigError(f"{bucket.url}: {error}") from error
         except Refused as error:
             raise DataError(
                 f"{bucket.url}: {error}; name the prefix of a run, and use its version of"
@@ -158,6 +161,7 @@ class BucketLearner:
         self, bucket: Store, learner: Learner, given: Given, workdir: Path | None, run_id: str
     ):
         self._store, self.learner, self._spec, self._run_id = bucket, learner, given.spec, run_id
+        bucket.signatures.run = run_id
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
         bucket.hold(given.settings.engine.link)
         self._num_workers = given.settings.ensemble.num_workers

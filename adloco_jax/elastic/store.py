@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import PyTree
 from safetensors.numpy import load, save
 
+from adloco_jax.elastic import signatures
 from adloco_jax.elastic.formats import Refused, array_bytes, check_form
 from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.files import PIECE_BYTES, Format, checked
@@ -83,13 +84,13 @@ class Store:
         """Open a bucket, such as s3://bucket/run1 or file:///shared/run1, without a request.
 
         A request that fails for `patience_s` seconds raises ResourceError. Raises ConfigError for
-        another address or a missing parent folder.
+        another address, a missing parent folder, or a short `ADLOCO_KEY`.
         """
         from obstore.store import from_url
 
         self.url, self.patience_s, self._known = url, patience_s, set[str]()
         self.bytes_up = self.bytes_down = 0
-        self._counting = threading.Lock()
+        self._counting, self.signatures = threading.Lock(), signatures.Signatures()
         self.hold("")
         self._folder: Path | None = None  # of file://
         self._measured = defaultdict[tuple[str, str], deque[float]](lambda: deque(maxlen=16))
@@ -126,7 +127,11 @@ class Store:
         self._up, self._down = Link(bytes_per_s(link)), Link(bytes_per_s(link))
 
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
-        """Read an object; None if there is none, Refused if it has more than `limit` bytes."""
+        """Read an object; None if there is none.
+
+        Raises Refused if it has more than `limit` bytes, or is not signed as it must be.
+        """
+        limit += signatures.NUM_BYTES
 
         def read(failures: int) -> bytearray | None:
             try:
@@ -148,7 +153,7 @@ class Store:
 
         data = self.patiently("read", name, read)
         self._count(down=len(data or b""))
-        return None if data is None else bytes(data)
+        return None if data is None else self.signatures.opened(name, bytes(data))
 
     def message(self, name: str, kind: type[F]) -> F | None:
         """Read what `to_json` made; None if there is none, Refused if it is something else."""
@@ -186,6 +191,7 @@ class Store:
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
+        data = self.signatures.signed(name, data)
         # More pieces at a time would each take longer than a client waits on a slow link.
         how = {"chunk_size": PIECE_BYTES, "max_concurrency": 2}
         put = functools.partial(self._store.put, name, data, **how)
@@ -198,18 +204,19 @@ class Store:
         from obstore.exceptions import AlreadyExistsError
 
         data = to_json(message, uuid.uuid4().hex)  # nobody else would write the same
+        signed = self.signatures.signed(name, data)
 
         def write(failures: int) -> bool:
-            put = functools.partial(self._store.put, name, data, mode="create")
+            put = functools.partial(self._store.put, name, signed, mode="create")
             try:
-                self.answered("write", len(data), failures, put)
+                self.answered("write", len(signed), failures, put)
             except AlreadyExistsError:  # perhaps by this call, whose response was lost
                 with contextlib.suppress(Refused):  # larger, so another's
                     return self.get(name, limit=len(data)) == data
                 return False
             return True
 
-        self._count(up=len(data))
+        self._count(up=len(signed))
         return self.patiently("write", name, write)
 
     def delete(self, *names: str) -> None:
