@@ -54,6 +54,10 @@ class Entry(NamedTuple):
     names: str
     besides: str = ""
 
+    def known(self, tables: Tables) -> list[str]:
+        """List the names that the option may have."""
+        return [*filter(None, [self.besides]), *tables[self.table]]
+
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return handler(schema) | {"examples": self.names.split()}
 
@@ -94,8 +98,7 @@ class SettingsGroup(
 
     def _unknown_names(self, tables: Tables) -> Iterator[Rule]:
         for name, field in type(self).model_fields.items():
-            for mark in (each for each in field.metadata if isinstance(each, Entry)):
-                known = [*filter(None, [mark.besides]), *tables[mark.table]]
+            for known in (mark.known(tables) for mark in field.metadata if isinstance(mark, Entry)):
                 if getattr(self, name) not in known:
                     yield name, f"must be {' or '.join(map(repr, known))}"
 

@@ -671,7 +671,9 @@ def test_a_deadline_follows_from_what_requests_have_taken(monkeypatch, tmp_path)
     assert limits[-1] == pytest.approx(5)
 
 
-def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(monkeypatch, tmp_path):
+def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
+    monkeypatch, tmp_path
+):
     spec = spec_of(validate(importlib.import_module(QUICKSTART).get_config()), here())
     settings = types.SimpleNamespace(engine=types.SimpleNamespace(heartbeat_s=1000.0))
     given = types.SimpleNamespace(spec=spec, settings=settings)
