@@ -45,18 +45,10 @@ RECORDED = "recorded"
 
 
 class Entry(NamedTuple):
-    """Annotates an option that names an entry of a public table; `names`: the package's own.
-
-    `besides` is one of these that has no entry.
-    """
+    """Annotates an option that names an entry of a public table; `names`: the package's own."""
 
     table: str
     names: str
-    besides: str = ""
-
-    def known(self, tables: Tables) -> list[str]:
-        """List the names that the option may have."""
-        return [*filter(None, [self.besides]), *tables[self.table]]
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return handler(schema) | {"examples": self.names.split()}
@@ -98,9 +90,9 @@ class SettingsGroup(
 
     def _unknown_names(self, tables: Tables) -> Iterator[Rule]:
         for name, field in type(self).model_fields.items():
-            for known in (mark.known(tables) for mark in field.metadata if isinstance(mark, Entry)):
-                if getattr(self, name) not in known:
-                    yield name, f"must be {' or '.join(map(repr, known))}"
+            for table in (tables[mark.table] for mark in field.metadata if isinstance(mark, Entry)):
+                if getattr(self, name) not in table:
+                    yield name, f"must be {' or '.join(map(repr, table))}"
 
     def faults(self, tables: Tables) -> list[str]:
         """Describe names that no table has, else broken rules; those of the groups come first.
@@ -512,9 +504,9 @@ class CheckpointSettings(SettingsGroup):
 class EngineSettings(SettingsGroup):
     """Where workers run: in this process, or in learner processes that may come and go."""
 
-    kind: Annotated[str, Entry("TRANSPORTS", "local ray bucket", besides="local")] = "local"
+    kind: Name = "local"
     """local: in this process. ray: in learners, processes of a Ray cluster; needs the extra ray.
-    bucket: in learners anywhere that share a bucket; needs the extra bucket."""
+    bucket: in learners anywhere that share a bucket; needs the extra bucket. Or one of your own."""
     address: str = ""
     """ray: HOST:PORT of a cluster to join; empty: start one on this machine. bucket: its address,
     s3://, gs://, az:// or file:///, with a prefix for the run."""

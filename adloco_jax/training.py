@@ -372,7 +372,11 @@ def check_possible(settings: Settings, folder: Path, *, accept: bool) -> None:
 
     `accept` is `accept_config_change`.
     """
-    if (kind := settings.engine.kind) in TRANSPORTS:
+    if (kind := settings.engine.kind) != "local":
+        if kind not in TRANSPORTS:
+            known = " or ".join(map(repr, ["local", *TRANSPORTS]))
+            need = f"must be {known}; a config file that adds it is given by --config FILE"
+            raise ConfigError(f"engine.kind = {kind!r}: {need}")
         if jax.process_count() > 1:
             raise ConfigError(
                 f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
@@ -391,7 +395,7 @@ def _make_engine(
     is_stopped: Callable[[], bool],
     write: Callable[..., object],
 ) -> RunEngine:
-    if run.settings.engine.kind in TRANSPORTS:
+    if run.settings.engine.kind != "local":
         return ElasticEngine(run, programs, heldout, write)
     if jax.process_count() > 1:  # they all end the round, as one does not know what others do
         is_stopped = bool

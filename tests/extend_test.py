@@ -79,6 +79,12 @@ def test_an_example_trains(name, tmp_path):
         assert merge["loss_before"] == sorted(merge["loss_before"])
 
 
+def test_a_transport_that_nobody_has_added_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="engine.kind = 'radio': must be 'local' or 'ray' or"):
+        run(tmp_path / "run", settings_of(engine={"kind": "radio"}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_logger_of_a_config_file_gets_the_lines_of_the_ledger(tmp_path):
     sent, closed = [], []
 

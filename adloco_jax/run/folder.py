@@ -188,7 +188,7 @@ def _resumable(workdir: Path) -> Recorded:
         f"{path}: {key} = {name!r}: no entry of this library; run the config file that adds it"
         " (--config FILE)"
         for key, entry in ENTRIES.items()
-        if (name := attrgetter(key)(before.config)) not in entry.known(known)
+        if (name := attrgetter(key)(before.config)) not in known[entry.table]
     ]
     if faults:
         raise ConfigError("\n".join(faults))
