@@ -214,17 +214,19 @@ def open_rows(folder: Path, manifest: Manifest) -> list[np.ndarray]:
     for name, shape in zip(ARRAYS, manifest.shapes, strict=False):
         dtypes = (of_rows, np.dtype(np.int64), np.dtype(bool))
         file, dtype = folder / name, dtypes[len(arrays) // 2]
+        fault = ""
         try:
             with np.errstate(over="raise"):  # the size of a forged shape may overflow
                 rows = np.lib.format.open_memmap(file, mode="r")
-            if file.stat().st_size != rows.offset + rows.nbytes:
-                raise ValueError("cut or too long")
-            if (list(rows.shape), rows.dtype) != (shape, dtype):
-                raise ValueError(f"{rows.dtype} of shape {rows.shape}")
+            is_whole = file.stat().st_size == rows.offset + rows.nbytes
+            if not is_whole or (list(rows.shape), rows.dtype) != (shape, dtype):
+                fault = f"{rows.dtype} of shape {rows.shape}"
+            arrays.append(rows)
         except (OSError, ValueError, FloatingPointError) as error:
+            fault = str(error)
+        if fault:
             need = f"need {dtype} of {shape}, as {MANIFEST} says; prepare the data again"
-            raise DataError(f"{file}: not a complete .npy array ({error}), {need}") from error
-        arrays.append(rows)
+            raise DataError(f"{file}: not a complete .npy array ({fault}), {need}")
     return arrays
 
 

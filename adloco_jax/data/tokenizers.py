@@ -14,13 +14,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from pydantic import StrictInt
 
 from adloco_jax.data.files import fetched
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
-from adloco_jax.files import read_json
+from adloco_jax.files import checked, read_json
 from adloco_jax.settings import DataSettings, ModelSettings
 
 GENERATION = "generation_config.json"
@@ -32,6 +33,7 @@ _FILES = (".json", ".model")
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
 _HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "*.jinja")
 _HUB_FILES += ("added_tokens.json", "config.json", GENERATION)
+_Ids: TypeAlias = StrictInt | list[StrictInt] | None
 # Entries of config.json that name tokens.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A text by which two tokenizers are compared.
@@ -336,12 +338,9 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
     for path in (folder / GENERATION, folder / "config.json"):
         if path.is_file():
             content = read_json(path, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
-            given = content.get("eos_token_id")
-            ids = [] if given is None else given if isinstance(given, list) else [given]
-            if not all(type(i) is int for i in ids):
-                need = "need an integer, or a list of them"
-                raise DataError(f"{path}: eos_token_id: have {given!r:.80}, {need}")
-            return tuple(ids)
+            given = content.get("eos_token_id", [])
+            ids = checked(given, _Ids, f"{path}: eos_token_id", DataError)
+            return tuple([] if ids is None else [ids] if isinstance(ids, int) else ids)
     return ()
 
 

@@ -69,9 +69,7 @@ class Group(NamedTuple):
     sizes: tuple[int, ...]  # number of each trainer's workers
     devices: tuple[int, int] | None = None  # first device and number of devices; None: all
     plan: RoundPlan = RoundPlan(0, 1, 0)  # sizes of the trainers' round, if the group runs one
-    pool: int | None = (
-        None  # number of all workers of the run if `ProgramSpec.by_position`; else None
-    )
+    pool: int | None = None  # workers of the run if `ProgramSpec.by_position`; else None
     positions: tuple[int, ...] = ()  # those of the group's workers in arrays of the whole pool
 
     @property

@@ -92,10 +92,9 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
         runs with the same label have different configs.
     """
     folders = [run.folder.resolve() for run in runs]
-    if not runs or len(set(folders)) < len(folders):
-        raise ConfigError("runs: name at least one run's folder, and each only once")
-    if labels is not None and len(labels) != len(runs):
-        raise ConfigError(f"labels: {len(labels)} for {len(runs)} runs; give one for each run")
+    if not runs or len(set(folders)) < len(folders) or len(labels or runs) != len(runs):
+        given = f"{len(labels)} labels" if labels else "no labels"
+        raise ConfigError(f"{len(runs)} runs, {given}: give each run once, and one label for each")
     common = os.path.commonpath([folder.parent for folder in folders])
     labels = labels or [os.path.relpath(folder, common) for folder in folders]
     groups: dict[str, Variant] = {}
