@@ -53,7 +53,9 @@ def test_what_is_not_signed_for_its_place_does_not_exist(monkeypatch, tmp_path, 
     assert there.valid(NAME, DriverHeartbeat) is None
 
 
-def test_forged_requests_and_responses_are_one_refusal_each_and_cost_a_round(monkeypatch, tmp_path):
+def test_forged_requests_and_responses_are_one_refusal_each_and_cost_a_round(
+    monkeypatch, tmp_path, capfd
+):
     monkeypatch.setenv("ADLOCO_KEY", KEY)
     there, put = InBucket(monkeypatch, tmp_path / "bucket"), store.Store.put
 
@@ -71,6 +73,7 @@ def test_forged_requests_and_responses_are_one_refusal_each_and_cost_a_round(mon
     assert [(e["what"], e["learner"]) for e in found] == [("refused", 1)] * 2
     assert all("not signed with this ADLOCO_KEY" in e["why"] for e in found)
     assert runs.audit(tmp_path / "run") == []
+    assert "objects are signed: learners need this ADLOCO_KEY\n" in capfd.readouterr().out
 
 
 def test_who_has_no_key_or_another_one_is_told_so(monkeypatch, tmp_path, capsys):
@@ -88,6 +91,9 @@ def test_who_has_no_key_or_another_one_is_told_so(monkeypatch, tmp_path, capsys)
             bucket_learner.join(url, own={})
         with pytest.raises(ConfigError, match=f"{why}, or name another prefix$"):
             run(tmp_path / "run", settings_with(1, kind="bucket", address=url))
+    assert str(opened(monkeypatch, tmp_path, key="").signatures).startswith(
+        "objects are not signed: whoever can write to the bucket can steer learners"
+    )
     with pytest.raises(ConfigError, match="ADLOCO_KEY: has 5 characters, expected at least 32"):
         opened(monkeypatch, tmp_path, key="short")
     assert cli.main(["key"]) == 0

@@ -116,9 +116,8 @@ def connected(
     run = _description(bucket, given)
     bucket.signatures.run = run.id
     generation = next_generation(bucket, run.driver, heartbeat_s)
-    described = store.to_json(
-        run.model_copy(update={"adloco_jax": __version__, "driver": generation})
-    )
+    now = {"adloco_jax": __version__, "driver": generation}
+    described = store.to_json(run.model_copy(update=now))
     bucket.put("run.json", described)
     # Read, so that it is equal to what is found later.
     run = store.from_json(described, "run.json", RunDescription)
@@ -449,9 +448,8 @@ class BucketTransport:
             return None if message.error else call.form
 
         try:
-            message, value, size = self._store.read(
-                name, limit(call.form), ResponseMessage, form_of
-            )
+            how = name, limit(call.form), ResponseMessage, form_of
+            message, value, size = self._store.read(*how)
             if message.refused:
                 value = Refused(f"it refused the request: {said(message.error)}")
             elif call.what == "states" and not message.error:

@@ -188,12 +188,9 @@ class ElasticEngine:
         left_bytes, left_s = self.pool.transport.unsent_bytes, 0.0
         for call in self.pool.asked("run_round"):
             learner, request = learners[call.learner], call.about
-            left_bytes += sum(
-                array_bytes(response_form(self.spec, request, w)) for w in request.work
-            )
-            left_s = max(
-                left_s, learner.sent_s + learner.predicted_s(request.num_sequences) - now_s
-            )
+            left_bytes += array_bytes([response_form(self.spec, request, w) for w in request.work])
+            end_s = learner.sent_s + learner.predicted_s(request.num_sequences)
+            left_s = max(left_s, end_s - now_s)
         words = f"{come} of {come + to_come} responses have come, {in_bytes(left_bytes)} to move"
         soon = f", in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
         say(f"round {control.round + 1}: {words}{soon}")
@@ -212,9 +209,8 @@ class ElasticEngine:
                 if math.isfinite(norm):  # otherwise the parameters are as before
                     (update,) = jax.device_get(sent or [None])
                     is_taken = each.request.is_taken(self.spec)
-                    self._params.change(
-                        m, update, each.senders[worker_ids[0]] if is_taken else None
-                    )
+                    sender = each.senders[worker_ids[0]] if is_taken else None
+                    self._params.change(m, update, sender)
             outcomes[m] = each.outcome(worker_ids, norm)
             self._close(each)
         return ensemble, outcomes
@@ -243,9 +239,8 @@ class ElasticEngine:
         at = merge_positions(state.control, members, after)
         for m in members:
             self._params.change(m, None)
-        return replace(
-            merged, self._states.whole(state, fetches=True), np.asarray(weights, np.float32), *at
-        )
+        whole = self._states.whole(state, fetches=True)
+        return replace(merged, whole, np.asarray(weights, np.float32), *at)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer up to `num_workers`, after fetching the inner states."""
@@ -311,14 +306,11 @@ class ElasticEngine:
         self, number: int, request: Request, rate_T: np.ndarray, params: Callable[[], PyTree]
     ) -> None:
         learner = self.pool.learners[number]
-        states = {
-            work.worker_id: self._states.to_send(work.worker_id, learner) for work in request.work
-        }
+        states = {w: self._states.to_send(w, learner) for w, *_ in request.work}
         inputs = Inputs(rate_T, {s: state for s, state in states.items() if state is not None})
         request, reference = self._params.to_send(request, learner, params)
-        self.pool.ask(
-            number, "run_round", request, request=request, inputs=inputs, params=reference
-        )
+        how = {"request": request, "inputs": inputs, "params": reference}
+        self.pool.ask(number, "run_round", request, **how)
         sequences, heartbeat_s = request.num_sequences, self.settings.engine.heartbeat_s
         learner.sent(sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 

@@ -244,10 +244,8 @@ class Learner:
 
     def _fitted(self, request: Request) -> Request:
         """Divide the micro-batches of a request if they do not fit on this process's devices."""
-        size, key = (
-            request.micro_batch_size,
-            (request.micro_batch_size, request.num_accum_steps > 1),
-        )
+        size = request.micro_batch_size
+        key = size, request.num_accum_steps > 1
         if key not in self._parts:
             parts = (n for n in range(1, size + 1) if size % n == 0)
             self._parts[key] = next(

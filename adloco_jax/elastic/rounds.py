@@ -60,9 +60,7 @@ class Round:
         """Decide which responses count: finite, and not too large beside the `usual` norm."""
         finite = {worker_id: norm for worker_id, norm in self.norms.items() if not math.isnan(norm)}
         out = too_large(finite, usual)
-        self.counted = {
-            worker_id: self.responses[worker_id] for worker_id in finite if worker_id not in out
-        }
+        self.counted = {w: self.responses[w] for w in finite if w not in out}
 
     def spent(self, worker_id: int) -> tuple[int, int, int]:
         """Return a counted response's updates, its sequences, and those of made updates."""

@@ -134,10 +134,8 @@ class LocalEngine:
         self._report(0)
         jax.block_until_ready(norms)
         step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
-        lines, outcomes = (
-            {m: round_inputs.lines[m] | spent[m] for m in plans},
-            _outcomes(measured, norms),
-        )
+        lines = {m: round_inputs.lines[m] | spent[m] for m in plans}
+        outcomes = _outcomes(measured, norms)
         state = State(ensemble, control)
         return end_round(state, lines, outcomes, decisions, step_s=step_s, stall_s=stall_s)
 

@@ -237,9 +237,8 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     advance = _inner_steps(spec, at) if count == 1 else _one_worker(spec, at)
 
     def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3, *position):
-        return advance(
-            workers, add_keys(spec, tokens_TRBL, stream_R3), rate_TR, update_T, *position
-        )
+        keyed = add_keys(spec, tokens_TRBL, stream_R3)
+        return advance(workers, keyed, rate_TR, update_T, *position)
 
     position = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
     arguments = (workers, *_batch_spec(spec, key, at, count), *[position] * (count > 1))

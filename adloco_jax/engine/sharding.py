@@ -245,9 +245,8 @@ def workers_spec(spec: ProgramSpec, layout: Layout, *, accumulates: bool = False
 def num_sequential(spec: ProgramSpec, layout: Layout) -> int:
     """Number of turns in which a device's workers run one after another; 1 if all run at once."""
     mesh = placement(spec, layout).mesh.shape
-    sequential = (
-        spec.sequential and not spec.outer.own_params
-    )  # a fragment needs all workers at once
+    # A fragment needs all workers at once.
+    sequential = spec.sequential and not spec.outer.own_params
     return sum(layout.sizes) // (mesh["trainer"] * mesh["worker"]) if sequential else 1
 
 
