@@ -26,7 +26,7 @@ from adloco_jax.run.choose import (
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-AT_ONCE, IN_TURN, AT_ONCE_REMAT, IN_TURN_REMAT = MODES
+AT_ONCE, SEQUENTIAL, AT_ONCE_REMAT, SEQUENTIAL_REMAT = MODES
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -57,11 +57,11 @@ def spec_of(settings, device_bytes=None, platform=None):
     [
         # The largest micro-batch of each mode; 8 workers, 512 tokens, buckets up to 32.
         ([4], AT_ONCE),  # 4 x 8 x 512 = 16,384 tokens
-        ([3, 32], IN_TURN),  # the largest bucket
+        ([3, 32], SEQUENTIAL),  # the largest bucket
         ([3, 24, 4], AT_ONCE_REMAT),
         ([3, 24, 3, 24], AT_ONCE),  # both modes have 12,288 tokens: the earlier one wins
-        ([None, 16, 2, 24], IN_TURN_REMAT),  # the most tokens
-        ([None, None, None, 1], IN_TURN_REMAT),
+        ([None, 16, 2, 24], SEQUENTIAL_REMAT),  # the most tokens
+        ([None, None, None, 1], SEQUENTIAL_REMAT),
     ],
 )
 def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, expected):
@@ -85,25 +85,25 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
 
 def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
     assert modes(None, "gpu") == list(MODES)
-    assert modes(False, "tpu") == [AT_ONCE, IN_TURN]
-    assert modes(True, "gpu") == [AT_ONCE_REMAT, IN_TURN_REMAT]
-    assert modes(None, "cpu") == [IN_TURN, IN_TURN_REMAT]
+    assert modes(False, "tpu") == [AT_ONCE, SEQUENTIAL]
+    assert modes(True, "gpu") == [AT_ONCE_REMAT, SEQUENTIAL_REMAT]
+    assert modes(None, "cpu") == [SEQUENTIAL, SEQUENTIAL_REMAT]
 
 
 def test_a_cpu_rematerialises_only_if_it_must():
     settings, peaks = tiny(), {}
     pool = start(settings, 4)
     loss_of = functools.cache(program.configured_model(settings, here()).loss_of)
-    for mode in (IN_TURN, IN_TURN_REMAT):
+    for mode in (SEQUENTIAL, SEQUENTIAL_REMAT):
         loss_fn = loss_of(mode, "xla")
         spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn, remat=mode.remat)
         found = program_peaks(pool, Programs(spec), settings.batching, settings.switch)
         peaks[mode] = max(p.total for p in found.values())
-    assert peaks[IN_TURN_REMAT] < peaks[IN_TURN]
+    assert peaks[SEQUENTIAL_REMAT] < peaks[SEQUENTIAL]
     for budget, expected in (
-        (peaks[IN_TURN], IN_TURN),
-        (peaks[IN_TURN] - 1, IN_TURN_REMAT),
-        (peaks[IN_TURN_REMAT] - 1, None),
+        (peaks[SEQUENTIAL], SEQUENTIAL),
+        (peaks[SEQUENTIAL] - 1, SEQUENTIAL_REMAT),
+        (peaks[SEQUENTIAL_REMAT] - 1, None),
     ):
         spec = spec_of(settings, int(budget / 0.8) + 1)
 
@@ -111,9 +111,9 @@ def test_a_cpu_rematerialises_only_if_it_must():
             return choose(settings, spec, loss_of, size=size).programs.spec
 
         if expected is None:
-            with pytest.raises(NothingFits, match=f"need {peaks[IN_TURN_REMAT]} bytes") as error:
+            with pytest.raises(NothingFits, match=f"need {peaks[SEQUENTIAL_REMAT]} bytes") as error:
                 chosen()
-            assert [t.mode for t in error.value.tried] == [IN_TURN, IN_TURN_REMAT]
+            assert [t.mode for t in error.value.tried] == [SEQUENTIAL, SEQUENTIAL_REMAT]
         else:
             assert chosen().remat == expected.remat
         assert not chosen(size=4).remat  # nothing is compiled
