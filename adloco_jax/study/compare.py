@@ -247,7 +247,8 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
         f"{counted(len(starts), 'run')}: {counted(len(comparison.variants), 'variant')} with seeds"
         f" {', '.join(map(str, comparison.seeds))}. Trained: {when}, on {recorded('devices')}, jax"
         f" {recorded('jax')}. Model: {base.model.arch} of {recorded('num_params')} parameters."
-        f" Data: {base.data.path or base.data.source}, rows of {base.data.sequence_length} tokens."
+        f" Data: {base.data.path or base.data.source or 'stdlib'}, rows of"
+        f" {base.data.sequence_length} tokens."
     )
 
 
