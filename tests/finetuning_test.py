@@ -16,11 +16,10 @@ MODEL = os.environ.get("ADLOCO_SMOLLM2")
 
 @pytest.mark.slow
 @pytest.mark.skipif(MODEL is None, reason="make real installs the weights, and names their folder")
-def test_the_page_fine_tunes_real_weights_and_shows_what_the_run_prints(data_dir, tmp_path):
+def test_the_page_fine_tunes_real_weights(data_dir, tmp_path):
     (commands,) = (
         block for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) if "smol" in block
     )
-    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.S)
     (tmp_path / "smollm2").symlink_to(Path(MODEL).resolve())
     (tmp_path / "chats.jsonl").symlink_to(data_dir / "chats" / "wordnet_train.jsonl")
     script = f'set -e; adloco() {{ {sys.executable} -m adloco_jax "$@"; }}\n{commands}'
@@ -31,8 +30,6 @@ def test_the_page_fine_tunes_real_weights_and_shows_what_the_run_prints(data_dir
         ["bash", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for line in filter(None, shown.splitlines()):
-        assert line.strip("… ") in done.stdout
     lines = map(json.loads, (tmp_path / "tuned" / "ledger.jsonl").read_text().splitlines())
     *_, loss = (line["loss"] for line in lines if line["event"] == "eval")
     assert loss < 3.2  # 3.9 before

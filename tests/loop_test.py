@@ -62,6 +62,15 @@ def test_only_the_outer_step_moves_as_nesterov_does():
     np.testing.assert_allclose(names["params"]["w"], x, rtol=1e-5)
 
 
+def test_a_model_of_ones_own_is_trained_by_fit_and_the_same_call_resumes(tmp_path):
+    names = runpy.run_path(str(ROOT / "examples" / "fit.py"))
+    result = names["run"](tmp_path / "own")
+    assert np.log(3) < result.loss < 1.4  # three tokens may follow; guessing has log(16)
+    assert result.params.keys() == {"embed", "head"}
+    assert names["run"](tmp_path / "own").loss == result.loss
+    assert len(events(tmp_path / "own", "round")) == 4
+
+
 def test_dropout_draws_from_each_key_and_rests_in_evaluations(tmp_path):
     names = runpy.run_path(str(ROOT / "examples" / "dropout.py"))
     loss_fn, params = jax.jit(names["loss_fn"]), names["params"]
