@@ -104,15 +104,6 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     assert first == second
 
 
-def test_a_broken_trainer_has_no_part_in_merges(tmp_path):
-    constant = RUN | {"batching": {"test": "constant"}}
-    broken = run(tmp_path / "r", Marked((0, 1), first=0), constant)
-    assert {q["trainer"] for q in broken.controller.quarantined} == {0, 1}
-    assert events(broken.workdir, "merge") == []
-    assert [*broken.controller.trainers] == [2]
-    assert broken.controller.sizes == (2,)  # the workers of the other trainers have left
-
-
 def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
     groups = RUN | {"checkpoint": {"every_rounds": 1}}
     with pytest.raises(DivergedError, match="the last checkpoint is .*checkpoints/1;") as error:

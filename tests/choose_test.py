@@ -7,13 +7,11 @@ import types
 import pytest
 from toy import settings_of
 
-from adloco_jax import MERGE_POLICIES
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
-from adloco_jax.loop.adloco import start
 from adloco_jax.run import choose as choose_module
-from adloco_jax.run import plan, program
+from adloco_jax.run import program
 from adloco_jax.run.choose import (
     MODES,
     Mode,
@@ -119,15 +117,6 @@ def test_a_cpu_rematerialises_only_if_it_must():
         assert not chosen(size=4).remat  # nothing is compiled
 
 
-def test_the_table_of_modes_in_the_docs_is_the_one_here():
-    from pathlib import Path
-
-    page = Path(__file__).parents[1] / "docs" / "guides" / "devices.md"
-    text = page.read_text("utf-8")
-    places = [text.index(f"| {mode} |") for mode in MODES]
-    assert places == sorted(places) and f"{choose_module.STEP_TOKENS:,}" in text
-
-
 def test_a_set_micro_batch_is_every_modes(monkeypatch):
     settings = settings_of()
     spec = spec_of(tiny(), platform="gpu")
@@ -141,16 +130,6 @@ def test_a_set_micro_batch_is_every_modes(monkeypatch):
     monkeypatch.setattr(choose_module, "_try", attempt)
     choice = choose(settings, spec, lambda *_: spec.loss_fn, size=3)
     assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3
-
-
-def test_a_policy_that_awaits_losses_plans_no_merge(monkeypatch):
-    monkeypatch.setitem(MERGE_POLICIES, "by_loss", lambda trainers, *, width: ())
-    settings = settings_of(
-        ensemble={"num_trainers": 2, "num_workers": 2}, merge={"policy": "by_loss"}
-    )
-    pool, groups = start(settings, 4), (settings.ensemble, settings.merge)
-    assert len(plan._pools(pool, pool, settings.merge)) == 1
-    assert choose_module._moves(pool, spec_of(tiny()), *groups) == {}
 
 
 def test_a_cpu_begins_with_the_programs_of_the_first_round_and_a_pass_of_rows(monkeypatch):

@@ -28,15 +28,11 @@ from adloco_jax import (
     take,
     take_fragment,
 )
-from adloco_jax.config import default_config
-from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.merge import move_workers
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
-from adloco_jax.run import plan as plan_module
-from adloco_jax.run import program
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
@@ -342,30 +338,6 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
     assert len(keys) == len(set(keys))
 
 
-def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(
-    tmp_path, monkeypatch
-):
-    """The updates of a round are the same, whole or in parts."""
-    monkeypatch.setitem(BATCH_TESTS, "eight", BatchTest(lambda stats, **_: 8.0))
-    batching = ONE_TRAINER["batching"] | {"test": "eight", "ramp": (), "growth": ("rounds",)}
-    adamw = {"tx": "adamw", "state": "reset", "max_steps_per_round": 32}
-    results = []
-    for num_fragments in (1, 4):
-        settings = settings_of(
-            **ONE_TRAINER
-            | {"ensemble": {"num_trainers": 2, "num_workers": 2}}
-            | {"outer": {"tx": "sgd", "learning_rate": 1.0, "fragments": num_fragments}}
-            | {"inner": ONE_TRAINER["inner"] | adamw}
-            | {"batching": batching},
-        )
-        results.append(run(tmp_path / str(num_fragments), settings, linear=True))
-        updates = {line["updates"] for line in events(results[-1].workdir, "round")}
-        assert len(updates) == 2
-    whole, parts = (result.ensemble.params_M for result in results)
-    for name, leaf in whole.items():
-        np.testing.assert_allclose(parts[name], leaf, rtol=1e-5, atol=1e-6)
-
-
 # --- What moves between eight devices
 
 
@@ -428,19 +400,3 @@ def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(pre
     assert first in needed(last) and len(sent) >= 4  # two large leaves, each way
     assert not needed(last) & set(sent)
     assert all(first in needed(name) and last not in needed(name) for name in sent)
-
-
-# --- Messages
-
-
-def test_the_plan_says_how_fragments_travel(monkeypatch):
-    monkeypatch.setattr(program, "build_model", lambda *_, **__: (layered_params, layered_loss))
-    config = default_config()
-    config.inner.steps_per_round = 8
-    config.ensemble.update(num_trainers=1, num_workers=2)
-    config.batching.update(max_batch_size=1, initial_batch_size=1, test="constant")
-    config.outer.update(fragments=4, delay_updates=1, mixing=0.5)
-    text = plan_module.plan(config, memory=True)
-    assert "fragments: 4, one every 2 updates, which arrives 1 update later;" in text
-    assert "a worker keeps 0.5 of its own numbers" in text
-    assert "in 4 synchronisations" in text and "flush M=1 R=2" in text

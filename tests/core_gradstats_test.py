@@ -202,16 +202,6 @@ def test_float64_parameters_give_the_statistics_of_float32_ones():
         assert_same(in_true_units(actual), in_true_units(expected), rtol=2e-4)
 
 
-def test_parameters_that_hold_a_key_have_the_statistics_of_the_others():
-    params = dict(PARAMS, key=jax.random.key(0))
-
-    def loss(params, batch):
-        return loss_fn(params, batch) + 0.0 * jax.random.normal(params["key"])
-
-    actual = jax.jit(functools.partial(gradient_stats, loss))(params, batch_of(9))
-    assert_same(in_true_units(actual), in_true_units(stats_by()(batch_of(9))))
-
-
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 5), (4, None)], ids=str)
 def test_a_batch_of_one_example_or_of_several_sizes_is_refused(sizes):
     batch = [np.zeros(() if size is None else (size, 3), np.float32) for size in sizes]

@@ -293,17 +293,13 @@ def test_an_update_whose_loss_alone_is_not_finite_is_skipped(accumulates):
         assert same(states_of(after, 1), states_of(start, 1))
 
 
-def test_a_round_reports_its_skipped_updates_and_goes_on_without_them():
-    ensemble, batch = different_trainers([1, 2, 1]), batch_of(2, 4, 4)
-    step = step_of(ADAMW, NESTEROV, num_accum_steps=2)
-    expected, _ = step(ensemble, batch)
-    batch["x"][1, 2] = np.nan
-    after, metrics = step(ensemble, batch)
+def test_a_round_reports_its_skipped_updates():
+    """An update is skipped if one of its micro-batches is broken."""
+    batch = batch_of(2, 4, 4)
+    batch["x"][1, 2, 0] = np.nan
+    _, metrics = step_of(ADAMW, NESTEROV, num_accum_steps=2)(different_trainers([1, 2, 1]), batch)
     assert metrics.skipped_SR.tolist() == [[False] * 4, [False, False, True, False]]
     assert np.isfinite(metrics.pseudo_grad_norm_M).all()
-    for m in (0, 2):
-        assert same(at(after.params_M, m), at(expected.params_M, m))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
 # --- Accumulation as data
@@ -392,37 +388,6 @@ def test_bfloat16_parameters_keep_every_dtype():
     assert dtypes[0] == dtypes[1] and dtypes[0][0] == jnp.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("shapes", "num_accum_steps", "words"),
-    [
-        ([(2, 4, 6)], 1, r"batch: .*\(2, 4, 6\).* R=3"),
-        ([(2, 3, 6)], 4, r"batch: .*\(2, 3, 6\).* num_accum_steps=4"),
-        ([(2, 3, 0)], 1, r"batch: .*\(2, 3, 0\)"),
-        ([], 1, r"batch: its leaves begin with \[\]"),
-        ([(2, 3, 3), (1, 3, 3)], 1, r"batch: .* \[\(1, 3, 3\), \(2, 3, 3\)\]"),
-    ],
-)
-def test_wrong_shapes_are_named_while_tracing(shapes, num_accum_steps, words):
-    step = step_of(ADAMW, NESTEROV, jit=False, num_accum_steps=num_accum_steps)
-    batch = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(step, different_trainers([1, 2]), batch)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"weights_R": [1.0, 2.0]}, r"weights_R has shape \(2,\), expected one number for each of"),
-        ({"learning_rate_SR": 0.1}, r"learning_rate_SR has shape \(\), expected .* \(2, 3\)"),
-        ({"precision": "int2"}, "precision='int2': expected one of float32, bfloat16, int4"),
-    ],
-)
-def test_what_a_round_cannot_use_is_named(wrong, words, unchecked):
-    """A precision is refused too if nothing is sent."""
-    with pytest.raises(ValueError, match=words):
-        step_of(ADAMW, NESTEROV, jit=False)(ensemble_of([1, 1, 1]), batch_of(2, 3, 4), **wrong)
-
-
 # --- Parameters and transformations of other kinds
 
 
@@ -489,22 +454,50 @@ def test_single_workers_may_go_on_without_the_outer_optimizer(precision):
     assert_equal(at(after.outer_state_M, 1), at(start.outer_state_M, 1))
 
 
-def test_a_transformation_whose_state_holds_parameters_is_refused():
-    txs = {"inner_tx": optax.chain(optax.contrib.sam(SGD, SGD), SGD), "outer_tx": PLAIN}
-    with pytest.raises(ValueError, match="inner_tx: .*a SAMState, which holds parameters"):
-        outer_step(ensemble_of([1], **txs), batch_of(1, 1, 2), loss_fn, **txs)
+def refused(batch, txs=TXS, ensemble=None, **how):
+    return lambda: outer_step(ensemble or ensemble_of([1, 1, 1]), batch, loss_fn, **txs, **how)
 
 
-@pytest.mark.parametrize("name", ["inner_tx", "outer_tx"])
-def test_another_transformation_than_inits_is_refused(name):
-    ensemble, other = ensemble_of([1], **TXS), TXS | {name: optax.lion(0.1)}
-    with pytest.raises(ValueError, match=f"^{name}: another transformation than the one that made"):
-        outer_step(ensemble, batch_of(1, 1, 2), loss_fn, **other)
+def shapes(*each):
+    return [np.zeros(shape, np.float32) for shape in each]
 
 
-def test_a_key_of_the_old_style_is_refused(unchecked):
-    with pytest.raises(ValueError, match=r"^key: got uint32\(2,\), not typed keys; use jax.random"):
-        outer_step(ensemble_of([1]), batch_of(1, 1, 2), loss_fn, **TXS, key=jax.random.PRNGKey(0))
+GOOD, SAM = batch_of(2, 3, 4), optax.chain(optax.contrib.sam(SGD, SGD), SGD)
+REFUSED = [
+    (refused(shapes((2, 4, 6))), r"batch: .*\(2, 4, 6\).* R=3"),
+    (refused(shapes((2, 3, 6)), num_accum_steps=4), r"batch: .*\(2, 3, 6\).* num_accum_steps=4"),
+    (refused(shapes((2, 3, 0))), r"batch: .*\(2, 3, 0\)"),
+    (refused([]), r"batch: its leaves begin with \[\]"),
+    (refused(shapes((2, 3, 3), (1, 3, 3))), r"batch: .* \[\(1, 3, 3\), \(2, 3, 3\)\]"),
+    (
+        refused(GOOD, weights_R=[1.0, 2.0]),
+        r"weights_R has shape \(2,\), expected one number for e",
+    ),
+    (refused(GOOD, learning_rate_SR=0.1), r"learning_rate_SR has shape \(\), expected .* \(2, 3\)"),
+    # also if nothing is sent
+    (refused(GOOD, precision="int2"), "precision='int2': expected one of float32, bfloat16, int4"),
+    (
+        lambda: ensemble_of([1], inner_tx=SAM),
+        "inner_tx: .*a SAMState, which holds parameters",
+    ),
+    *(
+        (
+            refused(GOOD, TXS | {name: optax.lion(0.1)}),
+            f"^{name}: another transformation than the o",
+        )
+        for name in TXS
+    ),
+    (
+        refused(GOOD, key=jax.random.PRNGKey(0)),
+        r"^key: got uint32\(2,\), not typed keys; use jax",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_what_a_round_cannot_use_is_named(call, words, unchecked):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_in_shard_map_a_round_is_refused_and_inner_steps_are_each_devices():

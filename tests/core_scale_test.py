@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from ensembles import ADAMW, NESTEROV, PLAIN, draw, ensemble_of, pseudo_gradients
@@ -90,17 +89,3 @@ def test_a_merge_scales_with_the_parameters_and_not_with_the_weights():
     scales()
     after = merged(ensemble.replace(params_M=params_M), (0, 1, 2), weights=np.float32([3e38] * 3))
     np.testing.assert_allclose(after.params_M["w"][0], params_M["w"].mean(axis=0), rtol=1e-5)
-
-
-def test_the_gradient_through_the_radial_rule_is_finite_where_a_worker_has_not_moved():
-    still_W = jax.tree.map(
-        lambda leaf: leaf.at[1].set(0.0), jax.tree.map(jnp.asarray, DIFFERENCE_R)
-    )
-
-    def total(difference_W):
-        aggregated = AGGREGATORS["rda"](difference_W, jnp.full(5, 0.2))
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(aggregated))
-
-    gradients = jax.tree.leaves(jax.jit(jax.grad(total))(still_W))
-    assert all(np.isfinite(leaf).all() for leaf in gradients)
-    assert all(leaf[0].any() for leaf in gradients)

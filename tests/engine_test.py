@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import LENGTH, VOCAB, Table, bigram_loss, config_of, corpus, init_fn, settings_of, spec_of
+from toy import VOCAB, Table, bigram_loss, config_of, corpus, init_fn, settings_of, spec_of
 from toy_runs import events, run
 from trees import assert_close, assert_equal
 
 from adloco_jax.config import validate
-from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine import programs as programs_module
@@ -101,43 +100,6 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
 
 def undecided(control, stats, plans):
     return control, []
-
-
-def test_the_engines_round_is_the_public_outer_step():
-    """Trainers are unequal; 12 sequences are accumulated in 3 micro-batches of 4."""
-    batch_size = 12
-    settings = settings_of(switch={"mode": "accumulate"}, batching={"test": "constant"})
-    rows, params = corpus(), {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
-    spec = spec_of(settings)
-    transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
-    ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
-    assert ensemble.sizes == SIZES
-    control = start(settings, 4)
-    for trainer in control.trainers.values():
-        trainer.requested_batch_size = batch_size
-    num_accum_steps, num_steps = batch_size // 4, settings.inner.steps_per_round
-
-    shape = (num_steps, batch_size, LENGTH + 1)
-    streams = [rows.batch(*read, 36).reshape(shape) for read in control.reads()]
-    whole_round = functools.partial(
-        outer_step, loss_fn=bigram_loss, num_accum_steps=num_accum_steps, **transforms
-    )
-    rate_SR = jnp.full((num_steps, 4), settings.inner.learning_rate)
-    tokens_SRBL = np.stack(streams, axis=1)
-    expected, in_round = jax.jit(whole_round)(ensemble, tokens_SRBL, learning_rate_SR=rate_SR)
-
-    heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
-    engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
-    plans = round_plans(control, settings)
-    assert {plan.num_accum_steps for plan in plans.values()} == {num_accum_steps}
-    state, boundary = engine.round(State(ensemble, control), undecided)
-    assert boundary.changes == []
-    assert_close(state.ensemble, expected, rtol=1e-5, atol=1e-7)
-    for position, outcome in enumerate(boundary.metrics.outcomes):
-        own = in_round.loss_SR[:, np.array(ensemble.workers[position])]
-        np.testing.assert_allclose(outcome.loss_SR, own, rtol=1e-6)
-        norm = in_round.pseudo_grad_norm_M[position]
-        np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)
 
 
 @pytest.mark.parametrize("state", ["keep", "reset"])

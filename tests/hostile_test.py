@@ -59,18 +59,6 @@ def test_nothing_reads_a_file_that_can_run():
     assert users == ["names.py"]
 
 
-def test_the_walk_over_the_code_has_teeth():
-    for source in (
-        "from torch import load",
-        "def f(x):\n    import yaml",
-        "np.load(file, allow_pickle=trusted)",
-        "eval(text)",
-        "os.system('ls')",
-        "auto.from_pretrained(name, trust_remote_code=None)",
-    ):
-        assert offences(source), source
-
-
 # --- Tokenizers -----------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import py_compile
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -169,16 +168,6 @@ def test_tables_are_read_with_the_entries_of_all_papers():
     out = subprocess.run(run, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120)
     found = set(out.stdout.split())
     assert {"rda", "muon", "qsr", "linear"} <= found
-
-
-def test_a_public_class_has_a_name_of_its_own():
-    names = Counter(
-        node.name
-        for path in MODULES
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
-    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_pure_functions_cost_jax_flax_and_optax_only_and_the_package_alone_nothing():

@@ -142,21 +142,6 @@ def test_a_plan_refuses_what_the_run_would(exported, tmp_path, monkeypatch):
         assert str(by_run.value) == str(by_plan.value)
 
 
-@pytest.mark.parametrize(
-    ("cap", "workers", "said"),
-    [
-        (8, None, "raised by gradient noise (norm test, eta 0.8) up to 8"),
-        (2, None, "kept; gradient noise (norm test, eta 0.8) is measured"),
-        (2, 1, "kept; gradient noise (norm test, eta 0.8) decides about workers"),
-    ],
-)
-def test_the_header_says_what_gradient_noise_decides(cap, workers, said):
-    batching = {"initial_batch_size": 2, "batch_cap": cap, "test": "norm", "eta": 0.8}
-    ensemble = {"num_trainers": 1, "num_workers": 2, "initial_workers": workers}
-    settings = settings_of(batching=batching, ensemble=ensemble, merge={"policy": "none"})
-    assert describe._growth(settings.batching, settings.ensemble, settings.inner) == said
-
-
 def test_a_plan_refuses_a_folder_of_another_run(tmp_path):
     settings = settings_of(num_rounds=1)
     write_config(tmp_path, settings)

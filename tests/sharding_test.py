@@ -208,13 +208,6 @@ def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():
     jax.tree.map(np.testing.assert_array_equal, fetch(put), tree)
 
 
-def test_placement_is_described():
-    at = arrange((2, 2), 3, devices=jax.devices())
-    assert "4 groups on 8 devices; idle, repeating others' work: device 1 3 5 7" in at.describe()
-    shared = arrange((2,), 2, devices=jax.devices(), model_shards=2).describe()
-    assert shared.endswith("2 share a worker's batch; 2 share a worker's parameters")
-
-
 def test_model_shards_must_divide_the_devices():
     with pytest.raises(ConfigError, match="model_shards = 3: does not divide the 8 devices"):
         spec_of(model_shards=3)
