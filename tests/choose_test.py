@@ -10,6 +10,7 @@ from toy import settings_of
 from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
+from adloco_jax.loop.adloco import start
 from adloco_jax.run import choose as choose_module
 from adloco_jax.run import program
 from adloco_jax.run.choose import (

@@ -1,6 +1,5 @@
 """Comparisons: which runs are made, the costs in their ledgers, and the tables."""
 
-import gzip
 import itertools
 import json
 import re
@@ -17,7 +16,7 @@ from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import compare, curves, results, summary
 from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison, curve, front, markdown, runs_of
-from studies import tables, texts, track
+from studies import tables, track
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,33 +106,9 @@ def test_the_tracks_command_makes_what_is_named_and_prints_rows_or_the_choice(mo
     made, shown = rows_of("muon", "--only", "DiLoCo", "one worker", "--seeds", "31")
     assert [*made.variants] == ["DiLoCo: Muon", "one worker: Muon"] and made.seeds == [31]
     assert "| DiLoCo | 1,656 (1,526 to 1,750) |" in shown and "| data parallel |" in shown
-    record = str(ROOT / "studies/half_tuning.jsonl")
-    made, shown = rows_of("half_muon_tuning", "--record", record)
+    made, shown = rows_of("half_muon_tuning", "--record", str(ROOT / "studies/half_tuning.jsonl"))
     assert made.variants == track.tracks()["half_muon_tuning"].variants and made.seeds == (0,)
     assert "| DiLoCo | average, 110 steps, decay |" in shown
-    _, shown = rows_of("front", "--seeds", "41")
-    assert "stdlib, 75,600 parameters: to 1.6" in shown and "| DiLoCo, 110 | 1," in shown
-    assert "| earlier DiLoCo, 110 |" in shown and "steps at equal synchronisations" in shown
-    with pytest.raises(SystemExit):
-        rows_of("muon", "--only", "Muon")
-
-
-def test_debians_text_has_entries_and_pages_of_the_named_packages_alone(tmp_path, monkeypatch):
-    for name, text in (
-        ("dictd/gcide.dict.dz", b"One \\One\\, n.\n   1.\n\n   2.\nTwo\n   1\x92\n"),
-        ("doc/linux-doc-6.1/Documentation/b/a.rst.gz", b"B\n"),
-        ("doc/linux-doc-6.1/Documentation/a.rst.gz", b"A\n"),
-    ):
-        path = tmp_path / "usr/share" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text))
-    entries = ["One \\One\\, n.\n   1.\n\n   2.", "Two\n   1\ufffd\n"]
-    assert [*texts.documents(tmp_path)] == [*entries, "A\n", "B\n"]
-    (tmp_path / next(iter(texts.PACKAGES))).write_bytes(b"another version")
-    monkeypatch.setattr("sys.argv", ["texts", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        texts.main()
-    assert not (tmp_path / "debian.jsonl").exists()
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):

@@ -462,7 +462,8 @@ def shapes(*each):
     return [np.zeros(shape, np.float32) for shape in each]
 
 
-GOOD, SAM = batch_of(2, 3, 4), optax.chain(optax.contrib.sam(SGD, SGD), SGD)
+GOOD = batch_of(2, 3, 4)
+SAM = {"inner_tx": optax.chain(optax.contrib.sam(SGD, SGD), SGD), "outer_tx": PLAIN}
 REFUSED = [
     (refused(shapes((2, 4, 6))), r"batch: .*\(2, 4, 6\).* R=3"),
     (refused(shapes((2, 3, 6)), num_accum_steps=4), r"batch: .*\(2, 3, 6\).* num_accum_steps=4"),
@@ -477,7 +478,7 @@ REFUSED = [
     # also if nothing is sent
     (refused(GOOD, precision="int2"), "precision='int2': expected one of float32, bfloat16, int4"),
     (
-        lambda: ensemble_of([1], inner_tx=SAM),
+        lambda: refused(GOOD, SAM, ensemble_of([1, 1, 1], **SAM))(),
         "inner_tx: .*a SAMState, which holds parameters",
     ),
     *(

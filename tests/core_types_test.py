@@ -162,7 +162,8 @@ def test_what_a_round_returns_has_a_short_repr():
     assert repr(ensemble) == text and repr(jax.tree.map(jnp.shape, ensemble))
     state = State(ensemble, Control({}, 1, 1, round=3, tokens_total=5000))
     assert repr(state) == f"State(round 3, 5,000 tokens, {text})"
-    stats = gradient_stats(lambda w, x: jnp.mean(x @ w), W, jnp.eye(2).at[1, 0].set(1))
+    measure = jax.jit(lambda w, x: gradient_stats(lambda w, x: jnp.mean(x @ w), w, x))
+    stats = measure(W, jnp.eye(2).at[1, 0].set(1))
     assert repr(stats) == "GradientStats(num_examples=2, noise=0.5, signal=1)"
     several = jax.tree.map(lambda leaf: leaf[None], stats)
     assert repr(several) == "GradientStats(float32[1] in each field)"

@@ -108,16 +108,11 @@ def test_a_finished_run_names_the_next_commands(tmp_path, capsys):
     (run / "export").mkdir()
     (run / "export" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     write_run(tmp_path / "crashed", end=False)
-    damaged = write_run(tmp_path / "damaged")
-    (damaged / "ledger.jsonl").write_text("no JSON\n")
+    (write_run(tmp_path / "damaged") / "ledger.jsonl").write_text("no JSON\n")
     report.conclude(run)
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
     both = f"adloco report {first} '{run}' --out '{tmp_path}/first-runs of mine'"
     assert commands == [f"next: adloco generate '{run}' --prompt \"The\"", f"next: {both}"]
-    path = run / "ledger.jsonl"
-    path.write_text(path.read_text().replace('"text_column": "text"', '"text_column": "messages"'))
-    report.conclude(run)
-    assert f"next: adloco generate '{run}' --chat\n" in capsys.readouterr().out
 
 
 class Page(HTMLParser):
