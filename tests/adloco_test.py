@@ -33,6 +33,11 @@ from adloco_jax.run.restore import read_control
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
+def done(control, settings) -> float:
+    """The fraction of the run that is done."""
+    return settings.share_done(control.round, control.tokens_total)
+
+
 def a_control(batches=(4, 4, 4), sizes=(2, 1, 1), max_batch_size=4):
     streams = itertools.count()
     trainers = {
@@ -334,7 +339,9 @@ def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads()
     assert [d.size.num_workers for d in decisions] == [2, 2]
     engine = host_engine(settings)
     state, events = State(None, control), []
-    for trainer, num_workers in adloco.joining_workers(control, settings):
+    for trainer, num_workers in adloco.joining_workers(
+        control, settings.ensemble, done(control, settings)
+    ):
         state, event = adloco.spawn_workers(state, trainer, num_workers, settings.ensemble, engine)
         events.append(event)
     assert streams_of(state.control) == {0: [0, 2], 1: [1, 3]}
@@ -355,12 +362,15 @@ def test_a_declared_share_of_the_run_lets_the_whole_pool_join():
     control = adloco.start(settings, 4)
     joining = []
     for control.round in (1, 2, 8):
-        joining.append(adloco.joining_workers(control, settings))
+        joining.append(adloco.joining_workers(control, settings.ensemble, done(control, settings)))
     assert joining == [[], [(0, 4), (1, 4)], []]  # after the last round no worker joins
     pool = {"num_trainers": 4, "num_workers": 6, "initial_workers": 4, "spawn_frac": 0.25}
     settings = settings_of(num_rounds=8, ensemble=pool, batching={"test": "constant"})
     control = dataclasses.replace(adloco.start(settings, 4), round=4)
-    assert adloco.joining_workers(control, settings) == [(0, 2), (2, 2)]
+    assert adloco.joining_workers(control, settings.ensemble, done(control, settings)) == [
+        (0, 2),
+        (2, 2),
+    ]
     assert settings.ensemble.sizes(whole_pool=True) == (2, 1, 2, 1)  # what is planned for
 
 
@@ -463,14 +473,14 @@ def test_merge_is_due_every_so_many_rounds_while_two_trainers_live():
     control = a_control(batches=(5, 3, 4))
     due = []
     for control.round in range(7):
-        due.append(adloco.merge_due(control, settings))
+        due.append(adloco.merge_due(control, settings.merge, done(control, settings)))
     assert due == [False, False, False, True, False, False, True]
     for last in ({"num_rounds": 6}, {"num_tokens": 100}):
         control.tokens_total = last.get("num_tokens", 0)
         ending = settings_of(merge={"every_rounds": 3}, **last)
-        assert not adloco.merge_due(control, ending)  # nothing follows
-    assert not adloco.merge_due(a_control(batches=(5,), sizes=(1,)), settings)
-    assert not adloco.merge_due(control, settings_of(merge={"policy": "none", "every_rounds": 3}))
+        assert not adloco.merge_due(control, ending.merge, done(control, ending))  # nothing follows
+    assert not adloco.merge_due(a_control(batches=(5,), sizes=(1,)), settings.merge, 0.0)
+    assert not adloco.merge_due(control, settings_of(merge={"policy": "none"}).merge, 0.0)
 
 
 def test_members_weigh_what_they_ask_for_the_representative_first():
@@ -521,7 +531,7 @@ def test_workers_of_a_quarantined_trainer_do_not_come_back():
     (after, control), _ = without_broken(State(ensemble, control), [0])
     assert (after.sizes, after.params_M["w"].tolist()) == (control.sizes, [1.0]) == ((4,), [1.0])
     control.round = 4
-    assert adloco.joining_workers(control, settings) == []
+    assert adloco.joining_workers(control, settings.ensemble, done(control, settings)) == []
 
 
 def test_who_loses_a_worker_to_a_merge_synchronises_before_it():

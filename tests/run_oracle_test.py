@@ -188,7 +188,9 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
     workers = [
         oracle.Worker(100 + w, 10 + m, (0, np.zeros(1), np.zeros(1))) for w, m in enumerate(owners)
     ]
-    if not adloco.merge_due(control, settings):
+    if not adloco.merge_due(
+        control, settings.merge, settings.share_done(control.round, control.tokens_total)
+    ):
         assert len(ids) == 1
         return
     members = adloco.choose_members(control, dict.fromkeys(control.trainers, 0.0), settings.merge)

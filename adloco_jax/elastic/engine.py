@@ -41,7 +41,7 @@ from adloco_jax.loop.adloco import (
     merge_due,
 )
 from adloco_jax.loop.control import Control, count_round
-from adloco_jax.loop.plans import is_over, learning_rates, planned, round_plans, test_count
+from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_count
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.events import USES
@@ -463,9 +463,11 @@ def _may_begin(control: Control, trainer: int, settings: Settings) -> bool:
 
 def _changes_now(control: Control, settings: Settings) -> bool:
     """Whether the run is over, or trainers may merge or get workers before their next round."""
-    if not control.trainers or is_over(control, settings):
+    done = settings.share_done(control.round, control.tokens_total)
+    if not control.trainers or done >= 1:
         return True
-    return merge_due(control, settings) or bool(joining_workers(control, settings))
+    joining = joining_workers(control, settings.ensemble, done)
+    return merge_due(control, settings.merge, done) or bool(joining)
 
 
 def _keep_together(settings: Settings) -> bool:

@@ -138,11 +138,12 @@ def adloco(
             raise Diverged(state, boundary)
         changes, merging = [*boundary.changes], []
         advanced = state.control.round > before.round
-        if is_over(state.control, settings):
+        done = settings.share_done(state.control.round, state.control.tokens_total)
+        if done >= 1:
             state, flushed = engine.flush(state, [*state.control.trainers])
             changes += flushed
         state = with_average(state, before, settings.outer.average)  # not in the paper
-        if advanced and merge_due(state.control, settings):
+        if advanced and merge_due(state.control, settings.merge, done):
             losses = guard_losses(state, engine)
             members = choose_members(
                 state.control, losses, settings.merge
@@ -150,7 +151,8 @@ def adloco(
             if members:  # algorithm 3, DoMerge
                 state, merging = merge_trainers(state, members, losses, settings.merge, engine)
                 changes += merging
-        for trainer, size in joining_workers(state.control, settings):  # not in the paper
+        joining = joining_workers(state.control, settings.ensemble, done)  # not in the paper
+        for trainer, size in joining:
             state, spawned = spawn_workers(
                 state, trainer, size, settings.ensemble, engine, merged_now=bool(merging)
             )
@@ -192,12 +194,13 @@ def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) 
     )
 
 
-def merge_due(control: Control, settings: Settings) -> bool:
-    """Return whether trainers may merge after this round, which is counted and not the last."""
-    merge = settings.merge
+def merge_due(control: Control, merge: MergeSettings, done: float) -> bool:
+    """Return whether trainers may merge after this round, which is counted and not the last.
+
+    `done` is the fraction of the run that is done.
+    """
     is_round = control.round % merge.every_rounds == 0 < control.round
-    is_round = is_round and not is_over(control, settings)
-    return merge.policy != "none" and is_round and len(control.trainers) > 1
+    return merge.policy != "none" and is_round and done < 1 and len(control.trainers) > 1
 
 
 def guard_losses(state: State, engine: Engine) -> dict[int, float]:
@@ -312,19 +315,21 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     return changed
 
 
-def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
+def joining_workers(
+    control: Control, ensemble: EnsembleSettings, done: float
+) -> list[tuple[int, int]]:
     """List (trainer, its new number of workers) for the workers that join now.
 
-    With `ensemble.spawn_frac`, all join after that fraction of the run; otherwise a trainer gets
-    the free workers that its batch-size tests have requested.
+    With `ensemble.spawn_frac`, all join after that fraction of the run, of which `done` is done;
+    otherwise a trainer gets the free workers that its batch-size tests have requested.
     """
-    ensemble, trainers = settings.ensemble, control.trainers
-    if ensemble.initial_workers is None or is_over(control, settings):
+    trainers = control.trainers
+    if ensemble.initial_workers is None or done >= 1:
         return []
     sizes, free = control.sizes, free_workers(control, ensemble)
     if ensemble.spawn_frac is None:
         wanted = tuple(trainer.requested_workers for trainer in trainers.values())
-    elif settings.share_done(control.round, control.tokens_total) >= ensemble.spawn_frac:
+    elif done >= ensemble.spawn_frac:
         wanted = even_sizes(len(trainers), ensemble.num_workers)  # as the plan has them
     else:
         wanted = sizes

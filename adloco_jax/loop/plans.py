@@ -9,7 +9,7 @@ from adloco_jax.contrib import ROUND_LENGTHS
 from adloco_jax.core.batching import BATCH_TESTS, switch_mode
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.loop.control import Control, RoundPlan
-from adloco_jax.settings import BatchingSettings, Settings
+from adloco_jax.settings import BatchingSettings, Settings, SwitchSettings
 
 AUTO_TEST_FRAC = 0.04  # share of a trainer's sequences in a round that its batch-size test uses
 AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # least and largest number of sequences of that test
@@ -25,7 +25,10 @@ def round_plans(
 ) -> dict[int, RoundPlan]:
     """Return the sizes of the next round, by trainer (None: all), as in section 4.4 of AdLoCo."""
     return {
-        m: RoundPlan(*_micro_batches(control, m, settings), _round_steps(control, m, settings))
+        m: RoundPlan(
+            *_micro_batches(control, m, settings.batching, settings.switch),
+            _round_steps(control, m, settings),
+        )
         for m in (control.trainers if trainers is None else trainers)
     }
 
@@ -42,34 +45,33 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
         round_index=control.rounds_of(trainer_id),
         share_done=settings.share_done(control.rounds_of(trainer_id), control.tokens_total),
     )
-    left = np.ceil(_base_rounds_left(control, settings))
+    left = math.inf
+    if math.isfinite(settings.last_token):
+        sequences = sum(  # of one update of all workers
+            math.prod(_micro_batches(control, m, settings.batching, settings.switch))
+            * len(trainer.streams)
+            for m, trainer in control.trainers.items()
+        )
+        tokens = inner.steps_per_round * sequences * settings.data.sequence_length
+        left = np.ceil((settings.last_token - control.tokens_total) / tokens)
     # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
     length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     steps = inner.steps_per_round * max(int(min(trainer.round_length * length, left)), 1)
     return min(steps, inner.max_steps_per_round or steps)
 
 
-def _micro_batches(control: Control, trainer: int, settings: Settings) -> tuple[int, int]:
+def _micro_batches(
+    control: Control, trainer: int, batching: BatchingSettings, switch: SwitchSettings
+) -> tuple[int, int]:
     """Return the micro-batch size of a trainer's next round, and the micro-batches of an update."""
     largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[trainer].requested_batch_size,
         max_batch_size=largest,
-        multiplier=settings.switch.multiplier,
-        mode=settings.switch.mode,
+        multiplier=switch.multiplier,
+        mode=switch.mode,
     )
-    return min(n for n in (*settings.batching.buckets, largest) if size <= n <= largest), accum
-
-
-def _base_rounds_left(control: Control, settings: Settings) -> float:
-    if math.isinf(settings.last_token):
-        return math.inf
-    sequences = sum(  # of one update of all workers
-        math.prod(_micro_batches(control, m, settings)) * len(trainer.streams)
-        for m, trainer in control.trainers.items()
-    )
-    tokens = settings.inner.steps_per_round * sequences * settings.data.sequence_length
-    return (settings.last_token - control.tokens_total) / tokens
+    return min(n for n in (*batching.buckets, largest) if size <= n <= largest), accum
 
 
 def learning_rate(

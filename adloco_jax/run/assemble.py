@@ -4,11 +4,9 @@ import dataclasses
 import time
 from pathlib import Path
 
-import numpy as np
 import optax
 
 from adloco_jax.data import load_corpus
-from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.spec import Machine, ProgramSpec
@@ -112,26 +110,19 @@ def assemble(
             sequence_length=length,
         ),
         corpus=corpus,
-        heldout=heldout_of(settings, corpus.heldout_rows, model.num_classes),
+        heldout=split_heldout(
+            corpus.heldout_rows,
+            num_sequences=settings.eval.num_sequences,
+            batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
+            num_classes=model.num_classes,
+            num_trainers=settings.ensemble.num_trainers,
+        ),
         workdir=workdir,
         command=command,
         by_fit=by_fit,
         accept_data_change=accept_data_change,
         unit=unit,
         began_s=began_s,
-    )
-
-
-def heldout_of(
-    settings: Settings, rows_EL: np.ndarray | DocumentRows, num_classes: int | None = None
-) -> HeldOut:
-    """Divide held-out rows as a run does; an attempt replaces the size of their batch."""
-    return split_heldout(
-        rows_EL,
-        num_sequences=settings.eval.num_sequences,
-        batch_size=settings.batching.initial_batch_size,
-        num_classes=num_classes,
-        num_trainers=settings.ensemble.num_trainers,
     )
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
 from adloco_jax.data.corpus import AFTER_FIRST, is_small, load_corpus
+from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.spec import (
     TAKEN,
     Compiled,
@@ -34,7 +35,7 @@ from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, 
 from adloco_jax.models.configured import class_count
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.assemble import heldout_of, with_rows
+from adloco_jax.run.assemble import with_rows
 from adloco_jax.run.choose import (
     Choice,
     Mode,
@@ -47,7 +48,7 @@ from adloco_jax.run.choose import (
 from adloco_jax.run.describe import length_lines, plan_lines, round_bytes, run_header
 from adloco_jax.run.program import configured_model, program_spec, spec_of
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.settings import MergeSettings, Settings
+from adloco_jax.settings import BatchingSettings, MergeSettings, Settings, SwitchSettings
 
 
 def plan(
@@ -77,13 +78,17 @@ def plan(
     num_heldout = None
     if corpus is not None:
         settings = with_rows(settings, corpus)
-        num_heldout = len(heldout_of(settings, corpus.heldout_rows).report_EL)
+        how = {"num_trainers": settings.ensemble.num_trainers, "batch_size": 1}
+        how |= {"num_sequences": settings.eval.num_sequences}
+        num_heldout = len(split_heldout(corpus.heldout_rows, **how).report_EL)
         unchecked = [line for line in unchecked if not line.endswith(AFTER_FIRST)]
     spec = spec_of(settings, here())
     lines = plan_lines(settings, spec)
     lines += length_lines(settings, most_tokens_per_s(spec, peak_here(spec)), num_heldout)
     if memory:
-        lines += _memory_lines(settings, configured_choice(settings, here()))
+        choice = configured_choice(settings, here())
+        pool = start(settings, choice.max_batch_size, whole_pool=True)
+        lines += _memory_lines(pool, settings.batching, settings.switch, choice)
     else:
         lines.append("not compiled: --memory does")
     return "\n".join([*notes, *lines, *(f"not checked: {line}" for line in unchecked)])
@@ -98,11 +103,12 @@ def configured_choice(
     return choose(settings, spec, model.loss_of, size=size, on_compile=on_compile)
 
 
-def _memory_lines(settings: Settings, choice: Choice) -> list[str]:
-    batching, spec = settings.batching, choice.programs.spec
+def _memory_lines(
+    control: Control, batching: BatchingSettings, switch: SwitchSettings, choice: Choice
+) -> list[str]:
     programs, max_batch = choice.programs, choice.max_batch_size
-    control = start(settings, max_batch, whole_pool=True)
-    keys = reachable_keys(control, spec, batching, settings.switch)
+    spec = programs.spec
+    keys = reachable_keys(control, spec, batching, switch)
     peaks = {key: peak(programs, key, control.sizes).total for key in keys}
     sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
     return [

@@ -9,7 +9,7 @@ import optax
 
 from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.errors import ConfigError
-from adloco_jax.settings import Settings, bytes_per_s
+from adloco_jax.settings import BatchingSettings, Settings, bytes_per_s
 from adloco_jax.study.cluster import ring_s
 
 # Updates and synchronisations until 1.60 nats per byte, of four workers and 0.08 M parameters.
@@ -47,7 +47,7 @@ def site_lines(
     if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
         raise ConfigError(f"--tokens-per-s {tokens_per_s}: expected a number above 0")
     how = "given" if tokens_per_s else "measured here"
-    tokens_per_s = tokens_per_s or measured_tokens_per_s(settings, spec)
+    tokens_per_s = tokens_per_s or measured_tokens_per_s(settings.batching, spec)
     rate, workers, steps = bytes_per_s(link), settings.ensemble.num_workers, settings.inner
     update_s = settings.batching.initial_batch_size * spec.sequence_length / tokens_per_s
     sent_s = spec.sync_bytes * spec.outer.fragments / rate
@@ -73,9 +73,9 @@ def site_lines(
     ]
 
 
-def measured_tokens_per_s(settings: Settings, spec: ProgramSpec) -> float:
+def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> float:
     """Measure the tokens per second of one worker's updates on these devices."""
-    size = min(settings.batching.initial_batch_size, settings.batching.max_batch_size or 2**31)
+    size = min(batching.initial_batch_size, batching.max_batch_size or 2**31)
     params, base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (spec.params, spec.base))
     frozen = {} if base is None else {"base": base}
 
