@@ -754,7 +754,8 @@ def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(
     engine = {"kind": "bucket", "address": here.url}
     far = run(tmp_path / "far", settings_of(**groups | {"engine": engine}))
     assert_same_rounds(far, local)
-    assert far.loss == pytest.approx(local.loss, abs=1e-5)
+    error = 1e-5 if precision == "float32" else 1e-3  # inner states of joins are in int4, too
+    assert far.loss == pytest.approx(local.loss, abs=error)
     assert runs.audit(far.workdir) == []
     left = sorted(path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file())
     assert left == ["1.json", "run.json"]
