@@ -601,7 +601,7 @@ def test_a_template_writes_the_date_of_the_first_preparation_also_later(
     (tmp_path / "t.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
     path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(60)])
     template = str(tmp_path / "t.jinja")
-    settings = settings_of(path, tokenizer, template=template)
+    settings = settings_of(path, tokenizer, template=template, num_streams=4)
     first = completed(settings, tmp_path / "run")
     made = load_corpus(first, note=print)
     assert "04 Oct 2024" in made.describe()

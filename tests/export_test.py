@@ -308,13 +308,13 @@ def test_a_bucket_is_compared_with_what_a_run_records(trained, tmp_path, monkeyp
 def test_the_command_that_began_a_run_resumes_it_with_the_checkpoints_tokenizer(trained, tmp_path):
     config = tiny(init_from=str(trained.workdir / "export"))
     write_config(tmp_path, completed(validate(config)))
-    check_config(tmp_path, validate(config), accept=False)
+    check_config(tmp_path, completed(validate(config)), accept=False)
     config.data.tokenizer = "bytes"
     with pytest.raises(ConfigError, match=r"data.tokenizer: was None, is 'bytes'"):
-        check_config(tmp_path, validate(config), accept=True)
+        check_config(tmp_path, completed(validate(config)), accept=True)
     write_config(tmp_path, validate(config).model_copy(update={"model": validate(tiny()).model}))
     with pytest.raises(ConfigError, match="data.tokenizer: was 'bytes', is None"):
-        check_config(tmp_path, validate(tiny()), accept=True)
+        check_config(tmp_path, completed(validate(tiny())), accept=True)
 
 
 def test_sizes_that_are_unset_are_the_checkpoints(trained):
