@@ -13,10 +13,11 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 from filelock import FileLock
 
-from adloco_jax import BATCH_TESTS, __version__, errors, training
+from adloco_jax import BATCH_TESTS, __version__, errors, hf, training
 from adloco_jax import main as cli
 from adloco_jax.cli import train as train_command
 from adloco_jax.cli.keys import override
@@ -24,7 +25,9 @@ from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import completed
 from adloco_jax.errors import ConfigError, DataError, UserError
+from adloco_jax.models import llama
 from adloco_jax.models.configured import build_model
+from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import folder as run_folder
 from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
 from adloco_jax.settings import OPTIONS, default_of, meaning
@@ -300,10 +303,17 @@ def by_each_face(capsys, monkeypatch, elsewhere, words: dict[str, object]) -> se
 
     Each outcome is the settings to put together, or the error, and the lines that were printed.
     """
-    given, outcomes = [], []
-    monkeypatch.setattr(training, "assemble", lambda settings, *_, **__: given.append(settings))
+    given, outcomes, assemble = [], [], training.assemble
+
+    def record(settings, *others, **how):
+        given.append(settings)
+        if settings.model.init_from:  # whose sizes are compared
+            assemble(settings, *others, **how)
+
+    monkeypatch.setattr(training, "assemble", record)
     monkeypatch.setattr(training, "run_to_end", lambda run: None)
-    options = [f"--config.{key}={value}" for key, value in words.items()]
+    texts = {key: "none" if value is None else value for key, value in words.items()}
+    options = [f"--config.{key}={value}" for key, value in texts.items()]
     config = importlib.import_module("adloco_jax.configs.quickstart").get_config()
     config.update_from_flattened_dict(words)
     for number, act in enumerate(
@@ -343,6 +353,23 @@ def test_the_command_line_a_config_file_and_python_find_the_same_text(
     ):
         ((settings, out, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
         assert message in fault and not settings
+
+
+def test_the_command_line_a_config_file_and_python_take_the_sizes_of_a_checkpoint_alike(
+    elsewhere, capsys, monkeypatch
+):
+    network = llama.Llama(257, 16, 1, 2, 1, 8, 64)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, np.float32), param_shapes(network))
+    hf.save(params, elsewhere / "far", network=network)
+    words = {"model.init_from": str(elsewhere / "far"), "data.tokenizer": "bytes"}
+    ((_, _, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
+    starts = [line.partition(":")[0] for line in fault.splitlines()]
+    differ = {"width": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 176}
+    assert sorted(starts) == sorted(f"model.{name} = {size}" for name, size in differ.items())
+    words |= {f"model.{name}": None for name in differ} | {"data.num_sequences": 99}
+    ((settings, out, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
+    assert "width=16, num_layers=1, num_heads=2" in settings and not fault
+    assert out.startswith(f"found: sizes of {elsewhere / 'far'}; set a key to choose another")
 
 
 def test_the_command_line_a_config_file_and_python_follow_the_first_batch_alike(
