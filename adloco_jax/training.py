@@ -214,7 +214,9 @@ def fit(
         label_params=label_params,
     )
     folder = Path(workdir)
-    settings = completed(check_arguments(settings, given), folder, reads=False)
+    if isinstance(settings, Settings):  # with the path of its text, which rules may need
+        settings = completed(settings, folder, reads=False)
+    settings = check_arguments(settings, given)
     parts = given.parts(settings)
 
     def put_together() -> Run:
