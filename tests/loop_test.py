@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "loop.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 (LOOP,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
-NOISE, WORKERS, PROCESSES, FIT, BUCKET = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
+NOISE, WORKERS, FIT, BUCKET = re.findall(r"^```diff\n(.*?)^```", TEXT, re.M | re.S)
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -123,7 +123,8 @@ def test_fit_leaves_report_table_and_parameters_here_and_equal_ones_through_a_bu
 def test_two_processes_hold_one_worker_each_and_end_with_equal_parameters(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = changed(changed(LOOP, WORKERS), PROCESSES).replace(":9911", f":{port}")
+    program = (ROOT / "examples" / "two_processes.py").read_text("utf-8")
+    program = program.replace(":9911", f":{port}")
     (tmp_path / "loop.py").write_text(program, encoding="utf-8")
     command = [sys.executable, str(tmp_path / "loop.py")]
     started = [subprocess.Popen([*command, n], stdout=subprocess.PIPE, text=True) for n in "01"]
