@@ -268,10 +268,9 @@ class EnsembleSettings(SettingsGroup):
     num_trainers: Count = 4
     """M, trainers at the start, before merges (AdLoCo table A.2)."""
     num_workers: Count = 4
-    """R, workers of the whole pool, not per trainer."""
+    """R, workers of all trainers together."""
     initial_workers: Count | None = None
-    """Workers at the start; the others join as gradient noise grows (see batching.growth). Unset:
-    the whole pool."""
+    """Workers at the start; the others join as noise grows (see batching.growth). Unset: all."""
     spawn_frac: Part | None = None
     """Fraction of the run after which all workers join."""
     model_shards: Annotated[Count | None, AUTO, "harmless"] = None
