@@ -198,6 +198,8 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
 
     theirs, ours = (table["rows"][name] for name in losses)
     assert spread(theirs["final"]["loss"]) == [3, 4, 2]
+    assert theirs["final"]["loss"]["median"] == 4  # the higher of the two middle values
+    assert theirs["to_target"][0]["updates"]["median"] is None  # not reached: more than all
     assert spread(theirs["final"]["tokens"]) == [640, 960, 2]
     assert spread(ours["to_target"][0]["tokens"]) == [320, 640, 2]
     assert spread(ours["to_target"][1]["updates"]) == [7.5, 12.5, 2]  # half way between two
@@ -227,16 +229,6 @@ def test_what_is_not_finite_is_no_point():
     assert len(curve(ledger(rounds=rounds, evals=evals), Cluster())) == 1
     with pytest.raises(DataError, match="no evaluation"):
         curve(ledger(rounds=rounds, evals=evals[:1]), Cluster())
-
-
-def test_a_spread_counts_what_was_not_reached_as_more_than_all():
-    def spread(*values):
-        return [*compare._spread(values).values()]  # median, low, high, reached, seeds
-
-    assert spread(3, 1, 2) == [2, 1, 3, 3, 3]
-    assert spread(None, 5, 2) == [5, 2, None, 2, 3]
-    assert spread(None, 5, None) == [None, 5, None, 1, 3]
-    assert spread(1, 2, 3, None) == [3, 1, None, 3, 4]  # the higher of the two middle values
 
 
 def test_a_variants_name_is_plain_text_in_a_table():

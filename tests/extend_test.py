@@ -158,22 +158,14 @@ def test_fit_takes_the_callers_optimizers_as_they_are(tmp_path):
 
 
 def test_an_optimizer_given_beside_options_of_another_is_refused(tmp_path):
-    config = config_of(
-        inner={"tx": "sgd", "weight_decay": 0.0, "schedule": "cosine", "round_length": "qsr"},
-        outer={"learning_rate": 0.5},
-        num_rounds=None,
-        num_tokens=10_000,
-    )
+    inner = {"tx": "sgd", "weight_decay": 0.0, "schedule": "cosine", "round_length": "qsr"}
+    ending = {"num_rounds": None, "num_tokens": 10_000}
+    config = config_of(inner=inner, outer={"learning_rate": 0.5}, **ending)
     with pytest.raises(ConfigError) as refused:
         run(tmp_path / "r", config, inner_tx=optax.lion(1e-3), outer_tx=optax.sgd(1.0))
-    assert str(refused.value).split("\n") == [
-        "inner_tx: given beside inner.tx='sgd'; leave inner.tx at 'adamw'",
-        "inner_tx: given beside inner.learning_rate=0.05; leave inner.learning_rate at 0.0004",
-        "inner_tx: given beside inner.schedule='cosine'; leave inner.schedule at 'constant'",
-        "inner_tx: given beside inner.weight_decay=0.0; leave inner.weight_decay at 0.1",
-        "inner_tx: given beside inner.round_length='qsr'; leave inner.round_length at 'fixed'",
-        "outer_tx: given beside outer.learning_rate=0.5; leave outer.learning_rate at 0.7",
-    ]
+    given = {line.partition("=")[0] for line in str(refused.value).split("\n")}
+    of_inner = {f"inner_tx: given beside inner.{name}" for name in (*inner, "learning_rate")}
+    assert given == {*of_inner, "outer_tx: given beside outer.learning_rate"}
     assert list(tmp_path.iterdir()) == []
 
 

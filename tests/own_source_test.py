@@ -31,38 +31,25 @@ def own_source(tmp_path, monkeypatch):
 
 
 def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, capsys):
-    changes = {
-        "model": {"width": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 8},
-        "data": {"sequence_length": 8, "heldout_frac": 0.1},
-        "ensemble": {"num_trainers": 1, "num_workers": 1},
-        "inner": {"steps_per_round": 2},
-        "batching": {"test": "constant", "max_batch_size": 1},
-        "eval": {"num_sequences": 8},
-    }
-    words = [
-        f"--config.{group}.{key}={value}"
-        for group, keys in changes.items()
-        for key, value in keys.items()
-    ]
+    one = {"num_trainers": 1, "num_workers": 1}
+    sizes = {"width": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 8}
+    changes = {"model": sizes, "ensemble": one, "data": {"sequence_length": 8, "heldout_frac": 0.1}}
+    changes |= {"inner": {"steps_per_round": 2}, "eval": {"num_sequences": 8}}
+    changes |= {"batching": {"test": "constant", "max_batch_size": 1}}
+    words = [f"--config.{g}.{key}={value}" for g in changes for key, value in changes[g].items()]
 
     def run_main(*more):
-        code = main.main(["--config=own.py", *words, *more])
-        return code, capsys.readouterr()
-
-    def run_fit(workdir, num_rounds):
-        config = load_config(Path("own.py"), "get_config", ConfigDict)
-        config.update(changes | {"num_rounds": num_rounds})
-        settings = validate(config)
-        own = load_corpus(settings)
-        assert [shard["rows"] for shard in own.shards] == [40, 40]
-        assert own.manifest.documents[1] == 8
-        init_fn, loss_fn = build_model(settings.model)
-        functions = {"init_fn": init_fn, "loss_fn": loss_fn}
-        fit(settings, workdir=workdir, corpus=own, **functions)
+        return main.main(["--config=own.py", *words, *more]), capsys.readouterr()
 
     code, printed = run_main("--plan")
     assert code == 0 and " to train on" in printed.out and "not checked" not in printed.out
-    run_fit("resumed", 1)
+    config = load_config(Path("own.py"), "get_config", ConfigDict)
+    config.update(changes | {"num_rounds": 1})
+    settings = validate(config)
+    own = load_corpus(settings)
+    assert [shard["rows"] for shard in own.shards] == [40, 40] and own.manifest.documents[1] == 8
+    init_fn, loss_fn = build_model(settings.model)
+    fit(settings, workdir="resumed", corpus=own, init_fn=init_fn, loss_fn=loss_fn)
     code, printed = run_main("--workdir=resumed", "--config.num_rounds=2")
     assert code == 0 and " of 8 tokens to train on, " in printed.out
     rounds = [e["round"] for e in read("resumed/ledger.jsonl") if e["event"] == "round"]

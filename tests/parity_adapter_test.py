@@ -43,18 +43,24 @@ def of_torch(model):
         return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
 
-@pytest.mark.parametrize(("plain", "layers"), [(PLAIN, "attention"), (GEMMA, "all")])
-def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, plain, layers):
-    network = plain.clone(adapter=Adapter(3, 5.0, layers))
+def saved(folder, network, plain):
+    """Random parameters; the folder has the base, and the adapter beside it."""
     shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), shapes["params"])
     adapter, base = split_adapter(params)
-    hf.save(base, tmp_path / "base", network=plain)
-    how: Any = {"network": network, "base": hf.base_of(str(tmp_path / "base"))}
-    hf.save_adapter(adapter, tmp_path / "ours", None, **how)
+    hf.save(base, folder / "base", network=plain)
+    how: Any = {"network": network, "base": hf.base_of(str(folder / "base"))}
+    hf.save_adapter(adapter, folder / "adapter", None, **how)
+    return params
+
+
+@pytest.mark.parametrize(("plain", "layers"), [(PLAIN, "attention"), (GEMMA, "all")])
+def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, plain, layers):
+    network = plain.clone(adapter=Adapter(3, 5.0, layers))
+    params = saved(tmp_path, network, plain)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model = peft.PeftModel.from_pretrained(model, str(tmp_path / "ours"))
+    model = peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter"))
     wanted = logits(network, params)
     np.testing.assert_allclose(of_torch(model), wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
     model.save_pretrained(tmp_path / "theirs")
@@ -88,13 +94,7 @@ READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modul
 @pytest.mark.filterwarnings("ignore")
 def test_each_key_of_pefts_config_gives_pefts_logits_or_is_refused_by_name(tmp_path):
     network = PLAIN.clone(adapter=Adapter(4, 5.0, "attention"))
-    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), shapes["params"])
-    adapter, base = split_adapter(params)
-    hf.save(base, tmp_path / "base", network=PLAIN)
-    how: Any = {"network": network, "base": hf.base_of(str(tmp_path / "base"))}
-    hf.save_adapter(adapter, tmp_path / "adapter", None, **how)
+    params = saved(tmp_path, network, PLAIN)
     path = tmp_path / "adapter" / "adapter_config.json"
     written = json.loads(path.read_text())
 

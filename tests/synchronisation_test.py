@@ -6,19 +6,18 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 import pytest
+from ensembles import NESTEROV, SGD, draw, ensemble_of
 from trees import assert_close, same
 
-from adloco_jax import apply_differences, init, outer_update, pack_differences, start_round
+from adloco_jax import apply_differences, outer_update, pack_differences, start_round
 from adloco_jax.core.compress import unpack
 from adloco_jax.core.outer import add_packed
 from adloco_jax.core.types import Workers
 from adloco_jax.engine.sharding import arrange, reshard
 
 LOW = ["bfloat16", "int4"]
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 SHAPES = {"embed": (257, 64), "up": (2, 64, 256), "norm": (2, 64), "gain": ()}
 
 
@@ -29,26 +28,13 @@ def shapes_of(tree):
 @functools.cache
 def drifted(*sizes):
     """An ensemble with momentum after a round; no two workers have equal parameters."""
-    rng, num_trainers, num_workers = np.random.default_rng(0), len(sizes), sum(sizes)
-
-    def draw(*lead, size=1.0):
-        return {
-            name: jnp.asarray(size * rng.normal(size=(*lead, *shape)), jnp.float32)
-            for name, shape in SHAPES.items()
-        }
-
-    ensemble = init(
-        draw(),
-        num_trainers=num_trainers,
-        num_workers=num_workers,
-        inner_tx=optax.sgd(0.1),
-        outer_tx=NESTEROV,
-        sizes=sizes,
+    ensemble = ensemble_of(sizes, draw(SHAPES), inner_tx=SGD)
+    ensemble = ensemble.replace(
+        params_M=jax.tree.map(jnp.asarray, draw(SHAPES, len(sizes), seed=1))
     )
-    ensemble = ensemble.replace(params_M=draw(num_trainers))
-    workers = start_round(ensemble)
-    drift_R = draw(num_workers, size=0.01)
-    return ensemble, workers.replace(params_R=jax.tree.map(jnp.add, workers.params_R, drift_R))
+    workers, drift_R = start_round(ensemble), draw(SHAPES, sum(sizes), seed=2)
+    params_R = jax.tree.map(lambda leaf, by: leaf + 0.01 * by, workers.params_R, drift_R)
+    return ensemble, workers.replace(params_R=params_R)
 
 
 @functools.cache

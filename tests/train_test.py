@@ -18,14 +18,12 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 from toy_runs import GROWING, assert_same_end, events, run
 
 from adloco_jax import training
-from adloco_jax.config import default_config
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempts, processes
 from adloco_jax.run.folder import check_workdir
-from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -47,34 +45,16 @@ def growing(tmp_path_factory):
 
 
 def test_the_ledger_records_growth_accumulation_and_merge(growing):
-    result = growing
-    (start,) = events(result.workdir, "start")
+    (start,), (end,) = (events(growing.workdir, name) for name in ("start", "end"))
     assert len({*start["heldout_rows"]} | {*start["guard_rows"]}) == 8 + 8
     assert start["config"]["batching"]["buckets"] == [2, 4] and start["num_params"] == 36
-    rounds = events(result.workdir, "round")
-    assert any(e["next_batch_size"] > e["requested_batch_size"] for e in rounds)
-    assert any(e["num_accum_steps"] > 1 for e in rounds)
-    assert len(events(result.workdir, "merge")) == 2
-    assert [e["trainer"] for e in rounds][-1] == [*result.controller.trainers][0]
-    assert result.ensemble.num_trainers == 1
-    assert int(result.ensemble.round) == 7
-    (end,) = events(result.workdir, "end")
-    assert end["tokens_total"] == sum(e["tokens"] for e in rounds)
-    assert end["updates_total"] == sum(e["updates"] for e in rounds)
-    merges = events(result.workdir, "merge")
-    for cost in ("syncs", "bytes"):
-        assert end[f"{cost}_total"] == sum(e[cost] for e in [*rounds, *merges])
-    # The last merge sends a table of 36 float32 and its momentum. Workers of the absorbed trainer
-    # then receive the table and AdamW's two moments.
-    (absorbed,) = merges[-1]["members"][1:]
-    where = {"round": merges[-1]["round"], "trainer": absorbed}
-    (joining,) = events(result.workdir, "round", **where)
-    assert merges[-1]["bytes"] == 2 * 144 + joining["workers"] * 3 * 144
-    assert [e["syncs"] for e in merges] == [1, 1]
-    evals = events(result.workdir, "eval", trainer="consensus")
+    rounds, merges = (events(growing.workdir, name) for name in ("round", "merge"))
+    for cost in ("tokens", "updates", "syncs", "bytes"):
+        assert end[f"{cost}_total"] == sum(e.get(cost, 0) for e in [*rounds, *merges])
+    evals = events(growing.workdir, "eval", trainer="consensus")
     assert [e["round"] for e in evals] == [2, 4, 6, 7]
-    assert evals[-1]["loss"] == result.loss < evals[0]["loss"]
-    assert evals[-1]["perplexity"] == pytest.approx(np.exp(result.loss))
+    assert evals[-1]["loss"] == growing.loss < evals[0]["loss"]
+    assert evals[-1]["perplexity"] == pytest.approx(np.exp(growing.loss))
 
 
 def test_a_reported_loss_is_the_token_mean_of_the_consensus(growing):
@@ -520,14 +500,6 @@ def test_a_folder_that_cannot_be_a_runs_is_refused_and_left_alone(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             check_workdir(tmp_path / name)
-
-
-def test_too_few_rows_make_no_folder(tmp_path):
-    config = default_config()
-    config.data.update({"source": "text", "path": __file__, "num_sequences": 1})
-    with pytest.raises(DataError, match="num_sequences"):
-        train(config, tmp_path / "run")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(tmp_path):
