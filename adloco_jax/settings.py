@@ -522,7 +522,7 @@ class EngineSettings(SettingsGroup):
     link: Link = ""
     """bucket: hold each process's transfers to a rate in each direction, such as 10Mbit/s, to see
     how a slow link would do. Empty: no limit."""
-    steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "equal"
+    steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "by_speed"
     """by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:

@@ -455,11 +455,12 @@ def _losses(run: Path) -> list[tuple[int, float]]:
 
 def slow(folder: Path, rounds: int, options: list[str]) -> Iterator[dict]:
     """Slow one of four learners to a quarter: wait for all, use a quorum, or updates by speed."""
-    ways = {"all": "steps=equal", "quorum": "quorum=3", "by_speed": "steps=by_speed"}
-    for name, key in ways.items():
+    ways = {"all": ["steps=equal"], "quorum": ["steps=equal", "quorum=3"], "by_speed": []}
+    for name, keys in ways.items():
         run = folder / f"slow-{name}"
         how = ["ensemble.num_trainers=1", "inner.steps_per_round=40", "engine.grace_s=0.2"]
-        how += [f"num_tokens={rounds * 40960}", "num_rounds=none", f"engine.{key}", *options]
+        how += [f"num_tokens={rounds * 40960}", "num_rounds=none", *options]
+        how += [f"engine.{key}" for key in keys]
         with joining(run, how), driver(run, how) as process:
             wait_for(lambda run=run: _all_at_work(run), process, 180)
             victim = living(run)[3]["pid"]

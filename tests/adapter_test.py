@@ -333,7 +333,7 @@ def test_an_adapter_names_the_commit_of_its_base_and_is_read_with_it(tmp_path, m
 
 def test_learners_of_ray_are_sent_the_adapter_alone(trained, weights, monkeypatch, tmp_path):
     there = Here(monkeypatch, lambda *_: "response")
-    config = adapted(weights, engine={"kind": "ray"})
+    config = adapted(weights, engine={"kind": "ray", "steps": "equal"})
     assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
     assert there.given.base.params is None and there.given.base.fingerprint
     given = [array_bytes(arguments) for _, _, arguments in there.calls.values()]
@@ -344,7 +344,7 @@ def test_learners_read_the_base_by_themselves_and_send_the_adapter(
     trained, weights, monkeypatch, tmp_path
 ):
     there = InBucket(monkeypatch, tmp_path / "bucket")
-    config = adapted(weights, engine={"kind": "bucket", "address": there.url})
+    config = adapted(weights, engine={"kind": "bucket", "address": there.url, "steps": "equal"})
     sizes, put = [], store.Store.put
 
     def counted(self, name, data):

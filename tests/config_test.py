@@ -185,7 +185,7 @@ CONTRADICTIONS = {
     "quorum": dict(engine__kind="ray", engine__quorum=3, engine__max_learners=2),
     "a link of Ray": dict(engine__kind="ray", engine__link="10Mbit/s"),
     "an address of no engine": dict(engine__address="s3://bucket/run"),
-    "learners of no engine": dict(engine__steps="by_speed", engine__restart_s=9.0),
+    "learners of no engine": dict(engine__steps="equal", engine__restart_s=9.0),
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),
     "kv heads": dict(model__num_kv_heads=3),
     "classes of unlabelled text": dict(model__arch="bert"),

@@ -57,7 +57,7 @@ SECONDS = [np.array(seconds) for seconds in (-8.0, 1e308, math.nan, math.inf)]
 
 
 def settings_with(num_rounds, **engine):
-    engine = {"grace_s": 0.0, "heartbeat_s": 30.0, "restart_s": 60.0} | engine
+    engine = {"grace_s": 0.0, "heartbeat_s": 30.0, "restart_s": 60.0, "steps": "equal"} | engine
     return settings_of(
         num_rounds=num_rounds,
         ensemble={"num_trainers": 1, "num_workers": 2},

@@ -59,7 +59,7 @@ def settings_at(url, num_workers=2, **engine):
         outer={"skip_single": True},
         merge={"policy": "none"},
         batching={"test": "constant"},
-        engine={"kind": "bucket", "address": url, "heartbeat_s": 4.0} | engine,
+        engine={"kind": "bucket", "address": url, "heartbeat_s": 4.0, "steps": "equal"} | engine,
     )
 
 

@@ -4,12 +4,15 @@ import math
 import types
 from collections import Counter
 
+import numpy as np
 import pytest
+from toy import settings_of
 
 from adloco_jax.elastic import rounds
 from adloco_jax.elastic.decisions import (
     LearnerRecord,
     assign,
+    num_parts,
     too_large,
     updates_by_speed,
 )
@@ -104,11 +107,29 @@ def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_spee
     assert "speed" in idle.fault(100.1, **limits)
 
 
-def test_updates_by_speed_are_dylus():
-    """floor(v / max v * H), at least 1; learners of unknown speed make as many as the fastest."""
-    assert updates_by_speed(50, {0: 0.1, 1: 0.4, 2: None, 3: 0.3}) == {0: 50, 1: 12, 2: 50, 3: 16}
-    assert updates_by_speed(2, {0: 0.1, 1: 10.0}) == {0: 2, 1: 1}
-    assert updates_by_speed(7, {0: None}) == {0: 7}
+@pytest.mark.parametrize(("steps", "parts"), [(40, 8), (30, 10), (110, 10), (13, 13), (3, 3)])
+def test_updates_by_speed_are_whole_parts_in_proportion(steps, parts):
+    settings = settings_of(
+        inner={"steps_per_round": steps}, engine={"kind": "ray", "steps": "by_speed"}
+    )
+    assert num_parts(settings) == parts
+    seconds = dict(enumerate(np.random.default_rng(steps).uniform(0.1, 2.0, 50).tolist()))
+    updates = updates_by_speed(3 * steps, parts, seconds | {50: None, 51: 0.0})
+    fastest_s = min(seconds.values())
+    assert updates[50] == updates[51] == 3 * steps
+    for worker, number in updates.items():
+        want = 3 * steps * fastest_s / (seconds.get(worker) or fastest_s)
+        assert number % (3 * steps // parts) == 0 and number > 0
+        if want >= 3 * steps / 1.125:  # equal ones, for what is measured is never equal
+            assert number == 3 * steps
+        else:
+            assert abs(number - want) <= 3 * steps / parts / 2 or number == 3 * steps // parts
+
+
+def test_a_speed_that_is_too_good_leaves_others_a_part():
+    assert updates_by_speed(40, 8, {0: 1e-300, 1: 0.1, 2: 1e9}) == {0: 40, 1: 5, 2: 5}
+    assert updates_by_speed(7, 7, {0: None, 1: 0.0}) == {0: 7, 1: 7}
+    assert num_parts(settings_of(engine={"kind": "ray", "steps": "equal"})) == 1
 
 
 def test_an_update_a_thousand_times_too_large_never_counts():

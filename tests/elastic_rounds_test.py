@@ -15,7 +15,7 @@ import obstore
 import pytest
 from learners import Here, InBucket, num_updates
 from toy import settings_of
-from toy_runs import GROWING, events, run
+from toy_runs import GROWING, assert_same_end, events, run
 
 from adloco_jax.elastic import engine, learner, store
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-ENGINE = {"kind": "ray", "grace_s": 0.0, "heartbeat_s": 30.0, "restart_s": 60.0}
+ENGINE = {"kind": "ray", "grace_s": 0.0, "heartbeat_s": 30.0, "restart_s": 60.0, "steps": "equal"}
 DIED = "its process or its node has ended"
 
 
@@ -55,13 +55,19 @@ def both(test):
     return pytest.mark.usefixtures("transport")(by_kind(test))
 
 
-def settings_with(num_workers=3, num_rounds=5, precision="float32", **engine):
+def by_speed(steps="by_speed", **groups):
+    """Settings of two workers, in three rounds."""
+    return settings_with(2, 3, groups=groups, steps=steps)
+
+
+def settings_with(num_workers=3, num_rounds=5, precision="float32", groups=None, **engine):
+    common = {"batching": {"test": "constant"}} | (groups or {})
     return settings_of(
+        **common,
         num_rounds=num_rounds,
         outer={"precision": precision},
         ensemble={"num_trainers": 1, "num_workers": num_workers},
         merge={"policy": "none"},
-        batching={"test": "constant"},
         engine=ENGINE | engine,
     )
 
@@ -262,27 +268,73 @@ def test_an_update_beyond_its_peers_has_weight_zero(monkeypatch, tmp_path, facto
     assert runs.audit(tmp_path) == []
 
 
-@both
-def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeypatch, tmp_path):
-    sent = []
+def timed(there, seconds, sent=None):
+    """A fate: learners say that a sequence has taken them some seconds, by their number."""
 
     def fate(n, incarnation, method, arguments):
-        def timed(responses):
-            seconds = 3.0 * arguments[0].num_sequences * (3.0 if n == 1 else 1.0)
-            there.now_s += seconds
-            sent.append(responses[0])
-            return [responses[0]._replace(seconds=np.array(seconds))]
+        def say(responses):
+            there[0].now_s += 30.0  # more than is claimed
+            if sent is not None:
+                sent.append((arguments[0], responses[0]))
+            spent_s = seconds[n] * arguments[0].num_sequences
+            return [responses[0]._replace(seconds=np.array(spent_s))]
 
-        return timed if method == "run_round" else "response"
+        return say if method == "run_round" else "response"
 
-    there = Here(monkeypatch, fate)
-    run(tmp_path, settings_with(num_workers=2, num_rounds=2, steps="by_speed"))
-    assert [len(a.loss_SR) for a in sent] == [3, 3, 3, 1]
-    first, second = events(tmp_path, "round")
+    return fate
+
+
+@both
+def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeypatch, tmp_path):
+    sent, there = [], []
+    there += [Here(monkeypatch, timed(there, {0: 1.0, 1: 3.0}, sent))]
+    batching = {"test": "norm", "test_batch_size": 32, "batch_cap": 2}
+    run(tmp_path, by_speed(batching=batching))
+    assert [len(response.loss_SR) for _, response in sent] == [3, 3, 3, 1, 3, 1]
+    first, second, _ = events(tmp_path, "round")
     assert second["updates"] == 3 and second["tokens"] * 3 == first["tokens"] * 2
-    slow, fast = sent[3], sent[2]
+    fast, slow = (response for _, response in sent[2:4])
     mean = (3 * fast.differences.packed_R["w"] + slow.differences.packed_R["w"]) / 4
     assert second["pseudo_grad_norm"] == pytest.approx(float(np.linalg.norm(mean)), rel=1e-5)
+    tested = [request.work[0].num_tested for request, _ in sent[2:4]]
+    assert tested == [6, 2]
+    noise = (5 * fast.stats_R.noise[0] + 1 * slow.stats_R.noise[0]) / 6
+    assert second["noise"] == pytest.approx(noise, rel=1e-5)
+
+
+def test_equal_learners_make_equal_updates_bit_for_bit(monkeypatch, tmp_path):
+    there, ends = [], []
+    how = {"inner": {"steps_per_round": 16}, "batching": {"test": "norm", "eta": 0.5}}
+    for steps in ("equal", "by_speed"):
+        with monkeypatch.context() as patch:  # their programs differ
+            there[:] = [Here(patch, timed(there, {0: 1.0, 1: 1.12}))]  # nearly equal
+            ends.append(run(tmp_path / steps, by_speed(steps=steps, **how)))
+    assert_same_end(*ends)
+
+
+@both
+def test_a_forged_speed_changes_no_weight(monkeypatch, tmp_path):
+    sent, there = [], []
+    told = timed(there, {0: 1.0, 1: 1e-300}, sent)
+
+    def fate(n, incarnation, method, arguments):
+        if n == 1 and method == "run_round" and arguments[0].round == 2:
+            return lambda responses: [responses[0]._replace(seconds=np.array(-1.0))]
+        return told(n, incarnation, method, arguments)
+
+    there += [Here(monkeypatch, fate)]
+    run(tmp_path, by_speed())
+    first, second, third = events(tmp_path, "round")
+    assert [len(response.loss_SR) for _, response in sent[:3]] == [3, 3, 1]
+    parts = [response.differences.packed_R["w"] for _, response in sent[:3]]
+    norm = pytest.approx(float(np.linalg.norm(parts[0] + parts[1])) / 2, rel=1e-5)
+    assert first["pseudo_grad_norm"] == norm  # what is claimed counts from the next round on
+    # What it did not send has no weight, however fast it is said to be.
+    assert second["pseudo_grad_norm"] == pytest.approx(float(np.linalg.norm(parts[2])), rel=1e-5)
+    assert second["workers_counted"] == 1 and second["tokens"] * 6 == first["tokens"]
+    assert third["workers_counted"] == 2
+    assert [e["learner"] for e in events(tmp_path, "learner", what="refused")] == [1]
+    assert runs.audit(tmp_path) == []
 
 
 @both
@@ -661,17 +713,32 @@ def test_a_driver_that_was_cut_off_waits_as_long_for_learners_as_before(monkeypa
     assert events(tmp_path, "learner", what="lost") == []
 
 
-def test_a_learner_with_less_memory_accumulates_gradients_of_smaller_micro_batches(
-    monkeypatch, tmp_path
-):
+@pytest.mark.parametrize("known", ["from the compiler", "while it runs"])
+def test_a_learner_out_of_memory_halves_its_micro_batches_and_says_so(monkeypatch, tmp_path, known):
+    inner_round, ran = learner.inner_round, []
+
     def peak(programs, key, sizes):
-        return Peak(0 if key.micro_batch_size < 2 else 2**62, 0)
+        return Peak(2**62 if key.micro_batch_size > 2 and known == "from the compiler" else 0, 0)
+
+    def running(programs, sub, group, work):
+        ran.append(group.plan.micro_batch_size)
+        if ran[-1] > 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        return inner_round(programs, sub, group, work)
 
     here = Here(monkeypatch, lambda *_: "response")
-    whole = run(tmp_path / "whole", settings_with())
+    sizes = {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4, "buckets": (4,)}
+    settings = settings_with(2, 3, groups={"batching": sizes}, heartbeat_s=0.04)
+    whole = run(tmp_path / "whole", settings)
     monkeypatch.setattr(learner, "peak", peak)
-    divided = run(tmp_path / "divided", settings_with())
-    assert here.learner((0, 0))._parts == {(2, False): 2}
+    monkeypatch.setattr(learner, "inner_round", running)
+    divided = run(tmp_path / "divided", settings)
+    assert here.learner((0, 0)).ping().max_batch_size == 2
+    assert ran.count(4) == (2 if known == "while it runs" else 0)
+    limited = events(tmp_path / "divided", "learner", what="limited")
+    assert sorted(e["learner"] for e in limited) == [0, 1]
+    assert all(e["why"].endswith("micro-batches of at most 2") for e in limited)
+    assert events(tmp_path / "divided", "learner", what="lost") == []
     assert_same_rounds(divided, whole)
     assert divided.loss == pytest.approx(whole.loss, abs=1e-5)
 
@@ -722,7 +789,7 @@ def test_wire_bytes_are_those_of_the_objects_that_a_round_writes(monkeypatch, tm
         put(self, name, data)
 
     monkeypatch.setattr(store.Store, "put", putting)
-    engine = {"kind": "bucket", "address": here.url}
+    engine = {"kind": "bucket", "address": here.url, "steps": "equal"}
     run(tmp_path / "far", settings_with(num_workers=2, precision=precision, **engine))
     assert [e["wire_bytes"] for e in events(tmp_path / "far", "round")] == written
     written[:], here.url = [0], f"file://{tmp_path}/growing-bucket"
@@ -751,7 +818,7 @@ def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(
     groups = GROWING | {"outer": {"precision": precision}}
     local = run(tmp_path / "local", settings_of(**groups))
     here = InBucket(monkeypatch, tmp_path / "bucket")
-    engine = {"kind": "bucket", "address": here.url}
+    engine = {"kind": "bucket", "address": here.url, "steps": "equal"}
     far = run(tmp_path / "far", settings_of(**groups | {"engine": engine}))
     assert_same_rounds(far, local)
     error = 1e-5 if precision == "float32" else 1e-3  # inner states of joins are in int4, too
@@ -770,7 +837,7 @@ def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]()
     local = train(config, tmp_path / "local")
     with contextlib.ExitStack() as stack:
-        config.engine.update(kind="ray", heartbeat_s=600.0, max_learners=4)
+        config.engine.update(kind="ray", steps="equal", heartbeat_s=600.0, max_learners=4)
         if way == "ray":
             Here(monkeypatch, lambda *_: "response")
         else:

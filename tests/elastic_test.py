@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("one_device")
 slow = pytest.mark.slow  # a cluster starts slowly
 
-RAY = {"kind": "ray", "heartbeat_s": 5.0, "restart_s": 60.0}
+RAY = {"kind": "ray", "heartbeat_s": 5.0, "restart_s": 60.0, "steps": "equal"}
 ELASTIC = toy_runs.GROWING | {"engine": RAY}
 
 

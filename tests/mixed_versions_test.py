@@ -27,7 +27,8 @@ def test_learners_of_two_versions_train_the_model_of_a_local_run(tmp_path):
     address = f"file://{tmp_path}/bucket"
     docs = runs.ROOT / "docs" / "*.md"
     short = [f"--config.{option}" for option in (*SHORT, f"data.path={docs}")]
-    engine = f"--config.engine.kind=bucket --config.engine.address={address}".split()
+    options = ("kind=bucket", "steps=equal", f"address={address}")
+    engine = [f"--config.engine.{option}" for option in options]
     environ = os.environ | {"PYTHONPATH": str(runs.ROOT), "JAX_PLATFORMS": "cpu"}
     commands = {
         "elastic": [sys.executable, "train", "quickstart", *short, *engine],

@@ -12,6 +12,8 @@ from functools import partial
 
 import numpy as np
 
+from adloco_jax.settings import INT32, Settings
+
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
@@ -32,6 +34,7 @@ class LearnerRecord:
     leaving: bool = False  # whether the process has been asked to end
     asked_s: float | None = None  # time of a ping without a response yet
     next_s: float = 0.0  # time of the next ping
+    max_batch_size: int = INT32  # largest micro-batch for which its memory may suffice
     sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
     # The last seconds from a request to its response, without the round itself.
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
@@ -132,16 +135,29 @@ def assign(
     return hosts
 
 
-def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -> dict[int, int]:
-    """Return each worker's updates, at least one, in proportion to its learner's speed.
+def num_parts(settings: Settings) -> int:
+    """Return into how many equal parts the updates of a round can be divided, between learners.
 
-    The fastest, and one of unknown speed, makes `num_updates`. Source: DyLU of Async DiLoCo (arXiv
-    2401.09135).
+    The fewest that are at least eight, or an update each; one with `engine.steps=equal`.
     """
-    known = [seconds for seconds in sequence_s.values() if seconds]
+    steps = settings.inner.steps_per_round
+    counts = (n for n in range(min(8, steps), steps + 1) if steps % n == 0)
+    return next(counts) if settings.engine.steps == "by_speed" else 1
+
+
+def updates_by_speed(
+    num_updates: int, parts: int, sequence_s: Mapping[int, float | None]
+) -> dict[int, int]:
+    """Return each worker's updates: whole parts, at least one, in proportion to its speed.
+
+    The fastest makes `num_updates`, as does one of unknown speed, or less than an eighth slower.
+    Source: DyLU of Async DiLoCo (arXiv 2401.09135).
+    """
+    fastest_s = min((seconds for seconds in sequence_s.values() if seconds), default=0.0)
+    shares = {w: fastest_s / seconds if seconds else 1.0 for w, seconds in sequence_s.items()}
     return {
-        worker: max(1, int(min(known) / seconds * num_updates)) if seconds else num_updates
-        for worker, seconds in sequence_s.items()
+        w: max(round(share * parts), 1) * num_updates // parts if share < 8 / 9 else num_updates
+        for w, share in shares.items()
     }
 
 

@@ -289,10 +289,9 @@ class ElasticEngine:
             whole = functools.partial(trainer_params, state.ensemble, position)
             params = functools.cache(lambda whole=whole: jax.device_get(whole()))
             each = Round(plan, rate_T, request, now_s)
-            updates = dict.fromkeys(free, plan.num_updates)
-            if settings.engine.steps == "by_speed":
-                speeds = {s: self.pool.learners[n].sequence_s for s, n in free.items()}
-                updates = decisions.updates_by_speed(plan.num_updates, speeds)
+            speeds = {s: self.pool.learners[n].sequence_s for s, n in free.items()}
+            parts = decisions.num_parts(settings)
+            updates = decisions.updates_by_speed(plan.num_updates, parts, speeds)
             count = test_count(plan, len(starts), settings.batching)
             for number in sorted(set(free.values())):
                 worker_ids = [worker_id for worker_id, host in free.items() if host == number]

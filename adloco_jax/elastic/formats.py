@@ -15,8 +15,8 @@ from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import mean
 from adloco_jax.engine.spec import ProgramSpec, num_bytes
 from adloco_jax.files import Count, Format
+from adloco_jax.settings import INT32, Number
 from adloco_jax.settings import Count as Size
-from adloco_jax.settings import Number
 
 # By how much the count of a heartbeat may grow in the time after which its owner counts as lost. A
 # forged count is not believed, or only until then.
@@ -135,6 +135,7 @@ class Sign(Format):
     leaving: bool  # whether it was asked to leave
     compiling: bool
     hello: Hello
+    max_batch_size: Size = INT32  # largest micro-batch for which its memory may suffice
     has_left: bool = False  # whether this is its last one
 
 

@@ -7,6 +7,7 @@ asks for the same rows again.
 import dataclasses
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -23,6 +24,7 @@ from adloco_jax.core.compress import Precision, pack, unpack
 from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.data import load_corpus
+from adloco_jax.elastic.decisions import num_parts
 from adloco_jax.elastic.formats import (
     Hello,
     Refused,
@@ -36,7 +38,7 @@ from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_stats_rows
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import ProgramSpec, here
+from adloco_jax.engine.spec import ProgramKey, ProgramSpec, here
 from adloco_jax.files import checked
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.loop.plans import test_count
@@ -108,11 +110,11 @@ class Learner:
         self.corpus = given.corpus or load_corpus(
             settings, num_classes=class_count(settings.model), commit=given.commit
         )
-        steps = 1 if settings.engine.steps == "by_speed" else given.spec.num_micro_batches
+        part = settings.inner.steps_per_round // num_parts(settings)
         spec = dataclasses.replace(
             given.spec,
             machine=machine,
-            num_micro_batches=steps,
+            num_micro_batches=part,
             sequential=machine.platform == "cpu",
             examples_per_pass=examples_per_pass(
                 settings.data.sequence_length * settings.model.width, machine
@@ -131,8 +133,8 @@ class Learner:
         self._settings = settings
         self._params: dict[int, PyTree] = {}  # the last ones [1, ...], by trainer's id
         self._budget = machine.budget(settings.batching.memory_frac)
-        # Parts of a micro-batch here, by its size and whether gradients are accumulated.
-        self._parts: dict[tuple[int, bool], int] = {}
+        self._max_batch_size = INT32  # largest micro-batch for which memory may suffice
+        self._needed: dict[ProgramKey, int] = {}  # bytes of a device
         self.leaving = False
         # Since the last round: when it ended, and seconds of uploads and downloads, if known.
         self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
@@ -161,7 +163,12 @@ class Learner:
 
     def ping(self) -> Sign:
         """Response a heartbeat."""
-        return Sign(leaving=self.leaving, compiling=self.programs.compiling, hello=self.hello())
+        return Sign(
+            leaving=self.leaving,
+            compiling=self.programs.compiling,
+            hello=self.hello(),
+            max_batch_size=self._max_batch_size,
+        )
 
     def states(self, wanted: list[StateKey]) -> list[PyTree]:
         """Return inner states that are here."""
@@ -199,6 +206,7 @@ class Learner:
                     min(count, test_count(plan, 1, settings.batching)),
                 ),
                 ("work: bytes of rows", 4 * self.spec.row_length * count, self._budget),
+                ("work: updates in no part", work.num_updates % self.spec.num_micro_batches, 0),
             ]
         for name, have, most in limits:
             if have > most:
@@ -223,9 +231,6 @@ class Learner:
         rate_T, m = inputs.rate_T, request.trainer
         if not ((rate_T >= 0) & (rate_T <= np.float32(self._settings.inner.learning_rate))).all():
             raise Refused(f"request: learning rates {rate_T.min()} to {rate_T.max()}")
-        fitted = self._fitted(request)
-        rate_T = rate_T.repeat(fitted.num_accum_steps // request.num_accum_steps)
-        inputs = inputs._replace(rate_T=rate_T)
         params_M = self._params.pop(m, None)
         if params is not None and not request.is_update:
             params_M = jax.tree.map(lambda leaf: leaf[None], params)
@@ -233,7 +238,7 @@ class Learner:
             params_M = fetch(_add_packed(params_M, params, self.spec.outer.precision))
         if params_M is None or tree_sha256(params_M) != request.params_sha256:
             raise Refused(f"request: other parameters of trainer {m} than this learner has")
-        responses = [self._run_worker(fitted, work, inputs, params_M) for work in request.work]
+        responses = [self._run_worker(request, work, inputs, params_M) for work in request.work]
         if request.is_taken(self.spec):
             step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
@@ -242,25 +247,38 @@ class Learner:
         between_s = np.array([moved_s[0], free_s, moved_s[1]])
         return [responses[0]._replace(between_s=between_s), *responses[1:]]
 
-    def _fitted(self, request: Request) -> Request:
-        """Divide the micro-batches of a request if they do not fit on this process's devices."""
-        size = request.micro_batch_size
-        key = size, request.num_accum_steps > 1
-        if key not in self._parts:
-            parts = (n for n in range(1, size + 1) if size % n == 0)
-            self._parts[key] = next(
-                n for n in parts if n == size or self._fits(_divided(request, n))
-            )
-        return _divided(request, self._parts[key])
-
-    def _fits(self, request: Request) -> bool:
-        return peak(self.programs, _group(request, 1).steps_key(), (1,)).total <= self._budget
-
     def _run_worker(
         self, request: Request, work: WorkerRequest, inputs: Inputs, params_M: PyTree
     ) -> Response:
-        spec, group = self.spec, _group(request, work.num_updates)
-        plan, key = group.plan, (request.trainer, work.worker_id, work.start)
+        """Run a worker's round, in halves of its micro-batches once memory has not sufficed."""
+        while True:
+            whole = request.micro_batch_size
+            size = math.gcd(whole, min(whole, self._max_batch_size))
+            plan = RoundPlan(size, whole // size * request.num_accum_steps, work.num_updates)
+            group = Group((request.trainer,), (1,), plan=plan)
+            try:
+                if size == 1 or self._fits(group):
+                    return self._run_group(group, request, work, inputs, params_M)
+            except jax.errors.JaxRuntimeError as error:
+                if size == 1 or "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+            self._max_batch_size = size // 2
+
+    def _fits(self, group: Group) -> bool:
+        key = group.steps_key()
+        if key not in self._needed:
+            self._needed[key] = peak(self.programs, key, (1,)).total
+        return self._needed[key] <= self._budget
+
+    def _run_group(
+        self,
+        group: Group,
+        request: Request,
+        work: WorkerRequest,
+        inputs: Inputs,
+        params_M: PyTree,
+    ) -> Response:
+        spec, plan, key = self.spec, group.plan, (request.trainer, work.worker_id, work.start)
         if work.worker_id in inputs.inner_states:
             self.held[key] = inputs.inner_states[work.worker_id]
         for other in [k for k in self.held if k[1] == work.worker_id and k != key]:
@@ -276,7 +294,8 @@ class Learner:
             before_R = jax.tree.map(lambda leaf: leaf[None], self.held[key])
             alone = alone.replace(inner_state_R=before_R)
         rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
-        rate_TR, reads_R3 = inputs.rate_T[:, None], np.array([key], np.int32)
+        parts = request.micro_batch_size // plan.micro_batch_size
+        rate_TR, reads_R3 = inputs.rate_T.repeat(parts)[:, None], np.array([key], np.int32)
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
         _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
         ended = workers.replace(inner_state_R=None)
@@ -298,19 +317,6 @@ class Learner:
         if self._log.parent.is_dir():  # the learner's machine may not have the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
-
-
-def _divided(request: Request, parts: int) -> Request:
-    """Divide each micro-batch of a request into equal parts, whose gradients are accumulated."""
-    if parts == 1:
-        return request
-    size, accum = request.micro_batch_size // parts, request.num_accum_steps * parts
-    return request._replace(micro_batch_size=size, num_accum_steps=accum)
-
-
-def _group(request: Request, num_updates: int) -> Group:
-    plan = RoundPlan(request.micro_batch_size, request.num_accum_steps, num_updates)
-    return Group((request.trainer,), (1,), plan=plan)
 
 
 def _alone(params_M: PyTree) -> Ensemble:

@@ -243,6 +243,10 @@ class LearnerPool:
             return self._greet(learner, found.hello)
         learner.asked_s = None
         learner.leaving |= found.leaving
+        if 2 * found.max_batch_size <= learner.max_batch_size:
+            learner.max_batch_size = found.max_batch_size
+            why = f"out of memory; it takes micro-batches of at most {found.max_batch_size}"
+            self.note(learner.number, "limited", why)
         if found.compiling and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
         if found.has_left:

@@ -310,7 +310,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
     # A pass is padded to its full size, so it is at most the fewest sequences of a test.
     least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
-    chunk = max(min(least, spec.steps_per_round), MIN_EXAMPLES)
+    chunk = max(least, MIN_EXAMPLES)
     if spec.estimator == "vmap":
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
     trainers_here = num_trainers // at.mesh.shape["trainer"]
