@@ -14,7 +14,6 @@ from trees import assert_close, at
 
 from adloco_jax import AGGREGATORS, ARCHITECTURES, start_round
 from adloco_jax.core.compress import pack, unpack
-from adloco_jax.engine.optimizers import aggregator, labeller
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey
@@ -137,10 +136,3 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule, monkeypatch)
     expected, _ = update_of(rule)(draw(SHAPES, 8), np.ones(8, np.float32), (8,))
     actual_M = jax.tree.map(np.negative, after.params_M)
     assert_close(actual_M, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_rule_that_takes_labels_gets_those_of_the_architecture():
-    labels = ARCHITECTURES["llama"].label_params
-    rule = aggregator(settings_of(outer={"aggregator": "rda"}).outer, labeller("llama"))
-    assert rule.keywords == {"label_params": labels}
-    assert aggregator(settings_of().outer, labels) is AGGREGATORS["mean"]
