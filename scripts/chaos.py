@@ -421,8 +421,24 @@ def every(folder: Path, given: argparse.Namespace) -> Iterator[dict]:
             reached = max(each["final_loss"] for each in found.values())
             to_loss = {w: _reached_s(each["curve"], reached) for w, each in found.items()}
             found[way]["goodput"] = round(tokens / seconds / found["calm"]["tokens_per_s"], 3)
+            found[way]["goodput_within"] = _goodput_within(run, num_before)
             found[way] |= {"loss": reached, "seconds_to_loss": to_loss}
         yield {key: value for key, value in found[way].items() if key != "curve"}
+
+
+def _goodput_within(run: Path, num_before: int) -> float:
+    """Tokens per second over those of the same run's rounds without a fault, if the load varies."""
+    spent, is_calm = np.zeros((2, 2)), True
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    for line in (e for e in lines if e["event"] in ("round", "learner")):
+        num_before -= line["event"] == "round"
+        if line["event"] == "round" and num_before < 0:
+            is_calm &= line["workers_counted"] == line["workers"]
+            own = np.array([line["tokens"], line["step_s"]])
+            spent += [own, own * is_calm]
+        is_calm = line["event"] == "round"
+    (tokens, seconds), (calm_tokens, calm_s) = spent
+    return round(tokens / seconds * calm_s / calm_tokens, 3)
 
 
 def _curve(run: Path) -> list[tuple[float, float]]:
