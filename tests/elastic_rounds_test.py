@@ -820,8 +820,8 @@ def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(
     here = InBucket(monkeypatch, tmp_path / "bucket")
     engine = {"kind": "bucket", "address": here.url, "steps": "equal"}
     far = run(tmp_path / "far", settings_of(**groups | {"engine": engine}))
-    assert_same_rounds(far, local)
-    error = 1e-5 if precision == "float32" else 1e-3  # inner states of joins are in int4, too
+    error = 1e-5 if precision == "float32" else 5e-3  # inner states of joins are in int4, too
+    assert_same_rounds(far, local, None if precision == "float32" else error)
     assert far.loss == pytest.approx(local.loss, abs=error)
     assert runs.audit(far.workdir) == []
     left = sorted(path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file())
@@ -849,7 +849,7 @@ def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
     assert runs.audit(elastic.workdir) == []
 
 
-def assert_same_rounds(elastic, local):
+def assert_same_rounds(elastic, local, error=None):
     measured = {"train_loss", "train_losses", "pseudo_grad_norm", "noise", "signal", "test_value"}
     measured |= {"step_s", "stall_s", "workers_counted", "wire_bytes", "up_s"}
     measured |= {f"{use}_s" for use in USES}
@@ -862,7 +862,7 @@ def assert_same_rounds(elastic, local):
         other = expected[number, trainer]
         same = line.keys() - measured
         assert {key: line[key] for key in same} == {key: other[key] for key in same}
-        near = 1e-5 if number <= 4 else 1e-3
+        near = error or (1e-5 if number <= 4 else 1e-3)
         assert line["train_loss"] == pytest.approx(other["train_loss"], abs=near)
     for m, trainer in elastic.controller.trainers.items():
         other = local.controller.trainers[m]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 def test_the_table_of_the_front_is_that_of_the_studies():
     lines = [json.loads(line) for line in (ROOT / "studies/front.jsonl").read_text().splitlines()]
-    names = {"DiLoCo, 110": "diloco, rounds of 110", "DiLoCo, 220": "diloco, rounds of 220"}
+    names = {f"DiLoCo, {length}": f"diloco, rounds of {length}" for length in (55, 110, 220, 440)}
     names |= {"pool by test, 220": "growing_pool"}
     found = {}
     for line in lines:

@@ -15,8 +15,10 @@ from adloco_jax.study.cluster import ring_s
 # Updates and synchronisations until 1.60 nats per byte, of four workers and 0.08 M parameters.
 # Source: studies/RESULTS.md, "The front".
 FRONT = {
+    "diloco, rounds of 55": (1382, 25.1),
     "diloco, rounds of 110": (1569, 14.3),
     "diloco, rounds of 220": (1949, 8.9),
+    "diloco, rounds of 440": (2391, 5.4),
     "growing_pool": (1993, 11.2),
     "data_parallel": (1064, 1064.0),
     "one machine": (3227, 0.0),
