@@ -62,8 +62,8 @@ def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
 
 def test_what_does_not_fit_is_said_with_a_change_that_would(monkeypatch):
     config = tiny_config(num_workers=4)
-    config.batching.test = "constant"  # fewer programs
-    config.batching.initial_batch_size, config.batching.max_batch_size = 4, "auto"
+    config.batching.test, config.batching.ramp = "ramp", ((0, 4), (99, 8))  # fewer programs
+    config.batching.update(initial_batch_size=4, batch_cap=8, buckets=(4,), max_batch_size="auto")
     of_bytes(monkeypatch, 2**30)
     _, record = device_plan(config, "h100")
     assert record["fits"]
