@@ -3,7 +3,7 @@
 Run it:  python examples/two_sites.py [--svg docs/images/two_sites.svg]
 
 A driver and two learners of the quickstart's model, on this machine. It needs the extra `bucket`,
-takes about two minutes on two idle cores, and ends with the run's report. `--svg` also draws what
+takes less than a minute on two idle cores, and ends with the run's report. `--svg` also draws what
 was printed, with its times divided by six.
 """
 
