@@ -162,7 +162,7 @@ class Learner:
         )
 
     def ping(self) -> Sign:
-        """Response a heartbeat."""
+        """Answer a ping."""
         return Sign(
             leaving=self.leaving,
             compiling=self.programs.compiling,
