@@ -185,7 +185,7 @@ def table(rows: list[dict]) -> str:
         if "error" in line:
             about += [f"does not compile: {line['error']}", *[""] * 4]
         elif not line["fits"]:
-            about += [f"does not fit: {line['change']}", "", line["attention"], *[""] * 2]
+            about += [f"does not fit: {line['fault']}", "", line["attention"], *[""] * 2]
         else:
             share = line["largest_bytes"] / line["device_bytes"]
             about += [line["mode"], str(line["max_batch_size"]), line["attention"]]

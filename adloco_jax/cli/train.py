@@ -134,7 +134,7 @@ def plan(options: argparse.Namespace, command: str) -> None:
             text = json.dumps(record, indent=1) + "\n"
             Path(options.save).write_text(text, encoding="utf-8")
         if not record["fits"]:
-            raise ResourceError(f"--device {options.device}: {record['change']}")
+            raise ResourceError(f"--device {options.device}: {record['fault']}")
         return
     _, settings = configure(options)
     _connect(options, needs_folder=False)

@@ -33,7 +33,7 @@ from adloco_jax.run.folder import (
     write_config,
 )
 from adloco_jax.run.ledger import Ledger, open_ledger
-from adloco_jax.run.plan import most_tokens_per_s, peak_here
+from adloco_jax.run.plan import most_tokens_per_s
 from adloco_jax.run.restore import begin_control, host_record, initial_ensemble, restore
 from adloco_jax.run.samples import sampler
 from adloco_jax.run.terminal import Progress
@@ -118,9 +118,8 @@ def begin(
     labels = parameter_labels(spec.params, label_params, **rules)
     notes += label_lines(settings.inner.tx, labels)
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {to_resume(run)}")
-    known = most_tokens_per_s(spec, peak_here(spec)) if is_known else math.nan
     notes += run_header(settings, spec, control.max_batch_size)
-    notes += length_lines(settings, known, len(run.heldout.report_EL))
+    notes += length_lines(settings, most, len(run.heldout.report_EL))
     for line in notes:
         progress.note(line)
     ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)

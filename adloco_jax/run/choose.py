@@ -9,21 +9,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
-from adloco_jax.engine.inputs import classes, group_trainers, round_keys
+from adloco_jax.engine.inputs import classes, round_keys
 from adloco_jax.engine.programs import (
     Programs,
-    merge_positions,
-    merged,
     needed_bytes,
-    parts_of,
-    spawned,
 )
 from adloco_jax.engine.sharding import base_spec, bytes_here, ensemble_spec, placement, workers_spec
 from adloco_jax.engine.spec import (
@@ -33,16 +28,13 @@ from adloco_jax.engine.spec import (
     OnCompile,
     ProgramKey,
     ProgramSpec,
-    num_bytes,
 )
 from adloco_jax.errors import ConfigError, ResourceError, counted
-from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
+from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import (
     BatchingSettings,
-    EnsembleSettings,
-    MergeSettings,
     Settings,
     SwitchSettings,
 )
@@ -194,26 +186,24 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     least = least_bytes(spec, workers, accumulates=sums)
     needs: dict[int, dict[str, Peak]] = {first: {}}
 
-    def largest_peak(size: int) -> int:
+    def most(size: int) -> int:
         pool = start(settings, size, whole_pool=True)
-        needs[size] = program_peaks(pool, programs, batching, settings.switch) | moves
-        return max(peak.total for peak in needs[size].values())
+        needs[size] = program_peaks(pool, programs, batching, settings.switch)
+        return largest_peak(needs[size])
 
     if least <= budget:
-        pool, resting = start(settings, first, whole_pool=True), held_bytes(spec, workers)
-        moves = _moves(pool, spec, settings.ensemble, settings.merge)
         if machine.platform == "cpu" and len(sizes) > 1:
             # Only the programs of the first round are compiled; others wait until they are needed.
             keys = first_keys(start(settings, first), batching, spec, first, accumulates=False)
             programs.prefetch(keys)
-            first_peaks = {str(key): peak(programs, key, workers) for key in keys} | moves
-            most = max(peak.total for peak in first_peaks.values())
-            if resting + (most - resting) * sizes[-1] / first <= budget:
-                return Tried(mode, sizes[-1], first_peaks, programs=programs)
-        if num_fit := bisect.bisect_right(sizes, budget, key=largest_peak):
+            needs[first] = {str(key): peak(programs, key, workers) for key in keys}
+            resting = held_bytes(spec, workers)
+            if resting + (largest_peak(needs[first]) - resting) * sizes[-1] / first <= budget:
+                return Tried(mode, sizes[-1], needs[first], programs=programs)
+        if num_fit := bisect.bisect_right(sizes, budget, key=most):
             largest = sizes[num_fit - 1]
             return Tried(mode, largest, needs[largest], programs=programs)
-    needed = max([least, *(peak.total for peak in needs[first].values())])
+    needed = max(least, largest_peak(needs[first]))
     return Tried(
         mode,
         None,
@@ -225,74 +215,21 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     )
 
 
+def largest_peak(peaks: Mapping[str, Peak]) -> int:
+    """Return the most bytes of a device that are in use while one of the programs runs."""
+    return max((peak.total for peak in peaks.values()), default=0)
+
+
 def program_peaks(
     pool: Control, programs: Programs, batching: BatchingSettings, switch: SwitchSettings
 ) -> dict[str, Peak]:
-    """Compile the programs of a whole pool for its largest micro-batch; return each one's memory.
-
-    The other arguments are groups of settings.
-    """
+    """Compile the programs of a pool for its largest micro-batch; return each one's memory."""
     spec, size = programs.spec, pool.max_batch_size
-    keys = reachable_keys(pool, spec, batching, switch, [size])
-    peaks = {str(key): peak(programs, key, pool.sizes) for key in keys}
-    if len(pool.trainers) > 1 and accumulates(batching, switch, size) and not spec.by_position:
-        peaks |= _unequal_peaks(programs, pool)
-    return peaks
-
-
-def _moves(
-    control: Control, spec: ProgramSpec, ensemble: EnsembleSettings, merge: MergeSettings
-) -> dict[str, Peak]:
-    """Return the memory that the first merge of trainers, and the last join of a worker, need."""
-    sizes, num_trainers, peaks = control.sizes, len(control.trainers), {}
-    shape = f"M={num_trainers} R={sum(sizes)}"
-    if merge.policy != "none" and num_trainers > 1:
-        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), merge)
-        if members:  # a policy may decide by losses, which are not known yet
-            plan = merge_positions(control, members, after_merge(control, members))
-            weights_n = np.ones(len(members), np.float32)
-            peaks[f"merge {shape}"] = _replaced_bytes(spec, sizes, merged, weights_n, *plan)
-    if ensemble.initial_workers is not None and sizes[-1] > 1:
-        before, last = (*sizes[:-1], sizes[-1] - 1), len(sizes) - 1
-        peaks[f"growth {shape}"] = _replaced_bytes(spec, before, spawned, last, sizes[-1])
-    return peaks
-
-
-def _unequal_peaks(programs: Programs, control: Control) -> dict[str, Peak]:
-    """Return the memory of the programs of a round in which only the last trainer accumulates."""
-    spec, size = programs.spec, control.max_batch_size
-    plan, last = RoundPlan(size, 1, spec.steps_per_round), max(control.trainers)
-    plans = dict.fromkeys(control.trainers, plan) | {last: plan._replace(num_accum_steps=2)}
-    group = max(group_trainers(control, plans, spec), key=lambda group: sum(group.sizes))
-    kept = bytes_here(ensemble_spec(spec, Layout(control.sizes)))
-    keys = [group.key("start"), group.steps_key(), group.key("outer")]
-    if spec.outer.own_params:
-        keys = [group.steps_key()._replace(kind="fragment", sizes=group.sizes)]
-    peaks = {}
-    for key in keys:
-        found = peak(programs, key, group.sizes)
-        peaks[f"{key} of unequal trainers"] = found._replace(beside=found.beside + kept)
-    return peaks
-
-
-def reachable_keys(
-    control: Control,
-    spec: ProgramSpec,
-    batching: BatchingSettings,
-    switch: SwitchSettings,
-    sizes: Sequence[int] | None = None,
-) -> list[ProgramKey]:
-    """List the keys of all programs that a run can need while its trainers have equal sizes.
-
-    The last is that of evaluation. `sizes` None: `batching.buckets` up to the largest.
-    """
-    largest, keys = control.max_batch_size, []
-    for size in sizes or [n for n in batching.buckets if n <= largest]:
-        sums = size == largest and accumulates(batching, switch, size)
-        keys += first_keys(control, batching, spec, size, accumulates=sums)
+    keys = first_keys(pool, batching, spec, size, accumulates=accumulates(batching, switch, size))
     if spec.outer.leaves_unsynchronised:
-        keys += [group.key("flush") for group in classes(control, control.trainers, spec)]
-    return list(dict.fromkeys([*keys, loss_key(largest)]))
+        keys += [group.key("flush") for group in classes(pool, pool.trainers, spec)]
+    keys = dict.fromkeys([*keys, loss_key(size)])
+    return {str(key): peak(programs, key, pool.sizes) for key in keys}
 
 
 def first_keys(
@@ -374,22 +311,3 @@ def held_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool =
     workers = workers_spec(spec, Layout(sizes), accumulates=accumulates)
     held = (ensemble, workers.replace(inner_state_R=None), base_spec(spec, Layout(sizes)))
     return bytes_here(held)
-
-
-def _replaced_bytes(
-    spec: ProgramSpec, sizes: tuple[int, ...], change: Any, *arguments: Any
-) -> Peak:
-    """Compute a device's peak memory while `replace` applies `change` to an ensemble."""
-    ensemble = ensemble_spec(spec, Layout(sizes))
-    leaves = jax.tree.leaves(ensemble.inner_state_R)
-    parts = list(parts_of(leaves))
-    frozen = bytes_here(base_spec(spec, Layout(sizes)))
-    if len(parts) <= 1:
-        return Peak(needed_bytes(change.lower(ensemble, *arguments).compile()), frozen)
-    all_here, largest = bytes_here(leaves), max(parts, key=num_bytes)
-    alone = ensemble.replace(params_R=None, inner_state_R=largest)
-    rest = ensemble.replace(inner_state_R=None)
-    needs = [needed_bytes(change.lower(part, *arguments).compile()) for part in (alone, rest)]
-    others = all_here - bytes_here(largest) + bytes_here(ensemble.params_R)
-    peaks = Peak(needs[0], others + frozen), Peak(needs[1], all_here + frozen)
-    return max(*peaks, key=lambda peak: peak.total)

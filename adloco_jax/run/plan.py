@@ -8,12 +8,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
@@ -31,7 +30,7 @@ from adloco_jax.engine.spec import (
     num_values,
 )
 from adloco_jax.errors import ConfigError, UserError, counted
-from adloco_jax.loop.adloco import Control, after_merge, choose_members, start, with_workers
+from adloco_jax.loop.adloco import Control, start
 from adloco_jax.models.configured import class_count
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
@@ -40,15 +39,14 @@ from adloco_jax.run.choose import (
     Choice,
     Mode,
     NothingFits,
-    Tried,
+    Peak,
     choose,
-    peak,
-    reachable_keys,
+    largest_peak,
+    program_peaks,
 )
-from adloco_jax.run.describe import length_lines, plan_lines, round_bytes, run_header
+from adloco_jax.run.describe import length_lines, plan_lines, run_header
 from adloco_jax.run.program import configured_model, program_spec, spec_of
-from adloco_jax.run.terminal import in_bytes
-from adloco_jax.settings import BatchingSettings, MergeSettings, Settings, SwitchSettings
+from adloco_jax.settings import BatchingSettings, Settings, SwitchSettings
 
 
 def plan(
@@ -84,7 +82,7 @@ def plan(
         unchecked = [line for line in unchecked if not line.endswith(AFTER_FIRST)]
     spec = spec_of(settings, here())
     lines = plan_lines(settings, spec)
-    lines += length_lines(settings, most_tokens_per_s(spec, peak_here(spec)), num_heldout)
+    lines += length_lines(settings, most_tokens_per_s(spec), num_heldout)
     if memory:
         choice = configured_choice(settings, here())
         pool = start(settings, choice.max_batch_size, whole_pool=True)
@@ -106,23 +104,10 @@ def configured_choice(
 def _memory_lines(
     control: Control, batching: BatchingSettings, switch: SwitchSettings, choice: Choice
 ) -> list[str]:
-    programs, max_batch = choice.programs, choice.max_batch_size
-    spec = programs.spec
-    keys = reachable_keys(control, spec, batching, switch)
-    peaks = {key: peak(programs, key, control.sizes).total for key in keys}
-    sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
-    return [
-        f"max_batch_size: {max_batch}"
-        f" ({'found' if batching.max_batch_size is None else 'given'}),"
-        f" of {in_bytes(spec.machine.device_bytes)} per device; micro-batches of {sizes};"
-        f" {Mode(spec.sequential, spec.remat)}",
-        "memory per device while a program runs, by the compiler's analysis:",
-        *(f"  {key!s:32} {in_bytes(need)}" for key, need in peaks.items()),
-        f"peak: {max(peaks.values())} bytes ({in_bytes(max(peaks.values()))})",
-        f"programs: {len(keys)} for {counted(len(control.trainers), 'trainer')} and"
-        f" {counted(control.num_workers, 'worker')}; later, at most as many for each other"
-        " division of the workers",
-    ]
+    machine = choice.programs.spec.machine
+    peaks = program_peaks(control, choice.programs, batching, switch)
+    budget = machine.budget(batching.memory_frac)
+    return [_chosen(choice), "", *_table(peaks, machine.device_bytes, budget)]
 
 
 def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], dict]:
@@ -136,119 +121,63 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
         settings = completed(settings)
     except UserError:  # without the hub and the text, the config describes the model
         settings = completed(settings, reads=False)
-    budget = machine.budget(settings.batching.memory_frac)
-    record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
-    lines = [f"Compiled for {device}, not run.", ""]
     with _progress(device) as on_compile:
         try:
             choice = configured_choice(settings, machine, on_compile)
         except NothingFits as error:
-            tried = error.tried
-            change = "With one worker for each trainer it does not fit either; take more or larger"
-            change += " devices"
-            for name, changed, devices in _changes(settings, device, machine):
-                with contextlib.suppress(NothingFits):
-                    largest = configured_choice(changed, devices, on_compile).max_batch_size
-                    change = f"{name.format(largest)} would fit"
-                    break
-            record |= {"fits": False, "change": change}
-            lines += [f"- Nothing fits: {error}.", f"- {change}."]
+            tried, found, facts = (
+                error.tried,
+                [f"Nothing fits: {error}."],
+                {"fits": False, "fault": str(error)},
+            )
+            peaks = tried[-1].peaks
         else:
             tried, spec = choice.tried, choice.programs.spec
-            found, facts = _chosen(settings, choice)
-            record |= facts
-            header = run_header(settings, spec, settings.batching.max_batch_size)
-            lines += [*(f"- {line}" for line in header), *found]
-    record["tried"] = [
-        {"mode": str(each.mode), "max_batch_size": each.max_batch_size}
-        | {"programs": {name: peak._asdict() for name, peak in each.peaks.items()}}
-        for each in tried
-    ]
-    record["compile_s"] = time.perf_counter() - start_s
-    lines += [f"- Compiled in {record['compile_s']:.0f} s.", "", *_table(record, tried, budget)]
+            mode = Mode(spec.sequential, spec.remat)
+            (peaks,) = (each.peaks for each in tried if each.mode == mode)
+            found = [*run_header(settings, spec, choice.max_batch_size), _chosen(choice)]
+            facts = {"fits": True, "mode": str(mode), "max_batch_size": choice.max_batch_size}
+            facts["model_shards"] = spec.model_shards
+    budget = machine.budget(settings.batching.memory_frac)
+    record = {
+        **{"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget},
+        **facts,
+        "largest_bytes": largest_peak(peaks),
+        "tried": [
+            {"mode": str(each.mode), "max_batch_size": each.max_batch_size}
+            | {"programs": {name: peak._asdict() for name, peak in each.peaks.items()}}
+            for each in tried
+        ],
+        "compile_s": time.perf_counter() - start_s,
+    }
+    lines = [f"Compiled for {device}, not run.", "", *(f"- {line}" for line in found)]
+    lines += [f"- Compiled in {record['compile_s']:.0f} s.", ""]
+    lines += [*_table(peaks, machine.device_bytes, budget), ""]
+    for each in tried:
+        size = each.max_batch_size
+        lines.append(f"Tried: {each.mode}: {f'micro-batch {size}' if size else each.fault}.")
     return lines, record
 
 
-def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
-    spec, size, batching = choice.programs.spec, choice.max_batch_size, settings.batching
-    mode, whole = Mode(spec.sequential, spec.remat), start(settings, size, whole_pool=True)
-    pools = _pools(start(settings, size), whole, settings.merge)
-    reached = {
-        key for pool in pools for key in reachable_keys(pool, spec, batching, settings.switch)
-    }
-    moved = round_bytes(whole, spec, batching.initial_batch_size)
-    facts = {"fits": True, "mode": str(mode), "max_batch_size": size}
-    facts |= {"model_shards": spec.model_shards, "programs": len(reached), "round_bytes": moved}
-    return [
-        f"- Fits: {mode}; micro-batch {size}; {counted(spec.model_shards, 'device')} per model.",
-        f"- {counted(len(reached), 'program')} can be reached; a round sends {moved / 1e9:.2f} GB"
-        " between devices.",
-    ], facts
+def _chosen(choice: Choice) -> str:
+    spec, size = choice.programs.spec, choice.max_batch_size
+    shards = counted(spec.model_shards, "device")
+    return f"Fits: {Mode(spec.sequential, spec.remat)}; micro-batch {size}; {shards} per model."
 
 
-def _pools(first: Control, whole: Control, merge: MergeSettings) -> list[Control]:
-    """Predict the stages of a run: which trainers it has, and how many workers belong to each."""
-    pools = [first]
-    while (free := whole.num_workers - pools[-1].num_workers) > 0:
-        count, fewest = min((pools[-1].size(m).num_workers, m) for m in whole.trainers)
-        pools.append(with_workers(pools[-1], fewest, count + min(count, free)))
-    while merge.policy != "none" and len(pools[-1].trainers) > 1:
-        members = choose_members(pools[-1], dict.fromkeys(pools[-1].trainers, 0.0), merge)
-        if len(members) < 2:
-            break
-        pools.append(after_merge(pools[-1], members))
-    return pools
-
-
-def _changes(
-    settings: Settings, device: str, machine: Machine
-) -> Iterator[tuple[str, Settings, Machine]]:
-    """Yield the changes to try: each as a name to print, the settings, and the devices."""
-    ensemble, count = settings.ensemble, len(machine.devices)
-
-    def changed(group: str, **values: object) -> Settings:
-        part = getattr(settings, group).model_copy(update=values)
-        return settings.model_copy(update={group: part})
-
-    if settings.outer.average:
-        yield "outer.average=0.0", changed("outer", average=0.0), machine
-    if settings.model.remat is False:
-        yield "model.remat=auto", changed("model", remat=None), machine
-    if settings.batching.max_batch_size is not None:
-        yield "batching.max_batch_size={}", changed("batching", max_batch_size=None), machine
-    fewest = spec_of(settings, machine).model_shards
-    for shards in (n for n in range(fewest + 1, count + 1) if count % n == 0):
-        yield f"ensemble.model_shards={shards}", changed("ensemble", model_shards=shards), machine
-    for more in more_chips(device):
-        yield f"--device {more}", settings, described(more)
-    for each in range((ensemble.num_workers - 1) // ensemble.num_trainers, 0, -1):
-        pool = each * ensemble.num_trainers
-        initial = ensemble.initial_workers and min(ensemble.initial_workers, pool)
-        fewer = changed("ensemble", num_workers=pool, initial_workers=initial)
-        yield f"ensemble.num_workers={pool}", fewer, machine
-
-
-def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
-    named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
-    rows = [
-        f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"
-        for name, peak in named[0].peaks.items()
-    ]
-    largest = max((peak.total for peak in named[0].peaks.values()), default=0)
-    record["largest_bytes"] = largest
-    share = largest / record["device_bytes"]
+def _table(peaks: Mapping[str, Peak], device_bytes: int, budget: int) -> list[str]:
+    """Tabulate the memory of programs by the compiler's analysis, in Markdown."""
+    largest = largest_peak(peaks)
     return [
         "| program | its bytes, GB | state beside it, GB | sum, GB |",
         "|---|---|---|---|",
-        *rows,
-        f"| **largest**, {share:.0%} of {record['device_bytes'] / 1e9:.2f} GB; a run may use"
-        f" {budget / 1e9:.2f} | | | **{largest / 1e9:.2f}** |",
-        "",
         *(
-            f"Tried: {t.mode}: "
-            + (f"micro-batch {t.max_batch_size}." if t.max_batch_size else f"{t.fault}.")
-            for t in tried
+            f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f}"
+            f" | {peak.total / 1e9:.2f} |"
+            for name, peak in peaks.items()
         ),
+        f"| **largest**, {largest / device_bytes:.0%} of {device_bytes / 1e9:.2f} GB; a run may use"
+        f" {budget / 1e9:.2f} | | | **{largest / 1e9:.2f}** |",
     ]
 
 
@@ -339,45 +268,25 @@ def check_kind(name: str) -> None:
         raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
 
 
-def more_chips(name: str) -> list[str]:
-    """Return the names for more chips of the same kind: for `h100x6`, `["h100x7", "h100x8"]`."""
-    kind, count = _parts(name)
-    return [f"{kind}x{n}" for n in _KINDS[kind][2] if n > count]
-
-
 def _parts(name: str) -> tuple[str, int]:
     found = re.fullmatch(r"(.+?)(?:x(\d{1,2}))?", name)
     return (found[1], int(found[2] or 1)) if found else ("", 1)
 
 
-def most_tokens_per_s(spec: ProgramSpec, peak: float = math.nan) -> float:
+def most_tokens_per_s(spec: ProgramSpec) -> float:
     """Return a model's tokens per second at the peak of the devices; NaN if that is not known.
 
-    `peak` are operations per second of all devices, if they are of no known kind.
     Six operations for each parameter (Kaplan et al. 2020, arXiv 2001.08361), four for a frozen one,
     none for a table of embeddings beside a head.
     """
-    devices, table = spec.machine.devices, _KINDS.values()
-    known = {figures["name"]: rate for _, rate, _, figures in table if figures}
-    if devices[0].device_kind in known:
-        peak = len(devices) * known[devices[0].device_kind]
+    devices = spec.machine.devices
+    known = {figures["name"]: peak for _, peak, _, figures in _KINDS.values() if figures}
     trained, frozen = (
         num_values(tree) - ("head" in tree and num_values(tree.get("embed")))
         for tree in (spec.params, spec.base or {})
     )
+    peak = len(devices) * known.get(devices[0].device_kind, math.nan)
     return peak / (6 * trained + 4 * frozen)
-
-
-def peak_here(spec: ProgramSpec) -> float:
-    """Measure the operations per second of a CPU in a product of matrices; NaN elsewhere."""
-    if spec.machine.platform != "cpu":
-        return math.nan
-    matrix, seconds = np.ones((768, 768), np.float32), []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - start_s)
-    return 2 * len(matrix) ** 3 / min(seconds)
 
 
 def described(name: str) -> Machine:
