@@ -46,6 +46,7 @@ from adloco_jax.run.choose import (
 )
 from adloco_jax.run.describe import length_lines, plan_lines, run_header
 from adloco_jax.run.program import configured_model, program_spec, spec_of
+from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import BatchingSettings, Settings, SwitchSettings
 
 
@@ -169,15 +170,15 @@ def _table(peaks: Mapping[str, Peak], device_bytes: int, budget: int) -> list[st
     """Tabulate the memory of programs by the compiler's analysis, in Markdown."""
     largest = largest_peak(peaks)
     return [
-        "| program | its bytes, GB | state beside it, GB | sum, GB |",
+        "| program | its memory | state beside it | sum |",
         "|---|---|---|---|",
         *(
-            f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f}"
-            f" | {peak.total / 1e9:.2f} |"
+            f"| {name} | {in_bytes(peak.program)} | {in_bytes(peak.beside)}"
+            f" | {in_bytes(peak.total)} |"
             for name, peak in peaks.items()
         ),
-        f"| **largest**, {largest / device_bytes:.0%} of {device_bytes / 1e9:.2f} GB; a run may use"
-        f" {budget / 1e9:.2f} | | | **{largest / 1e9:.2f}** |",
+        f"| **largest**, {largest / device_bytes:.0%} of {in_bytes(device_bytes)}; a run may use"
+        f" {in_bytes(budget)} | | | **{in_bytes(largest)}** |",
     ]
 
 
