@@ -199,7 +199,7 @@ def _of_checkpoint(
     if not model.init_from or names is None:
         return model, lines
     if not content or model.unset:
-        from adloco_jax import hf  # imported only here, because it imports JAX
+        from adloco_jax.models import hf  # imported only here, because it imports JAX
 
         found = hf.inspect(model.init_from)
         content = json.dumps(found.config)

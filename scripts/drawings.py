@@ -249,7 +249,7 @@ CARDS = (
     (0, 0, "c6", "Command line", ("cli/: the commands", "config.py: every option")),
     (1, 0, "c6", "Finished runs", ("study/: report,", "compare")),
     (0, 1, "c6", "One run", ("run/: train, fit, resume,", "checkpoints, export")),
-    (1, 1, "c2", "Data", ("data/: from text to rows", "hf.py: weights in and out")),
+    (1, 1, "c2", "Data", ("data/: from text to rows", "models/hf.py: weights")),
     (0, 2, "c1", "Observers", ("ledger, evaluation,", "checkpoints, trackers")),
     (1, 2, "c0", "Engine", ("engine/: programs,", "memory, sharding")),
     (0, 3, "c0", "The loop", ("loop/: adloco(), plans,", "growth, merges")),

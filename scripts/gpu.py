@@ -48,10 +48,10 @@ from side_by_side import (
 from timing import interleave, machine, per_second
 
 import adloco_jax
+from adloco_jax.data.disk import replaced_file
 from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.engine.spec import Kernel
 from adloco_jax.errors import ConfigError, UserError
-from adloco_jax.files import replaced_file
 from adloco_jax.models.configured import build_network
 from adloco_jax.run.ledger import read
 from adloco_jax.study.compare import to_reach

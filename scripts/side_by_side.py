@@ -27,13 +27,13 @@ from ml_collections import ConfigDict
 from timing import interleave, per_second
 
 import adloco_jax
-from adloco_jax import hf
 from adloco_jax.config import Settings, default_config, validate
 from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.engine.spec import Kernel, here
+from adloco_jax.models import hf
 from adloco_jax.models.configured import InitFn, build_network
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.program import configured_model, examples_per_pass

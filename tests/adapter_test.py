@@ -16,7 +16,6 @@ from toy import tiny_config
 from toy_runs import events
 from trees import assert_close, assert_equal
 
-from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
 from adloco_jax.core.gradstats import gradient_stats
@@ -27,7 +26,7 @@ from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import ProgramKey, here
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.models import Llama
+from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import Adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
 from adloco_jax.run.program import configured_model, program_spec

@@ -9,14 +9,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 from toy import config_of
 
-from adloco_jax import ARCHITECTURES, hf
+from adloco_jax import ARCHITECTURES
 from adloco_jax import main as cli
 from adloco_jax.cli.names import load_config
 from adloco_jax.config import default_config, validate
 from adloco_jax.core.types import label_by_name
 from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.errors import ConfigError
-from adloco_jax.models import Bert, Llama
+from adloco_jax.models import Bert, Llama, hf
 from adloco_jax.models.configured import build_model
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run.ledger import read

@@ -18,7 +18,6 @@ from texts import save_byte_tokenizer, write_documents
 from toy import data_settings
 from transformers import AutoTokenizer
 
-from adloco_jax import hf
 from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
@@ -27,7 +26,7 @@ from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.prepared import DocumentRows, row_weights
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.models import sequence_losses
+from adloco_jax.models import hf, sequence_losses
 from adloco_jax.models.configured import build_model
 from adloco_jax.models.llama import generate
 from adloco_jax.run.folder import write_config

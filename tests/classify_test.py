@@ -11,7 +11,7 @@ from texts import write_documents
 from toy import data_settings
 from transformers import AutoTokenizer
 
-from adloco_jax import __version__, hf
+from adloco_jax import __version__
 from adloco_jax.config import default_config, validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.sampling import interleave, split_heldout
@@ -20,6 +20,7 @@ from adloco_jax.elastic.formats import RunDescription
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.models import hf
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.run.weights import pretrained_params

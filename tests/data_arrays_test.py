@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from toy import LENGTH, bigram_loss, init_fn, settings_of
 
-from adloco_jax import ArrayRows, fit, hf
+from adloco_jax import ArrayRows, fit
 from adloco_jax.errors import ConfigError, DataError, UserError
+from adloco_jax.models import hf
 from adloco_jax.models.configured import build_model, build_network
 from adloco_jax.run.export import write_consensus
 

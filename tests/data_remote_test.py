@@ -18,12 +18,11 @@ from moto.server import ThreadedMotoServer
 from texts import numbered_documents, write_documents
 from toy import data_settings
 
-from adloco_jax import hf
 from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer
 from adloco_jax.data.corpus import column_of_texts, source_of
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import ConfigError, DataError, ResourceError
-from adloco_jax.models import Llama
+from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.settings import DataSettings
 

@@ -18,10 +18,10 @@ from toy import data_settings
 from adloco_jax import main as cli
 from adloco_jax.data import load_corpus, sources
 from adloco_jax.data.corpus import source_of
+from adloco_jax.data.disk import write_errors
 from adloco_jax.data.files import find
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import DataError, ResourceError
-from adloco_jax.files import write_errors
 
 DATA = data_settings(label_column="").data
 

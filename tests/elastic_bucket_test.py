@@ -21,6 +21,7 @@ from toy_runs import events, run
 
 from adloco_jax import __version__, join
 from adloco_jax.config import validate
+from adloco_jax.data.formats import Format
 from adloco_jax.elastic import bucket, bucket_learner, learner, store
 from adloco_jax.elastic.formats import (
     DriverHeartbeat,
@@ -34,7 +35,6 @@ from adloco_jax.elastic.formats import (
 )
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError
-from adloco_jax.files import Format
 from adloco_jax.run.folder import recorded_settings
 from adloco_jax.run.program import spec_of
 

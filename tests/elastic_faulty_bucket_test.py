@@ -12,9 +12,9 @@ from toy_runs import events, run
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
+from adloco_jax.data.formats import Format  # noqa: E402
 from adloco_jax.elastic import store  # noqa: E402
 from adloco_jax.errors import ResourceError  # noqa: E402
-from adloco_jax.files import Format  # noqa: E402
 from adloco_jax.run import processes  # noqa: E402
 from probes import faulty_store, runs  # noqa: E402
 

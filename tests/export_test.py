@@ -14,14 +14,14 @@ from toy import data_settings, tiny_config
 from transformers import AutoTokenizer
 from trees import assert_close, assert_equal
 
-from adloco_jax import hf, training
 from adloco_jax import main as cli
+from adloco_jax import training
 from adloco_jax.config import completed, validate
 from adloco_jax.data.corpus import load_corpus, readable
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
-from adloco_jax.models import llama
+from adloco_jax.models import hf, llama
 from adloco_jax.models.configured import build_network
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import plan

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.models import Bert, Llama
+from adloco_jax.models import Bert, Llama, hf
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import RopeScaling
 

@@ -14,7 +14,7 @@ import pytest
 from hubs import TOKENIZER, served
 from texts import write_documents
 
-from adloco_jax import hub
+from adloco_jax.data import hub
 from adloco_jax.errors import DataError
 
 # One process runs all cases, because libraries read the hub's address at import.
@@ -24,7 +24,7 @@ from toy import data_settings
 from adloco_jax.data import load_corpus
 from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.settings import DataSettings
-from adloco_jax import hub
+from adloco_jax.data import hub
 from adloco_jax.errors import UserError
 assert hub.FIRST_ANSWER_S == 10
 hub.FIRST_ANSWER_S = 2.0  # spares a wait

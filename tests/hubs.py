@@ -31,8 +31,7 @@ def add_qwen3(model) -> None:
     import jax
     import tokenizers
 
-    from adloco_jax import hf
-    from adloco_jax.models import Llama
+    from adloco_jax.models import Llama, hf
     from adloco_jax.models.layers import param_shapes
 
     sizes = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from adloco_jax import BATCH_TESTS, __version__, errors, hf, training
+from adloco_jax import BATCH_TESTS, __version__, errors, training
 from adloco_jax import main as cli
 from adloco_jax.cli import train as train_command
 from adloco_jax.cli.keys import override
@@ -25,7 +25,7 @@ from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import completed
 from adloco_jax.errors import ConfigError, DataError, UserError
-from adloco_jax.models import llama
+from adloco_jax.models import hf, llama
 from adloco_jax.models.configured import build_model
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import folder as run_folder

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adloco_jax import hf
 from adloco_jax.errors import DataError
-from adloco_jax.models import Llama
+from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import LayerKind
 

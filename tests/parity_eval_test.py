@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from toy import tiny_config
 
-from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.spec import here
+from adloco_jax.models import hf
 from adloco_jax.models.configured import build_model
 from adloco_jax.run.export import read_trained
 from adloco_jax.study import benchmarks

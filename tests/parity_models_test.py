@@ -30,10 +30,9 @@ from transformers import (  # noqa: E402
     SmolLM3Config,
 )
 
-from adloco_jax import hf  # noqa: E402
 from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
 from adloco_jax.errors import DataError  # noqa: E402
-from adloco_jax.models import Llama, class_logits, next_token_loss  # noqa: E402
+from adloco_jax.models import Llama, class_logits, hf, next_token_loss  # noqa: E402
 from adloco_jax.models.llama import generate  # noqa: E402
 from adloco_jax.settings import SIZES as MODEL_SIZES  # noqa: E402
 from adloco_jax.training import train  # noqa: E402

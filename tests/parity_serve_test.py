@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.models import Llama
+from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import param_shapes
 
 pytest.importorskip("torch", reason="PyTorch is not installed (the parity extra)")

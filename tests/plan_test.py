@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from toy import settings_of, spec_of
 
-from adloco_jax import hf
 from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError, ResourceError, UserError
-from adloco_jax.models import Llama
+from adloco_jax.models import Llama, hf
 from adloco_jax.run import describe, program
 from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.choose import choose, peak

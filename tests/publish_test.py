@@ -14,8 +14,8 @@ from ledgers import round_line, start_line
 from toy import tiny_config
 from trees import assert_equal
 
-from adloco_jax import hf
 from adloco_jax import main as cli
+from adloco_jax.models import hf
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import card
 from adloco_jax.study.benchmarks import Score

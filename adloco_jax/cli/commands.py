@@ -77,7 +77,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     With `--push` the folder is uploaded to the hub. The run's own export, with what the user has
     changed in its card, is uploaded unless an option asks for another one.
     """
-    from adloco_jax import hub
+    from adloco_jax.data import hub
     from adloco_jax.engine.spec import here
     from adloco_jax.run.export import read_trained, save, save_merged
     from adloco_jax.run.folder import require_utf8
@@ -120,9 +120,8 @@ def generate(options: argparse.Namespace, command: str) -> None:
     import jax
     import numpy as np
 
-    from adloco_jax import hf
     from adloco_jax.data.tokenizers import load_tokenizer
-    from adloco_jax.models import llama
+    from adloco_jax.models import hf, llama
     from adloco_jax.run.folder import refuse_fit
 
     add_entries(options.config)

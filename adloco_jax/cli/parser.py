@@ -19,7 +19,6 @@ from adloco_jax.cli.keys import describe, unset
 from adloco_jax.cli.names import is_run, runs_in
 from adloco_jax.config import namesakes, plain_type, unknown_key_fault
 from adloco_jax.errors import ConfigError
-from adloco_jax.files import local_path
 from adloco_jax.settings import GROUPS, LINK, OPTIONS, default_of
 
 
@@ -99,8 +98,14 @@ def _run(text: str) -> str:
     return text
 
 
+def _path(text: str) -> Path:
+    from adloco_jax.data.disk import local_path  # imported only here, because it imports NumPy
+
+    return local_path(text)
+
+
 def _new_folder(text: str) -> Path:
-    folder = local_path(text)
+    folder = _path(text)
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"--out {text}: exists already and is not empty; name another folder")
     return folder
@@ -130,8 +135,8 @@ def _repository(text: str) -> str:
     return text
 
 
-_FILE: dict[str, Any] = {"type": local_path, "metavar": "FILE"}
-_FOLDER: dict[str, Any] = {"type": local_path, "metavar": "FOLDER"}
+_FILE: dict[str, Any] = {"type": _path, "metavar": "FILE"}
+_FOLDER: dict[str, Any] = {"type": _path, "metavar": "FOLDER"}
 _OUT: dict[str, Any] = {"type": _new_folder, "metavar": "FOLDER"}
 _INT: dict[str, Any] = {"type": int, "metavar": "N"}
 _FLAG: dict[str, Any] = {"action": "store_true"}

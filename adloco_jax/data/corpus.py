@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from adloco_jax import hub
-from adloco_jax.data import prepared, rows, sources
+from adloco_jax.data import hub, prepared, rows, sources
 from adloco_jax.data.files import (
     File,
     RemoteFile,

@@ -22,9 +22,9 @@ from typing import Any
 
 import filelock
 
-from adloco_jax import hub
+from adloco_jax.data import hub
+from adloco_jax.data.disk import replaced_folder
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.files import replaced_folder
 
 _KINDS = ("s3", "gs", "az", "hf", "https", "http")
 # What the servers call the properties of a file that differ after its content has changed.

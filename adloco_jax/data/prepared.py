@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, NonNegativeFloat
 
+from adloco_jax.data.formats import Count, Format, checked, read_json
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.files import Count, Format, checked, read_json
 from adloco_jax.settings import DataSettings
 
 MANIFEST = "prepared.json"

@@ -24,13 +24,13 @@ import numpy as np
 from tqdm import tqdm
 
 from adloco_jax.data import chats, prepared, sources
+from adloco_jax.data.disk import file_sha256, replaced_file, sync
 from adloco_jax.data.files import local_copy
 from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.files import file_sha256, replaced_file, sync
 from adloco_jax.settings import DataSettings
 
 # Most held-out rows measure reported losses; guard rows decide about merges.

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from adloco_jax import hub
-from adloco_jax.data import chats
+from adloco_jax.data import chats, hub
 from adloco_jax.data.files import File, RemoteFile
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import (

@@ -20,8 +20,8 @@ import numpy as np
 from pydantic import StrictInt
 
 from adloco_jax.data.files import fetched
+from adloco_jax.data.formats import checked, read_json
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
-from adloco_jax.files import checked, read_json
 from adloco_jax.settings import DataSettings, ModelSettings
 
 GENERATION = "generation_config.json"

@@ -31,6 +31,7 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
 from adloco_jax import __version__
+from adloco_jax.data.formats import Format
 from adloco_jax.elastic import store
 from adloco_jax.elastic.formats import (
     DriverHeartbeat,
@@ -57,7 +58,6 @@ from adloco_jax.elastic.learner import (
 from adloco_jax.elastic.signatures import Unsigned
 from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
-from adloco_jax.files import Format
 from adloco_jax.run import processes
 from adloco_jax.settings import OPTIONS, Settings, change
 

@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from adloco_jax import __version__
 from adloco_jax.config import validate
+from adloco_jax.data.formats import Format, with_tuples
 from adloco_jax.elastic import store
 from adloco_jax.elastic.bucket import SIGNS, limit
 from adloco_jax.elastic.formats import (
@@ -43,7 +44,6 @@ from adloco_jax.elastic.signatures import Unsigned
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError, check_installed, reason
-from adloco_jax.files import Format, with_tuples
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import assemble
 from adloco_jax.settings import Settings

@@ -13,8 +13,8 @@ from pydantic import Field, Strict
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import mean
+from adloco_jax.data.formats import Count, Format
 from adloco_jax.engine.spec import ProgramSpec, num_bytes
-from adloco_jax.files import Count, Format
 from adloco_jax.settings import INT32, Number
 from adloco_jax.settings import Count as Size
 

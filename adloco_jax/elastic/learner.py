@@ -24,6 +24,7 @@ from adloco_jax.core.compress import Precision, pack, unpack
 from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.data import load_corpus
+from adloco_jax.data.formats import checked
 from adloco_jax.elastic.decisions import num_parts
 from adloco_jax.elastic.formats import (
     Hello,
@@ -39,7 +40,6 @@ from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import ProgramKey, ProgramSpec, here
-from adloco_jax.files import checked
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.loop.plans import test_count
 from adloco_jax.models.configured import class_count

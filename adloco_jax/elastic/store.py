@@ -26,15 +26,16 @@ import numpy as np
 from jaxtyping import PyTree
 from safetensors.numpy import load, save
 
+from adloco_jax.data.formats import Format, checked
 from adloco_jax.elastic import signatures
 from adloco_jax.elastic.formats import Refused, array_bytes, check_form
 from adloco_jax.errors import ConfigError, ResourceError, reason
-from adloco_jax.files import PIECE_BYTES, Format, checked
 from adloco_jax.run import processes
 from adloco_jax.run.terminal import say
 from adloco_jax.settings import bytes_per_s
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
+PIECE_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
 # Of these the deadline of a request is made: seconds at least, a factor of the usual time, and that
 # before any is measured: seconds to the response, and for each byte.

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from adloco_jax import hf
 from adloco_jax.contrib import ROUND_LENGTHS
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import GradientStats, LossFn, trainable, without_keys
@@ -24,6 +23,7 @@ from adloco_jax.errors import ConfigError, own_code
 from adloco_jax.loop.adloco import choose_members, start
 from adloco_jax.loop.growth import with_batch_sizes
 from adloco_jax.loop.plans import round_plans
+from adloco_jax.models import hf
 from adloco_jax.models.configured import InitFn
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import list_rounds, shapes

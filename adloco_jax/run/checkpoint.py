@@ -40,8 +40,9 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from adloco_jax.data.disk import file_sha256, sync
+from adloco_jax.data.formats import Count, Format, checked, read_json
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError, reason, remedy
-from adloco_jax.files import Count, Format, checked, file_sha256, read_json, sync
 from adloco_jax.run import processes
 
 FORMAT = 4  # is increased when older versions cannot read a newer run's folder

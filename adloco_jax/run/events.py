@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from adloco_jax.files import Count, Format, Pair, Positive, Seconds, with_tuples
+from adloco_jax.data.formats import Count, Format, Pair, Positive, Seconds, with_tuples
 from adloco_jax.settings import Settings
 
 

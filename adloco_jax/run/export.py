@@ -12,16 +12,16 @@ import numpy as np
 from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
-from adloco_jax import hf
 from adloco_jax.core.types import Ensemble
 from adloco_jax.data import Corpus
+from adloco_jax.data.disk import replaced_folder
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import CheckpointError, ConfigError
-from adloco_jax.files import replaced_folder
+from adloco_jax.models import hf
 from adloco_jax.models.configured import build_network, class_count
 from adloco_jax.models.layers import merge_adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.run import checkpoint

@@ -19,10 +19,11 @@ from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 from pydantic import BeforeValidator
 
-from adloco_jax import __version__, files
+from adloco_jax import __version__
 from adloco_jax.config import completed, default_config, tables, validate
+from adloco_jax.data import formats
+from adloco_jax.data.disk import local_path, replaced_file, write_errors
 from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, DataError, ResourceError
-from adloco_jax.files import local_path, replaced_file, write_errors
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read
@@ -112,11 +113,11 @@ def _lock_errors(workdir: Path) -> Iterator[None]:
         raise kind(f"workdir {workdir}: cannot be written ({error.strerror})") from error
 
 
-class Recorded(files.Format):
+class Recorded(formats.Format):
     """What is read of a run's `config.json`."""
 
     # What a later version has added has its default.
-    config: Annotated[Settings, BeforeValidator(files.with_tuples)]
+    config: Annotated[Settings, BeforeValidator(formats.with_tuples)]
     data_commit: str = ""  # of the hub's data set; empty if the run reads none
     made_by: str = "train"  # or "fit", so that the model's code is not here
     base_fingerprint: str = ""  # hash of the frozen weights; empty if there are none
@@ -131,11 +132,11 @@ def recorded(workdir: Path) -> Recorded | None:
     if not path.is_file():
         return None
     try:
-        content = files.read_json(path, Damaged)
+        content = formats.read_json(path, Damaged)
         if content.get("format") != checkpoint.FORMAT:
             version = "a run of another version of adloco_jax; use that version"
             raise CheckpointError(f"{path}: {version}")
-        return files.checked(content, Recorded, "record", Damaged)
+        return formats.checked(content, Recorded, "record", Damaged)
     except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 

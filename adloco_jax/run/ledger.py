@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from adloco_jax.data.disk import replaced_file, write_errors
+from adloco_jax.data.formats import Format, checked
 from adloco_jax.errors import CheckpointError, DataError
-from adloco_jax.files import Format, checked, replaced_file, write_errors
 from adloco_jax.loop.adloco import Control
 from adloco_jax.run.events import EVENTS
 from adloco_jax.run.trackers import Trackers

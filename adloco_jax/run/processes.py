@@ -21,8 +21,8 @@ from typing import TypeVar, cast
 import jax
 
 from adloco_jax import errors
+from adloco_jax.data.disk import write_errors
 from adloco_jax.errors import ConfigError, ResourceError, UserError
-from adloco_jax.files import write_errors
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXCHANGE_MS = 2 * 60 * 60 * 1000  # time limit of an exchange, longer than any load or save takes

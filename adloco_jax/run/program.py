@@ -12,7 +12,6 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from adloco_jax import hf
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.types import LossFn
@@ -29,7 +28,7 @@ from adloco_jax.engine.spec import Kernel, Machine, ProgramSpec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.growth import measures_gradients, measures_inner_products
 from adloco_jax.loop.plans import AUTO_TEST_MAX
-from adloco_jax.models import llama
+from adloco_jax.models import hf, llama
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.configured import InitFn, build_model, build_network, class_count
 from adloco_jax.models.layers import split_adapter

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 
 from adloco_jax.core.types import Ensemble
+from adloco_jax.data.formats import Count, Format, Seconds, checked
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec, first_ensemble, placement
 from adloco_jax.engine.spec import Layout, OnCompile, ProgramSpec
 from adloco_jax.errors import CheckpointError, DataError
-from adloco_jax.files import Count, Format, Seconds, checked
 from adloco_jax.loop.adloco import Control, State, start
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.assemble import Run

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from adloco_jax import hf
 from adloco_jax.engine.spec import Machine
 from adloco_jax.errors import ConfigError
+from adloco_jax.models import hf
 from adloco_jax.models.configured import build_model, build_network
 from adloco_jax.models.layers import split_adapter
 from adloco_jax.settings import AdapterSettings, ModelSettings

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from adloco_jax.data.formats import Format, checked, read_json
 from adloco_jax.errors import DataError
-from adloco_jax.files import Format, checked, read_json
 
 FILES = "benchmarks_*.json"  # of `lm_eval --output_path RUN/benchmarks.json`, with their dates
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adloco_jax import hub
+from adloco_jax.data import hub
+from adloco_jax.data.formats import read_json
 from adloco_jax.errors import DataError
-from adloco_jax.files import read_json
 from adloco_jax.study import chart, curves, loss, page, summary
 from adloco_jax.study.benchmarks import Score
 

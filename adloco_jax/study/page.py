@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from adloco_jax.files import replaced_file
+from adloco_jax.data.disk import replaced_file
 from adloco_jax.study import chart
 from adloco_jax.study.chart import Panel, escaped
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 from ml_collections import ConfigDict
 from pydantic import Field
 
+from adloco_jax.data.formats import Count, Format, checked
 from adloco_jax.errors import DataError
-from adloco_jax.files import Count, Format, checked
 from adloco_jax.settings import OPTIONS, default_of
 from adloco_jax.study.curves import lines, training_points
 

@@ -49,7 +49,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import adloco_jax as al
-from adloco_jax import hf
+from adloco_jax.models import hf
 from adloco_jax.config import default_config
 from adloco_jax.data.corpus import load_corpus
 from adloco_jax.engine.spec import here

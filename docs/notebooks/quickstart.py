@@ -80,7 +80,7 @@ HTML(f"<div>{frame}</div>")
 import jax
 import numpy as np
 
-from adloco_jax import hf
+from adloco_jax.models import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.models.llama import generate
 

@@ -26,10 +26,11 @@ from jaxtyping import PyTree
 from pydantic import Field
 from safetensors.numpy import save_file
 
+from adloco_jax.data.disk import replaced_folder
 from adloco_jax.data.files import fetched, is_address, is_on_hub
+from adloco_jax.data.formats import Format, checked, read_json
 from adloco_jax.data.tokenizers import GENERATION, Tokenizer, stop_ids
 from adloco_jax.errors import ConfigError, DataError, UserError
-from adloco_jax.files import Format, checked, read_json, replaced_folder
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_adapter
 from adloco_jax.models.weight_maps import WeightMap

@@ -1,0 +1,81 @@
+"""Write files so that a crash leaves the old or the new content, and hash them."""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from adloco_jax.errors import ConfigError, ResourceError, remedy
+
+
+def file_sha256(path: Path) -> str:
+    """Compute the SHA-256 hash of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Write a file's content, or a folder's list of entries, from the system's buffers to disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path`, once on disk, when the block ends without an error."""
+    partial = local_path(path).with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder that replaces `folder`, once on disk, when the block ends without an error."""
+    partial = local_path(folder).with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    mode = partial.stat().st_mode & 0o666  # what the umask leaves; some libraries write 0600
+    for path in [*partial.rglob("*"), partial]:
+        if path.is_file():
+            path.chmod(mode)
+        sync(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def local_path(path: str | Path, where: str = "") -> Path:
+    """Return the path of something to write.
+
+    Raises ConfigError if it is an address, of which `Path` would make folders, or if no file can
+    have this name.
+    """
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
+        raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)
+    except (OSError, ValueError) as error:  # the name is too long or has a NUL
+        raise ConfigError(f"{where}{str(path)[:200]!r}: {error}; name another") from error
+    return Path(path)
+
+
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError that the block raises into a `ResourceError` about writing `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"{path}: cannot be written ({error.strerror}); {remedy(error)}"
+        ) from error
