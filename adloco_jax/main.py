@@ -127,10 +127,7 @@ def _run(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.FATAL)
     if first in ("compare", "export", "generate", "join"):
         require_devices()
-    # Processes of one run may differ in these options, and record the same command line.
-    varying = ("--coordinator=", "--num-processes=", "--process-id=")
-    shared = [word for word in words if not word.replace("_", "-").startswith(varying)]
-    line = without_secrets(shlex.join(["adloco", first, *shared]))
+    line = without_secrets(shlex.join(["adloco", first, *words]))
     module = _MODULES.get(first, "commands")
     return getattr(importlib.import_module(f"adloco_jax.cli.{module}"), first)(options, line) or 0
 

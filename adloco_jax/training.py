@@ -52,11 +52,10 @@ from adloco_jax.run.attempts import (
     begin,
     last_checkpoint,
     require_equal_processes,
-    to_resume,
 )
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.folder import check_config, exclusive, require_usable
+from adloco_jax.run.folder import check_config, exclusive, how_to_resume, require_usable
 from adloco_jax.run.observers import RunEngine
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
@@ -312,7 +311,8 @@ def _explaining(run: Run) -> Iterator[None]:
         yield
     except (Preempted, ResourceError) as error:
         if (run.workdir / "ledger.jsonl").exists():
-            error.args = (f"{error}; to resume: {to_resume(run)}",)
+            how = how_to_resume(run.workdir, by_fit=run.by_fit)
+            error.args = (f"{error}; to resume: {how}",)
         raise
     except (UserError, OSError, jax.errors.JaxRuntimeError):
         raise

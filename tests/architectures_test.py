@@ -55,7 +55,7 @@ def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path
     assert "the model has no Hugging Face names" in capsys.readouterr().out
     file = workdir / "export" / "params.safetensors"
     assert load_file(file)["Embed_0/embedding"].shape == (257, 16)
-    export = ["export", f"--workdir={workdir}", f"--out={out}", f"--config={own}"]
+    export = ["export", str(workdir), f"--out={out}", f"--config={own}"]
     assert cli.main(export) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"{out}: MLP has no Hugging Face names; give its Architecture a weight_map"

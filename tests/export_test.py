@@ -118,25 +118,25 @@ def test_what_is_not_there_or_damaged_is_named(trained, tmp_path):
 
 
 def test_commands_export_and_write(trained, tmp_path, capsys):
-    def run(command, **options):
+    def run(command, folder, **options):
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return cli.main([command, *words]), *capsys.readouterr()
+        return cli.main([command, str(folder), *words]), *capsys.readouterr()
 
     out, workdir = tmp_path / "out", trained.workdir
-    done = run("export", workdir=workdir, out=out, trainer=1)
+    done = run("export", workdir, out=out, trainer=1)
     assert done == (0, f"{out}: round 2, trainer 1, float32\n", "")
     assert_equal(hf.load(out).params, trainer_of(trained.ensemble.average_M, 1))
-    code, _, fault = run("export", workdir=workdir, out=out)
+    code, _, fault = run("export", workdir, out=out)
     assert code == 2 and "exists already" in fault
     # A request for more tokens than the model can read gives as many as it can.
-    code, text, note = run("generate", model=out, prompt="def", tokens=99, samples=2)
+    code, text, note = run("generate", out, prompt="def", tokens=99, samples=2)
     assert code == 0 and text.count("-" * 72 + "\ndef") == 2
     assert note == "--tokens 99: the model reads 32 tokens and the prompt has 3; writing 29\n"
-    for options, fault in [
-        (dict(model=out, prompt="x" * 32), "--prompt: 32 tokens, the model reads 32"),
-        (dict(model=tmp_path / "no"), "no such folder"),
+    for folder, options, fault in [
+        (out, dict(prompt="x" * 32), "--prompt: 32 tokens, the model reads 32"),
+        (tmp_path / "no", {}, "no such folder"),
     ]:
-        code, _, lines = run("generate", **options)
+        code, _, lines = run("generate", folder, **options)
         assert code in (2, 3) and fault in lines and lines.count("\n") == 1
 
 

@@ -126,10 +126,10 @@ SENT = "runs/sent/seed-0"
 FROM_FOLDER = {
     "train": [SENT, "--config.num_rounds=2"],
     "plan": ["--config=tiny.py", f"--workdir={SENT}"],
-    "compare": ["--config=tiny.py", "--workdir=runs"],
+    "compare": ["tiny.py", "--workdir=runs"],
     "report": [SENT, "--out=page"],
-    "export": [f"--workdir={SENT}", "--out=model"],
-    "generate": [f"--model={SENT}/export", "--tokens=2"],
+    "export": [SENT, "--out=model"],
+    "generate": [f"{SENT}/export", "--tokens=2"],
     "prepare": ["texts", f"--tokenizer={SENT}/export", "--output=rows", "--heldout-frac=0.5"],
 }
 
@@ -212,7 +212,7 @@ def test_no_text_and_no_name_ends_a_command(
     words = {
         "train": ["--config=tiny.py", "--workdir=new", "--config.data.path=texts/[!\udce8]*"],
         "report": [SENT, f"--out={tmp_path}/caf\udce9"],
-        "generate": [f"--model={SENT}/export", "--tokens=2", "--prompt=caf\udce9 \u4e2d"],
+        "generate": [f"{SENT}/export", "--tokens=2", "--prompt=caf\udce9 \u4e2d"],
     }
     output = io.TextIOWrapper(io.BytesIO(), encoding, "strict")
     monkeypatch.setattr(sys, "stdout", output)
@@ -228,7 +228,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused_at_the_start(tmp_path, monk
     for words in (
         ["train", "--config=tiny.py", "--workdir=caf\udce9"],
         ["plan", "--config=tiny.py", "--workdir=caf\udce9"],
-        ["compare", "--config=tiny.py", "--workdir=caf\udce9"],
+        ["compare", "tiny.py", "--workdir=caf\udce9"],
         ["export", ".", "--out=caf\udce9"],
     ):
         assert cli.main(words) == 2

@@ -13,23 +13,19 @@ from pathlib import Path
 from unittest import mock
 
 import jax
-import numpy as np
 import pytest
 from filelock import FileLock
 
 from adloco_jax import BATCH_TESTS, __version__, errors, training
 from adloco_jax import main as cli
-from adloco_jax.cli import train as train_command
 from adloco_jax.cli.keys import override
 from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import completed
 from adloco_jax.errors import ConfigError, DataError, UserError
-from adloco_jax.models import hf, llama
 from adloco_jax.models.configured import build_model
-from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import folder as run_folder
-from adloco_jax.run.folder import check_workdir, how_to_resume, recorded_settings, write_config
+from adloco_jax.run.folder import check_workdir, recorded_settings, write_config
 from adloco_jax.settings import OPTIONS, default_of, meaning
 from probes import crashes
 
@@ -183,7 +179,6 @@ GUESSES = {
     "export": "write: adloco export runs/first",
     "export quickstart": "write: adloco export runs/first",
     "export runs/first --out runs": "--out runs: exists already and is not empty",
-    "export runs/first --workdir runs/first": "--workdir: not allowed with argument RUN",
     "generate runs/first --sample 5": "did you mean --samples?",
     "generate runs/first": "write: adloco export runs/first",
     "report": "write: adloco report runs/first",
@@ -193,7 +188,6 @@ GUESSES = {
     "train quickstart --confg.seed=3": "did you mean --config.seed?",
     "train quickstart --config.inner.lr=1": "did you mean inner.learning_rate?",
     "compare": "write: adloco compare studies/compare_quick.py",
-    "compare runs/first": "write: adloco report runs/first",
     "export runs/first --config.seed=3": "did you mean --config?",
     "compare quickstart": "write: adloco train ",
     "train quickstart --data=x.txt": "did you mean --config.data.source or --config.data.path?",
@@ -201,8 +195,6 @@ GUESSES = {
         "set batching.max_batch_size=16"
     ),
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
-    "train quickstart --memory": "--memory: plans a run; write adloco plan",
-    "train quickstart --device h100": "--device: plans a run; write adloco plan",
     "plan quickstart --save x.json": "add --device KINDxN",
     "exprt runs/first": "did you mean adloco export runs/first?",
 }
@@ -224,15 +216,6 @@ def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
         for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
             path, made = configure(parse(["train", *given]))
             assert path.stem == "quickstart" and made.seed == 3
-
-
-def test_processes_of_one_run_record_the_same_command_line(monkeypatch):
-    recorded = []
-    monkeypatch.setattr(train_command, "train", lambda options, line: recorded.append(line))
-    for number in "01":
-        words = ["--num-processes=2", f"--process_id={number}", "--coordinator=here:1"]
-        assert cli.main(["train", "quickstart", *words]) == 0
-    assert recorded == ["adloco train quickstart"] * 2
 
 
 def test_shipped_configs_are_listed_by_name_and_can_be_imported(capsys):
@@ -303,14 +286,8 @@ def by_each_face(capsys, monkeypatch, elsewhere, words: dict[str, object]) -> se
 
     Each outcome is the settings to put together, or the error, and the lines that were printed.
     """
-    given, outcomes, assemble = [], [], training.assemble
-
-    def record(settings, *others, **how):
-        given.append(settings)
-        if settings.model.init_from:  # whose sizes are compared
-            assemble(settings, *others, **how)
-
-    monkeypatch.setattr(training, "assemble", record)
+    given, outcomes = [], []
+    monkeypatch.setattr(training, "assemble", lambda settings, *_, **__: given.append(settings))
     monkeypatch.setattr(training, "run_to_end", lambda run: None)
     texts = {key: "none" if value is None else value for key, value in words.items()}
     options = [f"--config.{key}={value}" for key, value in texts.items()]
@@ -353,77 +330,6 @@ def test_the_command_line_a_config_file_and_python_find_the_same_text(
     ):
         ((settings, out, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
         assert message in fault and not settings
-
-
-def test_the_command_line_a_config_file_and_python_take_the_sizes_of_a_checkpoint_alike(
-    elsewhere, capsys, monkeypatch
-):
-    network = llama.Llama(257, 16, 1, 2, 1, 8, 64)
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, np.float32), param_shapes(network))
-    hf.save(params, elsewhere / "far", network=network)
-    words = {"model.init_from": str(elsewhere / "far"), "data.tokenizer": "bytes"}
-    ((_, _, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
-    starts = [line.partition(":")[0] for line in fault.splitlines()]
-    differ = {"width": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 176}
-    assert sorted(starts) == sorted(f"model.{name} = {size}" for name, size in differ.items())
-    words |= {f"model.{name}": None for name in differ} | {"data.num_sequences": 99}
-    ((settings, out, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
-    assert "width=16, num_layers=1, num_heads=2" in settings and not fault
-    assert out.startswith(f"found: sizes of {elsewhere / 'far'}; set a key to choose another")
-
-
-def test_the_command_line_a_config_file_and_python_follow_the_first_batch_alike(
-    elsewhere, capsys, monkeypatch
-):
-    first = {"batching.initial_batch_size": 16}
-    ((_, _, fault),) = by_each_face(capsys, monkeypatch, elsewhere, first)
-    assert fault.endswith("the first is larger; set batching.max_batch_size=16\n")
-    words = first | {"batching.test": "constant", "batching.max_batch_size": "auto"}
-    words["batching.buckets"] = ()
-    ((settings, _, fault),) = by_each_face(capsys, monkeypatch, elsewhere, words)
-    assert "max_batch_size=16" in settings and not fault
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [("a.txt", "text"), ("a.md.gz", "text"), ("a.json.gz", "jsonl"), ("a.tsv", "hf")],
-)
-def test_the_source_of_a_path_follows_from_its_name(elsewhere, name, source):
-    (elsewhere / name).touch()
-    assert completed(configured(f"--config.data.path={name}")).data.source == source
-    (elsewhere / "prepared.json").touch()
-    assert completed(configured("--config.data.path=.")).data.source == "tokens"
-
-
-@pytest.mark.parametrize(
-    ("row", "column"),
-    [
-        ({"messages": []}, "messages"),
-        ({"prompt": "", "completion": ""}, "prompt+completion"),
-        ({"text": "", "messages": []}, "text"),
-        ({"prompt": ""}, "text"),
-    ],
-)
-def test_chats_are_known_by_their_columns(elsewhere, row, column):
-    (elsewhere / "a.jsonl").write_text(json.dumps(row))
-    assert completed(configured("--config.data.path=a.jsonl")).data.text_column == column
-    given = configured("--config.data.path=a.jsonl", "--config.data.text_column=prompt")
-    assert completed(given).data.text_column == "prompt"
-
-
-TRAINED = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py"))
-FIXED = ("diloco", "streaming_diloco", "local_sgd", "data_parallel", "growing_pool", "finetune")
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_the_first_batch_of_every_shipped_config_can_be_set(name):
-    words = ["--config.adapter.rank=0"] if name == "finetune" else []
-    limits = [] if name in FIXED else ["--config.batching.max_batch_size=16"]
-    first = "--config.batching.initial_batch_size=16"
-    batching = configured(*words, *limits, first, config=name).batching
-    assert batching.initial_batch_size == 16 and 16 in batching.buckets
-    if name in FIXED:  # a batch that stays constant stays so
-        assert batching.max_batch_size == batching.batch_cap == 16
 
 
 @pytest.mark.parametrize("size", ["10M", "35M", "100M"])
@@ -575,13 +481,6 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert first == "run: already finished; nothing was trained"
     table = lines[-8:]
     assert any(line.startswith("held-out loss ") for line in table)
-    less = ["--config.log.every_rounds=5", "--config.checkpoint.keep=1"]
-    assert cli.main([*TINY, *less]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "not applied: " in line]
-    assert told == [
-        "not applied: checkpoint.keep: was 2, is 1",
-        "not applied: log.every_rounds: was 1, is 5",
-    ]
     (run / "checkpoints" / "1" / "host.json").write_text("{}")
     assert cli.main(TINY) == 0
     out, err = capsys.readouterr()
@@ -607,9 +506,7 @@ def test_flags_let_a_run_resume_with_changes(run, capsys):
     out, err = capsys.readouterr()
     assert out == "" and "inner.learning_rate: was 0.001, is 0.0001" in err
     assert "--accept-config-change" in err.splitlines()[-1]
-    assert cli.main([*changed, "--accept-config-change"]) == 0
-    assert cli.main([*changed, "--config.seed=5", "--accept_config_change"]) == 2
-    assert "seed: was 0, is 5" in capsys.readouterr().err
+    assert cli.main([*changed, "--accept_config_change"]) == 0
 
 
 @contextlib.contextmanager
@@ -620,7 +517,7 @@ def _stop(what):
 
 
 def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, monkeypatch):
-    fresh = ["train", *(word for word in TINY if "workdir" not in word), "--config.num_rounds=9"]
+    fresh = ["train", *(word for word in TINY if "workdir" not in word), "--config.num_rounds=7"]
 
     def paste(text: str, done: int) -> None:
         (command,) = re.findall("to resume(?: it)?: (adloco .*)", text)
@@ -634,16 +531,13 @@ def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, mo
         (run,) = Path("runs").iterdir()
         paste(header, 1)
         paste(preemption, 2)
-        for done, planned in ((3, [str(run)]), (4, [*fresh[1:], f"--workdir={run}"])):
-            assert cli.main(["plan", *planned]) == 0
-            paste(capsys.readouterr().out, done)
         with monkeypatch.context() as full:
             crashes.install("save.begin", lambda: crashes.fail("ENOSPC"), patch=full.setattr)
             assert cli.main(["train", str(run)]) == 5
         full_disk = capsys.readouterr().err
-        paste(full_disk, 5)
+        paste(full_disk, 3)
         assert len([*Path("runs").iterdir()]) == 1
-        other = [word.replace("num_rounds=9", "num_rounds=8") for word in fresh]
+        other = [word.replace("num_rounds=7", "num_rounds=8") for word in fresh]
         patch.setattr("adloco_jax.training.train", lambda *args, **kwargs: None)
         for words, said in ((fresh, [str(run)]), (other, [])):
             assert cli.main(words) == 0
@@ -652,9 +546,9 @@ def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, mo
             if said:
                 begun = out
     paste_to_end = shlex.split(begun.partition("to resume it: ")[2])[1:]
-    assert cli.main([*paste_to_end, "--config.num_rounds=7"]) == 0
-    assert "resuming after round 6\n" in capsys.readouterr().out
-    assert cli.main(["train", str(run), "--config.num_rounds=7"]) == 0
+    assert cli.main([*paste_to_end, "--config.num_rounds=5"]) == 0
+    assert "resuming after round 4\n" in capsys.readouterr().out
+    assert cli.main(["train", str(run), "--config.num_rounds=5"]) == 0
     assert f"{run}: already finished" in capsys.readouterr().out
 
 
@@ -684,7 +578,7 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
     settings = configured(config="own.py")
     write_config(elsewhere, settings)
     del BATCH_TESTS["own"]
-    command = ["export", f"--workdir={elsewhere}", "--out=model"]
+    command = ["export", str(elsewhere), "--out=model"]
     assert cli.main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "batching.test = 'own': no entry of this library; run the config file" in line
@@ -693,12 +587,6 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
     assert recorded_settings(elsewhere) == settings
     (elsewhere / "ledger.jsonl").touch()
     assert cli.main(["plan", str(elsewhere), "--config=own.py"]) == 0
-    command = f"adloco train {elsewhere} --config=own.py"
-    assert capsys.readouterr().out.endswith(f"to resume: {command}\n")
-    folder = Path("runs/o")  # a part of the command, which does not name it
-    for command in ("adloco train runs/own.py", "adloco train runs/own.py --workdir runs/o"):
-        how = how_to_resume(folder, settings, command=command)
-        assert how == "adloco train runs/own.py --workdir runs/o"
     with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):
         configured("--config.batching.test=mine")
 

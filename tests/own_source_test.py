@@ -38,10 +38,10 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
     changes |= {"batching": {"test": "constant", "max_batch_size": 1}}
     words = [f"--config.{g}.{key}={value}" for g in changes for key, value in changes[g].items()]
 
-    def run_main(*more):
-        return main.main(["--config=own.py", *words, *more]), capsys.readouterr()
+    def run_main(command, *more):
+        return main.main([command, "own.py", *words, *more]), capsys.readouterr()
 
-    code, printed = run_main("--plan")
+    code, printed = run_main("plan")
     assert code == 0 and " to train on" in printed.out and "not checked" not in printed.out
     config = load_config(Path("own.py"), "get_config", ConfigDict)
     config.update(changes | {"num_rounds": 1})
@@ -50,11 +50,11 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
     assert [shard["rows"] for shard in own.shards] == [40, 40] and own.manifest.documents[1] == 8
     init_fn, loss_fn = build_model(settings.model)
     fit(settings, workdir="resumed", corpus=own, init_fn=init_fn, loss_fn=loss_fn)
-    code, printed = run_main("--workdir=resumed", "--config.num_rounds=2")
+    code, printed = run_main("train", "--workdir=resumed", "--config.num_rounds=2")
     assert code == 0 and " of 8 tokens to train on, " in printed.out
     rounds = [e["round"] for e in read("resumed/ledger.jsonl") if e["event"] == "round"]
     assert rounds == [1, 2]
     with open("diaries/b.csv", "a", encoding="utf-8") as file:
         file.write("40,one more\n")
-    code, printed = run_main("--workdir=resumed", "--config.num_rounds=3")
+    code, printed = run_main("train", "--workdir=resumed", "--config.num_rounds=3")
     assert code == 3 and "b.csv: edited" in printed.err

@@ -39,7 +39,7 @@ def compare(options: argparse.Namespace, command: str) -> int:
         print(f"{run.variant}, seed {run.seed}: {how}", flush=True)
 
     print(f"{counted(len(runs), 'run')} in {folder}", flush=True)
-    this = [sys.executable, "-m", "adloco_jax", "compare", f"--config={path}", "--only-run"]
+    this = [sys.executable, "-m", "adloco_jax", "compare", str(path), "--only-run"]
     this += [f"--workdir={folder}"] + [f"--results={p}" for p in [options.results] if p]
     others = [subprocess.Popen(this) for _ in range(options.processes - 1)]
     made_as = {"command": command, "results_file": options.results}

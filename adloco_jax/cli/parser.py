@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,8 +92,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _run(text: str) -> str:
-    # argparse converts a suppressed default, too.
-    if text != argparse.SUPPRESS and not os.path.exists(text):
+    if not os.path.exists(text):
         raise argparse.ArgumentTypeError(f"{text}: no such folder")
     return text
 
@@ -111,28 +110,15 @@ def _new_folder(text: str) -> Path:
     return folder
 
 
-def _comparison(text: str) -> str:
-    if is_run(text):
-        raise ConfigError(f"{text}: a run; write: adloco report {text}")
-    return text
+def _text(pattern: str, example: str) -> Callable[[str], str]:
+    """Make a type of options: text that matches a pattern."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text}: expected for instance {example}")
+        return text
 
-def _size(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*[KMGT]B", text):
-        raise argparse.ArgumentTypeError(f"{text}: expected for instance 500MB")
-    return text
-
-
-def _link(text: str) -> str:
-    if not re.fullmatch(LINK, text):
-        raise argparse.ArgumentTypeError(f"{text}: expected for instance 10Mbit/s")
-    return text
-
-
-def _repository(text: str) -> str:
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text):
-        raise argparse.ArgumentTypeError(f"{text}: expected OWNER/NAME")
-    return text
+    return check
 
 
 _FILE: dict[str, Any] = {"type": _path, "metavar": "FILE"}
@@ -158,11 +144,6 @@ def _train(parser: Parser) -> None:
     add("--config", metavar="CONFIG", help="same as CONFIG; with RUN: executed for table entries")
     add("--workdir", **_FOLDER, help="the run's folder; by default a new one in runs/")
     add("--size", choices=("10M", "35M", "100M"), help="of diloco and growing_pool: parameters")
-    add("--plan", **_FLAG, help="print the plan of the run, as adloco plan does, and stop")
-    add("--memory", **_FLAG, help="with plan: compile, and print each program's memory")
-    text = "with plan: compile for devices that are not here; without a value: list them"
-    add("--device", nargs="?", const="", metavar="KINDxN", help=text)
-    add("--save", **_FILE, help="with plan --device: also write the plan to a JSON file")
     add("--accept-config-change", **_FLAG, help="resume with changed settings")
     add("--accept-data-change", **_FLAG, help="resume with other data")
     add("--distributed", **_FLAG, help="several processes, started by a known launcher")
@@ -184,8 +165,12 @@ def _plan(parser: Parser) -> None:
     """
     _train(parser)
     add = parser.add_argument
+    add("--memory", **_FLAG, help="compile, and print each program's memory")
+    text = "compile for devices that are not here; without a value: list them"
+    add("--device", nargs="?", const="", metavar="KINDxN", help=text)
+    add("--save", **_FILE, help="with --device: also write the plan to a JSON file")
     text = "also the seconds of a round, and the method that ends first, over links of this rate"
-    add("--link", type=_link, metavar="RATE", help=f"{text}, such as 10Mbit/s")
+    add("--link", type=_text(LINK, "10Mbit/s"), metavar="RATE", help=f"{text}, such as 10Mbit/s")
     add("--sites", **_INT, help="with --link: machines (default: one for each worker)")
     text = "with --link: of each machine (default: measured here)"
     add("--tokens-per-s", type=float, metavar="N", help=text)
@@ -251,7 +236,7 @@ def _compare(parser: Parser) -> None:
     """
     parser.example, add = "studies/compare_quick.py", parser.add_argument
     text = "a file with get_comparison(), or its name"
-    _add_main(parser, "CONFIG", "--config", type=_comparison, help=text)
+    add("config", metavar="CONFIG", help=text)
     add("--workdir", **_FOLDER, help="the folder; a comparison in it is continued")
     add("--processes", **_INT, default=1, help="processes that divide the runs (default: 1)")
     text = "file with a JSON line for each finished run; the run's folder is deleted"
@@ -266,7 +251,7 @@ def _report(parser: Parser) -> None:
     curve with a band.
     """
     parser.example, add = "{run}", parser.add_argument
-    _add_main(parser, "RUN", "--workdir", type=_run, help="a run's folder", many=True)
+    add("run", nargs="+", type=_run, metavar="RUN", help="a run's folder")
     add("--out", **_OUT, help="a new or empty folder; default for one run: report in its folder")
     add("--labels", nargs="+", metavar="LABEL", help="one per run; default: the folders' names")
 
@@ -277,7 +262,7 @@ def _export(parser: Parser) -> None:
     With --push the folder is uploaded to the Hugging Face hub; the run's own export as it is.
     """
     parser.example, add = "{run}", parser.add_argument
-    _add_main(parser, "RUN", "--workdir", type=_run, help="a run's folder")
+    add("run", type=_run, metavar="RUN", help="a run's folder")
     add("--round", **_INT, help="round of the checkpoint; default: the newest")
     add("--trainer", **_INT, help="id of a trainer in the ledger; default: the consensus model")
     add("--config", **_ENTRIES)
@@ -285,8 +270,10 @@ def _export(parser: Parser) -> None:
     add("--merge", **_FLAG, help="of a run with an adapter, write the whole model")
     text = "of the written weights; default: that of init_from, or else float32"
     add("--dtype", choices=("float32", "bfloat16"), help=text)
-    add("--shard-size", type=_size, metavar="SIZE", help="of the largest file; default: 5GB")
-    add("--push", type=_repository, metavar="OWNER/NAME", help="upload to this repository")
+    size, name = _text(r"[1-9]\d*[KMGT]B", "500MB"), r"[\w-][\w.-]*"
+    add("--shard-size", type=size, metavar="SIZE", help="of the largest file; default: 5GB")
+    repository = _text(f"{name}/{name}", "me/my-model")
+    add("--push", type=repository, metavar="OWNER/NAME", help="upload to this repository")
     add("--private", **_FLAG, help="make the repository private")
 
 
@@ -294,7 +281,7 @@ def _generate(parser: Parser) -> None:
     """Writes text with a run's export, or with another Llama in Hugging Face layout."""
     parser.example, add = '{run} --prompt "Once upon a time"', parser.add_argument
     text = "a run's folder, a folder in Hugging Face layout, or a hub name"
-    _add_main(parser, "MODEL", "--model", "--workdir", help=text)
+    add("model", metavar="MODEL", help=text)
     add("--prompt", default="", metavar="TEXT", help="beginning of the text")
     text = "a question, by the chat template; without TEXT: those that you type, until ^D"
     add("--chat", nargs="?", const="", metavar="TEXT", help=text)
@@ -304,15 +291,6 @@ def _generate(parser: Parser) -> None:
     add("--temperature", type=float, default=0.8, metavar="X", help=text)
     add("--seed", **_INT, default=0, help="random seed (default: 0)")
     add("--config", **_ENTRIES)
-
-
-def _add_main(parser: Parser, name: str, *options: str, many: bool = False, **how: Any) -> None:
-    """Add the main argument of a command, which a word or one of the options gives."""
-    group, how = parser.add_mutually_exclusive_group(required=True), how | {"metavar": name}
-    nargs, other = ("*", "+") if many else ("?", None)
-    group.add_argument(name.lower(), nargs=nargs, default=argparse.SUPPRESS, **how)
-    for option in options:
-        group.add_argument(option, dest=name.lower(), nargs=other, **how)
 
 
 # Declares the options of each command, which its docstring describes.

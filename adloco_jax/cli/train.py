@@ -18,51 +18,22 @@ from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.settings import OPTIONS, Settings
 
 
-def _named_run(options: argparse.Namespace) -> Path | None:
-    """Return the folder of the run to resume with its recorded settings; set it as `workdir`."""
-    if options.config is None:
-        options.config, options.name = options.name, None
-    if options.name and is_run(options.name):
-        run, options.name = Path(options.name), None
-    elif options.config and is_run(options.config):
-        run, options.config = Path(options.config), None
-    else:
-        run = options.workdir if options.config is None else None
-        return run if run and is_run(run) else None
-    if options.workdir not in (None, run):
-        raise ConfigError(f"{run}: a run, which stays in its folder; leave --workdir out")
-    options.workdir = run
-    return run
-
-
 def configure(options: argparse.Namespace) -> tuple[Path, Settings]:
     """Load a config file, or a named run's recorded config, and set the keys of the command line.
 
     A config file beside a run only adds entries to tables. Returns the file or the run, and the
-    settings of the config.
+    settings of the config. A named run is set as `workdir`.
 
     Raises:
       ConfigError: If the file, a word, or the resulting config has faults; the message lists all.
     """
-    run = _named_run(options)
-    faults = [f"{word}: unexpected" for word in [options.name] if word] + options.faults
+    name, is_resumed = options.name or options.config, bool(options.name) and is_run(options.name)
+    faults = list(options.faults)
+    if options.name and options.config and not is_resumed:
+        name = options.config
+        faults.insert(0, f"{options.name}: unexpected")
     try:
-        if run is not None:
-            from adloco_jax.run.folder import recorded_config
-
-            if options.size:
-                raise ConfigError(f"--size {options.size}: {run} keeps its size; leave it out")
-            add_entries(options.config)
-            path, made = run, recorded_config(run)
-        else:
-            if options.config is None:
-                raise ConfigError(
-                    "no config; write: adloco train quickstart, or another name that adloco configs"
-                    " lists, or a file"
-                )
-            path = find_config(options.config)
-            given = {"size": options.size} if options.size else {}
-            made = load_config(path, "get_config", ConfigDict, **given)
+        path, made = _recorded(options) if is_resumed else _load(name, options.size)
         for key in OPTIONS:
             if (text := vars(options)[f"config.{key}"]) is not None:
                 override(made, key, text)
@@ -74,25 +45,42 @@ def configure(options: argparse.Namespace) -> tuple[Path, Settings]:
     raise ConfigError("\n".join(faults))
 
 
+def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
+    if name is None:
+        raise ConfigError(
+            "no config; write: adloco train quickstart, or another name that adloco configs"
+            " lists, or a file"
+        )
+    path, given = find_config(name), {"size": size} if size else {}
+    return path, load_config(path, "get_config", ConfigDict, **given)
+
+
+def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
+    from adloco_jax.run.folder import recorded_config
+
+    run = Path(options.name)
+    if options.size:
+        raise ConfigError(f"--size {options.size}: {run} keeps its size; leave it out")
+    if options.workdir not in (None, run):
+        raise ConfigError(f"{run}: a run, which stays in its folder; leave --workdir out")
+    options.workdir = run
+    add_entries(options.config)
+    return run, recorded_config(run)
+
+
 def train(options: argparse.Namespace, command: str) -> None:
     """Train a run, or resume it; a finished one has only its table and report made again."""
-    if options.plan:
-        plan(options, command)
-        return
-    for name in ("memory", "device", "save"):
-        if vars(options)[name] not in (None, False):
-            raise ConfigError(f"--{name}: plans a run; write adloco plan, or leave it out")
     path, settings = configure(options)
     _connect(options, needs_folder=True)
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
     from adloco_jax.run import processes
-    from adloco_jax.run.folder import changes, finished, how_to_resume, recorded, unfinished
+    from adloco_jax.run.folder import finished, how_to_resume, unfinished
     from adloco_jax.study import report
 
     before = unfinished(runs_in("runs"), command) if options.workdir is None else None
-    if before is not None:
-        how = how_to_resume(before, settings, command=command)
+    if before:
+        how = how_to_resume(before)
         print(f"{before}: an unfinished run of this command; to resume it: {how}")
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     accept = {"accept_config_change": options.accept_config_change}
@@ -105,9 +93,6 @@ def train(options: argparse.Namespace, command: str) -> None:
         return
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
-        before = recorded(Path(folder))
-        for lines in changes(before.config, settings).values() if before else ():
-            print(*(f"not applied: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
         for line in damage:
             print(f"damaged: {line}", file=sys.stderr)
         report.conclude(folder)
@@ -118,55 +103,48 @@ def plan(options: argparse.Namespace, command: str) -> None:
     """Print the plan of a run."""
     if options.save is not None and not options.device:
         raise ConfigError("--save: saves a plan for devices; add --device KINDxN")
-    if options.device == "":
-        from adloco_jax.run.plan import kinds
-
-        print(*kinds(), sep="\n")
-        return
     if options.device is not None:
-        with _without_native_messages():
-            from adloco_jax.run.plan import check_kind, device_plan
-
-            check_kind(options.device)  # before faults of the config, which would hide it
-            lines, record = device_plan(configure(options)[1], options.device)
-            print(*lines, sep="\n")
-        if options.save is not None:
-            text = json.dumps(record, indent=1) + "\n"
-            Path(options.save).write_text(text, encoding="utf-8")
-        if not record["fits"]:
-            raise ResourceError(f"--device {options.device}: {record['fault']}")
+        _plan_devices(options)
         return
     _, settings = configure(options)
     _connect(options, needs_folder=False)
     from adloco_jax.run import plan as plans
     from adloco_jax.run import processes
-    from adloco_jax.run.folder import how_to_resume
 
     accept, workdir = options.accept_config_change, options.workdir
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, workdir, note=print))
         print(plans.plan(settings, workdir, memory=options.memory, accept_config_change=accept))
         _plan_sites(options, settings)
-        if workdir and is_run(workdir):
-            line = command.replace("adloco plan", "adloco train", 1)
-            how = how_to_resume(Path(workdir), settings, command=line)
-            print(f"to resume: {how}")
+
+
+def _plan_devices(options: argparse.Namespace) -> None:
+    """Print the kinds of devices that are known, or the plan of a run on one that is not here."""
+    with _without_native_messages():
+        from adloco_jax.run.plan import check_kind, device_plan, kinds
+
+        if options.device == "":
+            print(*kinds(), sep="\n")
+            return
+        check_kind(options.device)  # before faults of the config, which would hide it
+        lines, record = device_plan(configure(options)[1], options.device)
+        print(*lines, sep="\n")
+    if options.save is not None:
+        options.save.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if not record["fits"]:
+        raise ResourceError(f"--device {options.device}: {record['fault']}")
 
 
 def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
     """Print the seconds of a round over slow links, if a link is named."""
-    given = vars(options)
-    if link := given.get("link") or settings.engine.link:
+    if link := options.link or settings.engine.link:
         from adloco_jax.engine.spec import here
         from adloco_jax.run.program import spec_of
         from adloco_jax.study.sites import site_lines
 
-        sites, speed = given.get("sites"), given.get("tokens_per_s")
-        sites = settings.ensemble.num_workers if sites is None else sites
-        lines = site_lines(
-            settings, spec_of(settings, here()), link=link, sites=sites, tokens_per_s=speed
-        )
-        print(*lines, sep="\n")
+        sites = settings.ensemble.num_workers if options.sites is None else options.sites
+        how = {"link": link, "sites": sites, "tokens_per_s": options.tokens_per_s}
+        print(*site_lines(settings, spec_of(settings, here()), **how), sep="\n")
 
 
 def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
@@ -183,19 +161,16 @@ def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Hide what JAX and XLA print about devices, as long as the `with` block runs."""
+    """Discard what JAX and XLA write to the standard error, as long as the `with` block runs."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # set before JAX is imported, because JAX looks for devices
-    sys.stderr.flush()
-    python, native = sys.stderr, os.dup(2)
-    with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "w", buffering=1) as real:
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-        sys.stderr = real
-        try:
-            yield
-        finally:
-            sys.stderr = python
-            os.dup2(native, 2)
-            os.close(native)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def require_devices() -> None:

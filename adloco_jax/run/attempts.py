@@ -27,11 +27,7 @@ from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import label_lines, length_lines, run_header
-from adloco_jax.run.folder import (
-    how_to_resume,
-    versions,
-    write_config,
-)
+from adloco_jax.run.folder import how_to_resume, versions, write_config
 from adloco_jax.run.ledger import Ledger, open_ledger
 from adloco_jax.run.plan import most_tokens_per_s
 from adloco_jax.run.restore import begin_control, host_record, initial_ensemble, restore
@@ -117,7 +113,8 @@ def begin(
     rules = {"inner": settings.inner, "outer": settings.outer}
     labels = parameter_labels(spec.params, label_params, **rules)
     notes += label_lines(settings.inner.tx, labels)
-    notes.append(f"folder: {run.workdir}; if the run stops, to resume: {to_resume(run)}")
+    how = how_to_resume(run.workdir, by_fit=run.by_fit)
+    notes.append(f"folder: {run.workdir}; if the run stops, to resume: {how}")
     notes += run_header(settings, spec, control.max_batch_size)
     notes += length_lines(settings, most, len(run.heldout.report_EL))
     for line in notes:
@@ -193,11 +190,6 @@ def after_failure(
         fault["effect"] = "batches may differ from the restored round on"
     attempt.recorder.progress.note(note)
     return Failures((*before.faults, fault), largest, control.round)
-
-
-def to_resume(run: Run) -> str:
-    """Return the command or the call that resumes a run (`how_to_resume`)."""
-    return how_to_resume(run.workdir, run.settings, command=run.command, by_fit=run.by_fit)
 
 
 def last_checkpoint(run: Run, attempt: Attempt) -> str:

@@ -250,7 +250,13 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
                 " from a copy"
             )
         return
-    changed = changes(before.config, settings)
+    recorded_values = before.config.flat()
+    values = settings.with_rows(before.config.num_rows).flat()
+    changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
+    for key in OPTIONS:
+        if recorded_values[key] != values[key]:
+            line = f"{key}: was {recorded_values[key]!r}, is {values[key]!r}"
+            changed[_class(key, settings.inner, settings.outer)].append(line)
     lines = changed["refused"]
     if lines:
         lines.append(f"{workdir}: these make another run; name another folder, or change them back")
@@ -264,34 +270,12 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def changes(recorded: Settings, settings: Settings) -> dict[Change, list[str]]:
-    """Describe the settings that differ from a record, by kind: harmless, accepted, refused."""
-    before, now = recorded.flat(), settings.with_rows(recorded.num_rows).flat()
-    changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
-    for key in OPTIONS:
-        if before[key] != now[key]:
-            line = f"{key}: was {before[key]!r}, is {now[key]!r}"
-            changed[_class(key, settings.inner, settings.outer)].append(line)
-    return changed
-
-
-def how_to_resume(workdir: Path, settings: Settings, *, command: str, by_fit: bool = False) -> str:
+def how_to_resume(workdir: Path, *, by_fit: bool = False) -> str:
     """Return the command that resumes a run, or say which call does."""
-    now = settings.flat()
-    adds_entries = any(now[key] not in entry.names.split() for key, entry in ENTRIES.items())
-    if by_fit or (adds_entries and not command):
-        return f"{'fit' if by_fit else 'train'} called again with the same arguments"
-    folder = shlex.quote(str(workdir))
-    if command.startswith("adloco compare "):
-        line = command
-    elif adds_entries:  # only the config file has them
-        named = {folder, f"--workdir={folder}"} & set(command.split())
-        line = command if named else f"{command} --workdir {folder}"
-    else:
-        line = f"adloco train {folder}"
-    if jax.process_count() > 1:
-        line += ", in each process with its options for several processes"
-    return line
+    if by_fit:
+        return "fit called again with the same arguments"
+    several = ", in each process with its options for several processes"
+    return f"adloco train {shlex.quote(str(workdir))}{several * (jax.process_count() > 1)}"
 
 
 def unfinished(runs: Iterable[Path], command: str) -> Path | None:
