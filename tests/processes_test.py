@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -26,40 +25,6 @@ MEASURED = ("train_loss", "noise", "signal", "test_value", "pseudo_grad_norm", "
 MEASURED += ("train_losses", "loss", "loss_before", "loss_after", "barrier")
 
 
-class Coordinator(dict):
-    """A stand-in for JAX's key-value store of two processes that act in turn."""
-
-    def key_value_set(self, key, value):
-        assert key not in self
-        self[key] = value
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        return self[key]
-
-    key_value_delete = dict.__delitem__
-
-
-def test_exchanges_of_one_name_are_told_apart_and_old_ones_deleted(monkeypatch):
-    store, counters = Coordinator(), [Counter(), Counter()]
-    monkeypatch.setattr(processes, "_client", lambda: store)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-
-    def become(number):
-        monkeypatch.setattr(jax, "process_index", lambda: number)
-        monkeypatch.setattr(processes, "_num_sent", counters[number])
-
-    answers = [([True, False], [False, False]), ([False, False], [False, True])]
-    for both in [*answers, *answers]:
-        for index, answer in enumerate(both):
-            become(index)
-            number = processes._send("gather", answer)
-        for index in range(2):
-            become(index)
-            assert processes._receive("gather", number) == [*both]
-        # the messages of the last exchange, which the other may not have read
-        assert len(store) == 2
-
-
 def test_what_differs_is_named_in_every_process(monkeypatch):
     everyone = [{"lr": "1", "seed": "0"}, {"lr": "2", "seed": "0"}, {"lr": "1", "seed": "3"}]
     monkeypatch.setattr(processes, "gather", lambda value: everyone)
@@ -72,25 +37,18 @@ def test_what_differs_is_named_in_every_process(monkeypatch):
     ]
 
 
-def test_an_error_of_one_process_is_raised_in_all(monkeypatch):
-    def fails():
-        raise DataError("text: missing")
-
-    with pytest.raises(DataError, match="^text: missing$"):
-        processes.run_on_all(fails)
-    everyone = [None, ["DataError", "text: missing"], ["ConfigError", "later"]]
-    monkeypatch.setattr(processes, "gather", lambda value, name: everyone)
-    with pytest.raises(DataError, match="^process 1: text: missing$"):
-        processes.run_on_all(lambda: 3)
-
-
-def test_an_error_of_a_module_is_its_class_of_errors_in_the_others(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "there"),
+    [(DataError("text: missing"), DataError), (Unreachable("hub: gone"), ResourceError)],
+)
+def test_an_error_of_one_process_is_raised_in_all(monkeypatch, error, there):
     sent = []
     monkeypatch.setattr(processes, "gather", lambda value, name: [sent.append(value)])
-    with pytest.raises(Unreachable):
-        processes.run_on_all(mock.Mock(side_effect=Unreachable("hub: gone")))
-    monkeypatch.setattr(processes, "gather", lambda value, name: [None, *sent])
-    with pytest.raises(ResourceError, match="^process 1: hub: gone$"):
+    with pytest.raises(type(error), match=f"^{error}$"):
+        processes.run_on_all(mock.Mock(side_effect=error))
+    everyone = [None, *sent, ["ConfigError", "later"]]
+    monkeypatch.setattr(processes, "gather", lambda value, name: everyone)
+    with pytest.raises(there, match=f"^process 1: {error}$"):
         processes.run_on_all(lambda: 3)
 
 

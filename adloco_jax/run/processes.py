@@ -105,30 +105,22 @@ def only_first_prints() -> Iterator[None]:
             yield
 
 
-def _send(name: str, value: object) -> int:
-    """Send the value of this process to all processes, as its part of an exchange with a name."""
-    _num_sent[name] += 1
-    number = _num_sent[name]
-    _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
-    return number
-
-
-def _receive(name: str, number: int) -> list:
-    client = _client()
-    keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
-    values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
-    # All have sent for this exchange, so they have received the previous one's, which can go.
-    if number > 1:
-        client.key_value_delete(f"{name} ({number - 1})/{jax.process_index()}")
-    return values
-
-
 def gather(value: T, name: str = "gather") -> list[T]:
     """Collect plain JSON from each process, in their order; all must call this.
 
     Two threads of a process must use different names.
     """
-    return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
+    if jax.process_count() == 1:
+        return [value]
+    _num_sent[name] += 1
+    client, number, me = _client(), _num_sent[name], jax.process_index()
+    client.key_value_set(f"{name} ({number})/{me}", json.dumps(value))
+    keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
+    values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
+    # All have sent for this exchange, so they have received the previous one's, which can go.
+    if number > 1:
+        client.key_value_delete(f"{name} ({number - 1})/{me}")
+    return values
 
 
 def broadcast(value: T) -> T:
@@ -276,9 +268,8 @@ def require_shared(folder: Path) -> None:
     mark = folder / f".seen-{broadcast(os.urandom(8).hex())}"
 
     def make() -> None:
-        if is_first():
-            with write_errors(folder):
-                mark.touch()
+        with write_errors(folder):
+            mark.touch()
 
     def look() -> None:
         if not mark.exists():
@@ -288,7 +279,7 @@ def require_shared(folder: Path) -> None:
             )
 
     try:
-        run_on_all(make)
+        run_on_all(make if is_first() else lambda: None)
         run_on_all(look)
     finally:
         if is_first():
@@ -301,9 +292,7 @@ def is_asked_to_stop() -> bool:
 
 
 @contextlib.contextmanager
-def stop_requests(
-    what: Callable[[], str],
-) -> Iterator[threading.Event]:
+def stop_requests(what: Callable[[], str]) -> Iterator[threading.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
 
     The first is answered with a line that says `what()` happens.
@@ -323,18 +312,12 @@ def stop_requests(
     def watch():
         while data := os.read(reader, 1):
             if data[0] not in _SIGNALS:
-                if fd_before >= 0:  # an event loop, as in a notebook, waits for signals, too
-                    os.write(fd_before, data)
                 continue
             if stop.is_set():
                 os._exit(128 + data[0])
             stop.set()
-            name = signal.Signals(data[0]).name
-            print(
-                f"{name}: {what()}; send it again to stop at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"{signal.Signals(data[0]).name}: {what()}; send it again to stop at once"
+            print(line, file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -55,7 +55,6 @@ class Progress:
         self._file = sys.stdout if file is None else file
         self._num_rounds = num_rounds
         self._every = every
-        self._seconds_per_run: float | None = None
         self._bar = None
         self._next_call_s = self._next_compile_s = 0.0
         self.begin(share_done)
@@ -68,16 +67,19 @@ class Progress:
                 file=self._file,
                 bar_format="{percentage:3.0f}%|{bar}| {elapsed}{postfix}",
                 dynamic_ncols=True,
+                mininterval=0.0,
                 miniters=0,
             )
 
     def begin(self, share_done: float, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
         """Start the clock of the time left, without the seconds that `stalled_s` has counted."""
-        self._stalled_s = stalled_s
-        self._last_s, self._last_share = self._clock_s(), share_done
+        self._stalled_s, self._first_share = stalled_s, share_done
+        self._begin_s = time.perf_counter() - stalled_s()
 
-    def _clock_s(self) -> float:
-        return time.perf_counter() - self._stalled_s()
+    def _left_s(self, share: float) -> float:
+        """Estimate the seconds that are left, at the mean pace since `begin`."""
+        seconds = time.perf_counter() - self._stalled_s() - self._begin_s
+        return (1 - share) * seconds / max(share - self._first_share, 1e-9)
 
     def call(self, share_done: float, losses: Array | np.ndarray) -> None:
         """Move the bar within a round, at most ten times a second, to a share of the whole run.
@@ -85,19 +87,16 @@ class Progress:
         Without a bar a line says once, after the first updates, how long a long run will take.
         """
         now_s, share = time.perf_counter(), min(share_done, 1.0)
-        if now_s < self._next_call_s or (self._bar is None and self._seconds_per_run):
+        if now_s < self._next_call_s:
             return
-        self._next_call_s = now_s + 0.1
-        pace = self._seconds_per_run
-        if pace is None:
-            pace = (self._clock_s() - self._last_s) / max(share - self._last_share, 1e-9)
-        left_s = (1 - share) * pace
+        left_s = self._left_s(share)
         left = f"{tqdm.format_interval(left_s)} left"
         if self._bar is None:
             self._next_call_s = math.inf
             if left_s > _LONG_S:
                 self.note(f"{share:.1%} of the run, {left}")
             return
+        self._next_call_s = now_s + 0.1
         made = np.asarray(losses)[np.isfinite(losses)]
         loss = np.mean(made) if made.size else np.nan
         self._draw(share, loss=f"loss {loss:.4g}", left=left)
@@ -128,7 +127,7 @@ class Progress:
     def round(self, index: int, share_done: float, text: str, speed: str = "") -> None:
         """Move the bar after a round (from 1), and write `text` about it if a line is due."""
         share = min(share_done, 1.0)
-        left = f"{tqdm.format_interval(self._seconds_left(share))} left"
+        left = f"{tqdm.format_interval(self._left_s(share))} left"
         known = self._num_rounds is not None
         number = f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the run)"
         self._draw(share, left=left, speed=speed, round=f"round {number.partition(' ')[0]}")
@@ -139,14 +138,6 @@ class Progress:
         """Stop the progress bar and end its line; the bar stays on the terminal."""
         if self._bar is not None:
             self._bar.close()
-
-    def _seconds_left(self, share: float) -> float:
-        now_s = self._clock_s()
-        pace = (now_s - self._last_s) / max(share - self._last_share, 1e-9)
-        before = pace if self._seconds_per_run is None else self._seconds_per_run
-        self._seconds_per_run = (pace + before) / 2
-        self._last_s, self._last_share = now_s, share
-        return (1 - share) * self._seconds_per_run
 
 
 def say(line: str) -> None:
