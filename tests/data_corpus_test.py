@@ -145,7 +145,7 @@ def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path):
     corpus = load(path)
     assert "4" in numbers_in(corpus.heldout_rows)
     assert corpus.manifest.copies == 1 and documents_of(corpus) == (44, 5)
-    held = rows.is_heldout(0, 50, 0.1)
+    held = rows.is_heldout(50, 0.1)
     kept = [text for n, text in enumerate(texts) if not held[n] and n != 12]
     assert as_stream(corpus.rows) == "".join(text + "\0" for text in kept)[: corpus.rows.size]
     assert "held out; 1 copies of held-out ones left out" in corpus.describe()

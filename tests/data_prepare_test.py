@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gzip
 import json
 import os
 import random
@@ -23,8 +22,8 @@ from adloco_jax import main as cli
 from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
 from adloco_jax.config import validate
-from adloco_jax.data import DATA_SOURCES, files, load_corpus, load_tokenizer, rows
 from adloco_jax.data import corpus as corpus_module
+from adloco_jax.data import files, load_corpus, load_tokenizer, rows
 from adloco_jax.data.corpus import source_of
 from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
@@ -99,56 +98,29 @@ def stop_at(patch, number, calls):
         return step
 
     for owner, name in [
-        *((os, name) for name in ("replace", "rename", "unlink", "fsync")),
-        *((rows, name) for name in ("sync", "file_sha256")),
+        *((os, name) for name in ("rename", "fsync")),
+        (rows, "file_sha256"),
+        (Path, "rename"),
+        (Path, "unlink"),
         (shutil, "rmtree"),
     ]:
         patch.setattr(owner, name, stopping(getattr(owner, name)))
     return dataclasses.replace(BYTES, encode_batch=stopping(BYTES.encode_batch))
 
 
-def reading(patch, stop_at=""):
-    """The names of the files that are read from now on; a kill comes before `stop_at`."""
-    read, entry = [], DATA_SOURCES["jsonl"]
-
-    def documents(file, data):
-        if file.name == stop_at:
-            raise Stopped
-        read.append(file.name)
-        return entry.documents(file, data)
-
-    patch.setitem(DATA_SOURCES, "jsonl", dataclasses.replace(entry, documents=documents))
-    return read
-
-
 # -- Interruptions ---------------------------------------------------------------------------
 
-KINDS = {
-    "whole": dict(),
-    "labelled": dict(),
-    "held out apart": dict(num_sequences=260),
-}
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch, kind):
-    source, options = shards_in(tmp_path / "source", count=3, documents=30), dict(KINDS[kind])
-    write_documents(source, ["other", texts_of(30)[4]], "part-9.jsonl")  # number 4 is held out
-    classes = 2 if kind == "labelled" else None
-    if classes:
-        records = [{"text": t, "label": n % 2} for n, t in enumerate(texts_of(60))]
-        write_documents(tmp_path / "labelled", records[:30], "a.jsonl")
-        source = write_documents(tmp_path / "labelled", records[30:], "b.jsonl").parent
-    if kind == "held out apart":
-        options["heldout_path"] = str(shards_in(tmp_path / "held", count=2, documents=9))
-    data = settings_of(source, **options).data
+def test_a_stop_at_any_step_leaves_no_folder_or_the_whole_one(tmp_path, monkeypatch):
+    source = shards_in(tmp_path / "source", count=3, documents=30)
+    held = shards_in(tmp_path / "held", count=2, documents=9)
+    data = settings_of(source, heldout_path=str(held)).data
 
     def make(folder, encoder=BYTES):
-        job = corpus_module.make_job(data, encoder, num_classes=classes)
+        job = corpus_module.make_job(data, encoder)
         return rows.prepare(job, folder, note=lambda line: None)
 
-    whole = make(tmp_path / "whole")
-    assert kind != "whole" or whole.copies == 1
+    make(tmp_path / "whole")
     calls, number = [], 0
     while len(calls) >= number:
         number, out = number + 1, tmp_path / f"out{number}"
@@ -156,61 +128,11 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch, kind):
         with monkeypatch.context() as patch:
             with contextlib.suppress(Stopped):
                 make(out, stop_at(patch, number, calls))
+        assert not out.exists() or content(out) == content(tmp_path / "whole")
         make(out)
         assert content(out) == content(tmp_path / "whole")
-        assert not Path(f"{out}.partial").exists()
-    assert number > 25
-
-
-def test_a_file_that_was_read_is_not_read_again(tmp_path, source, monkeypatch):
-    prepare(source, tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        reading(patch, "part-2.json.gz")
-        prepare(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    lines, read = [], reading(monkeypatch)
-    prepare(source, tmp_path / "out", note=lines.append)
-    assert lines[0].startswith("continuing after 1 of 4 files, ")
-    assert read == [f"part-{number}.json.gz" for number in (1, 2, 3)]
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-
-
-def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        reading(patch, "part-3.json.gz")
-        prepare(source, tmp_path / "out")
-    piece = tmp_path / "out.partial" / "1.npz"
-    whole = piece.read_bytes()
-    for damaged in (whole[:-1], whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]):
-        piece.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"1\.npz: damaged \(.*; delete .*out\.partial"):
-            prepare(source, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({}, "files"), ({"skip_bad": 1}, "skip_bad"), ({"sequence_length": 31}, "sequence_length")],
-)
-def test_text_mended_or_settings_changed_after_a_refusal_begin_again(
-    tmp_path, source, monkeypatch, changes, named
-):
-    monkeypatch.setattr(rows, "CHUNK_CHARS", 300)  # pieces are saved before the refusal
-    file, first = source / "part-3.json.gz", source / "part-0.json.gz"
-    good = file.read_bytes()
-    file.write_bytes(good + gzip.compress(b'{"text": \n'))
-    with pytest.raises(DataError, match="not one JSON object per line"):
-        prepare(source, tmp_path / "out")
-    assert (tmp_path / "out.partial" / "0.npz").exists()
-    if "skip_bad" not in changes:
-        file.write_bytes(good)
-        text = gzip.decompress(first.read_bytes()).replace(b"batch", b"BATCH")
-        first.write_bytes(gzip.compress(text))
-    lines = []
-    prepare(source, tmp_path / "out", note=lines.append, **changes)
-    assert "begun with other text or settings (" in lines[0] and named in lines[0]
-    assert lines[0].endswith("); beginning again")
-    prepare(source, tmp_path / "whole", **changes)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+        assert not (tmp_path / f".{out.name}.partial").exists()
+    assert number > 15
 
 
 # -- Who owns a folder ------------------------------------------------------------------------
@@ -218,10 +140,9 @@ def test_text_mended_or_settings_changed_after_a_refusal_begin_again(
 
 def test_of_two_processes_one_makes_the_rows_and_the_other_waits_with_a_line(source, cache):
     job = corpus_module.make_job(settings_of(source).data, BYTES)
-    partial = cache / f"{job.key}.partial"
-    partial.mkdir(parents=True)
+    cache.mkdir(parents=True)
     lines, found = [], []
-    with filelock.FileLock(partial / ".lock"):
+    with filelock.FileLock(cache / f".{job.key}.lock"):
         other = threading.Thread(target=lambda: found.append(load(source, note=lines.append)))
         other.start()
         while not lines and other.is_alive():
@@ -318,14 +239,11 @@ def test_another_request_and_files_of_others_are_refused_and_left_alone(tmp_path
     with pytest.raises(ConfigError, match="another setting of files;"):
         prepare(source, tmp_path / "out")
     assert content(tmp_path / "out") == whole
-    for name in ("thesis", "thesis2.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "thesis.txt").write_text("a thesis")
-    for name in ("thesis", "thesis2"):
-        with pytest.raises(ConfigError, match="name another"):
-            prepare(source, tmp_path / name)
-    assert (tmp_path / "thesis" / "thesis.txt").read_text() == "a thesis"
-    assert content(tmp_path / "thesis2.partial") == {"thesis.txt": b"a thesis"}
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("a thesis")
+    with pytest.raises(ConfigError, match="has other files; .*name another"):
+        prepare(source, tmp_path / "thesis")
+    assert content(tmp_path / "thesis") == {"thesis.txt": b"a thesis"}
 
 
 # -- A folder as a source --------------------------------------------------------------------

@@ -22,10 +22,11 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     encoder = load_tokenizer(data["tokenizer"], template=data["template"])
     limit = MAX_GUARD_ROWS + settings.eval.num_sequences
     output = Path(output).expanduser().absolute()
-    begun = {"date": rows.request_of(output).get("date", "")}  # as when it was begun
-    job = make_job(settings.data.model_copy(update=begun), encoder, num_heldout_rows=limit)
+    before = {"date": ""}
     if prepared.is_prepared(output):
         print(f"{output}: exists; comparing its settings with the options")
+        before["date"] = prepared.read_prepared(output).request.get("date", "")
+    job = make_job(settings.data.model_copy(update=before), encoder, num_heldout_rows=limit)
     manifest = rows.prepare(job, output)
     arrays, length = prepared.open_rows(output, manifest), settings.data.sequence_length
     order = order_of(settings, len(arrays[0]), where=str(output))

@@ -5,26 +5,20 @@ or overlap; where each begins is kept beside the rows. Chats are whole in a row,
 it. Labelled texts become one row `[label, number of tokens, tokens...]` each.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
-import os
-import re
-import shutil
-import zipfile
-import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import filelock
 import numpy as np
 from tqdm import tqdm
 
 from adloco_jax.data import chats, prepared, sources
-from adloco_jax.data.disk import file_sha256, replaced_file, sync
+from adloco_jax.data.disk import file_sha256, replaced_folder
 from adloco_jax.data.files import local_copy
 from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
 from adloco_jax.data.sampling import permute
@@ -38,8 +32,6 @@ MIN_HELDOUT_ROWS = 2  # one for each use
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
 CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
-# The names of the files that a preparation writes to `<folder>.partial`.
-_OURS = re.compile(r"request\.json|whole|copy|\.lock|\d+\.npz|\..+\.partial")
 
 
 def row_length(data: DataSettings, num_classes: int | None) -> int:
@@ -104,43 +96,35 @@ class Job:
 
 
 def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:
-    """Make a folder of rows, or continue an unfinished one; a finished folder is not changed.
+    """Make a folder of rows; a finished folder is not changed.
 
-    The rows depend on `job.request` and the text alone, not on interruptions: tokens are saved in
-    `<folder>.partial`, in pieces of a million characters, and the finished folder is renamed. If
-    several processes prepare the same folder, one makes it and the others wait. Memory: one piece,
-    or one longer document, and 50 bytes per document. Documents are copies if all token ids agree.
+    The rows depend on `job.request` and the text alone. A folder that is there is whole, as it gets
+    its name last. If several processes prepare the same folder, one makes it and the others wait.
+    Memory: a million characters, or one longer document, and 50 bytes per document. Documents are
+    copies if all token ids agree.
 
     Raises:
       ConfigError: If the finished folder was made for other settings, or contains other files.
       DataError: If text is missing or damaged, or there is too little text.
-      OSError: If the folder cannot be written; the same call continues once there is space.
+      OSError: If the folder cannot be written.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    if not partial.exists() and (found := _finished(folder, job.request)):
-        return found
-    partial.mkdir(parents=True, exist_ok=True)
-    if others := [file.name for file in partial.iterdir() if not _OURS.fullmatch(file.name)]:
-        raise ConfigError(
-            f"{partial}: needed for the preparation, but holds {others[0]}; delete it, or name"
-            " another folder"
-        )
-    lock = filelock.FileLock(partial / ".lock")
+    if manifest := _finished(folder, job.request):
+        return manifest
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except filelock.Timeout:
-        note(f"waiting for another process that prepares the same rows ({partial})")
-        lock.acquire()
-    with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
-        if (manifest := _finished(folder, job.request)) is None:
-            _discard_other(partial, job.request, note)
-            kept = _Kept(partial, job.request)
-            _tokenise(job, kept, partial, note)
-            manifest = _write_folder(job, kept, partial / "whole")
-            os.rename(partial / "whole", folder)
-            sync(folder.parent)
-        shutil.rmtree(partial, ignore_errors=True)  # another process may have removed it
+        note(f"waiting for another process that prepares the same rows ({folder})")
+        held = lock.acquire()
+    with held:
+        manifest = _finished(folder, job.request)
+        if manifest is None:
+            with replaced_folder(folder) as partial, tempfile.TemporaryFile(dir=partial) as file:
+                found = _Tokenised(file)
+                _tokenise(job, found, partial / "copy")
+                manifest = _write_folder(job, found, partial)
+        Path(lock.lock_file).unlink(missing_ok=True)
     return manifest
 
 
@@ -149,35 +133,16 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     manifest = prepared.read_prepared(folder) if prepared.is_prepared(folder) else None
-    if manifest is None or (keys := _differing(manifest.request, request)):
-        have = f"was made with another setting of {keys}" if manifest else "has other files"
+    there = manifest.request if manifest else {}
+    if keys := [key for key in there | request if there.get(key) != request.get(key)]:
+        have = (
+            f"was made with another setting of {', '.join(keys)}" if manifest else "has other files"
+        )
         raise ConfigError(f"{folder}: {have}; it is never overwritten: name another folder")
     return manifest
 
 
-def request_of(folder: Path) -> dict:
-    """Return the `Job.request` with which a folder was made or begun; empty if it was not."""
-    if prepared.is_prepared(folder):
-        return prepared.read_prepared(folder).request
-    path = folder.with_name(f"{folder.name}.partial") / "request.json"
-    return json.loads(path.read_bytes()) if path.exists() else {}
-
-
-def _discard_other(partial: Path, request: dict, note: Callable[[str], None]) -> None:
-    """Delete the pieces of an unfinished preparation if its text or settings have changed since."""
-    path, pieces = partial / "request.json", [*partial.glob("*.npz")]
-    there = json.loads(path.read_bytes()) if path.exists() else request
-    if pieces and (keys := _differing(there, request)):
-        note(f"{partial}: begun with other text or settings ({keys}); beginning again")
-        for piece in pieces:
-            piece.unlink()
-
-
-def _differing(there: dict, wanted: dict) -> str:
-    return ", ".join(key for key in there | wanted if there.get(key) != wanted.get(key))
-
-
-# -- The documents of an unfinished preparation ----------------------------------------------
+# -- Reading and tokenising ------------------------------------------------------------------
 
 _DOCUMENT = np.dtype(
     [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
@@ -189,110 +154,54 @@ the number that is saved, zero if none counts. `counted` is the number of tokens
 without the end of text. `label` is the class. `side` is 1 if the document is from separate held-out
 text, else 0. `only_last` and `rejected` are those of `chats.Answers`. `cut` says whether a chat was
 longer, `bad` whether the document is a row without text, which `data.skip_bad` has let pass."""
+_TOKEN = np.dtype([("id", "<i4"), ("counts", "?")])  # `counts`: whether its loss does
 
 
-class _Kept:
-    """The documents that an unfinished preparation has tokenised and saved, in pieces of many.
+class _Tokenised:
+    """The documents of a text: their tokens, in a file, and a description of each.
 
     Attributes:
-      part: Index of the file of text that is read next.
-      documents: Number of documents of this file that are already saved.
-      files: Records of the files that were read to their end.
+      files: Records of the files that were read.
       unread: Names of columns and fields of chats, as in `chats.Answers`.
-      num_tokens: Number of tokens of all saved documents.
+      num_tokens: Number of tokens of all documents.
+      num_bad: Number of rows that `data.skip_bad` has let pass.
     """
 
-    def __init__(self, partial: Path, request: dict):
-        """Read the pieces that a killed preparation has saved in the folder `partial`, if any.
-
-        Raises DataError if a piece is damaged.
-        """
-        self._folder, self._about = partial, [np.empty(0, _DOCUMENT)]
-        self._counts: list[int] = []
-        self.files: list[dict] = []
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._about = [np.empty(0, _DOCUMENT)]
+        self.files: list[FileRecord] = []
         self.unread: set[str] = set()
-        self.part = self.documents = self.num_tokens = 0
-        with replaced_file(partial / "request.json") as file:
-            file.write(json.dumps(request).encode())
-        while (path := self._path(len(self._counts))).exists():
-            with self._opened(path) as content:
-                self._note(content["about"], **json.loads(str(content["progress"])))
+        self.num_tokens = self.num_bad = 0
 
     @property
     def about(self) -> np.ndarray:
-        """The description (`_DOCUMENT`) of each saved document, [N]."""
-        self._about = [np.concatenate(self._about)]
-        return self._about[0]
+        """The description (`_DOCUMENT`) of each document, [N]."""
+        return np.concatenate(self._about)
 
-    def add(
-        self,
-        tokens: np.ndarray,
-        answers: np.ndarray,
-        about: np.ndarray,
-        files: list[dict],
-        unread: Collection[str],
-        **position: int,
-    ) -> None:
-        """Save another piece; `about` describes its documents (`_DOCUMENT`).
-
-        `answers` says which tokens of chats count; it is empty for other text. `files` are those
-        now read to their end, and `position` the new `part` and `documents`.
-        """
-        progress = np.array(json.dumps({"files": files, "unread": [*unread]} | position))
-        arrays = {"tokens": tokens, "answers": answers, "about": about, "progress": progress}
-        with replaced_file(self._path(len(self._counts))) as file:
-            np.savez(file, **arrays)
-        self._note(about, files, unread, **position)
-
-    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, slice]]:
-        """Yield tokens and answers of each saved piece, and the slice of `about` it describes."""
-        first = 0
-        for number, count in enumerate(self._counts):
-            with self._opened(self._path(number)) as content:
-                yield content["tokens"], content["answers"], slice(first, first + count)
-            first += count
-
-    def _note(
-        self,
-        about: np.ndarray,
-        files: list[dict],
-        unread: Collection[str],
-        part: int,
-        documents: int,
-    ) -> None:
+    def add(self, tokens: np.ndarray, about: np.ndarray) -> None:
+        """Save the tokens (`_TOKEN`) of some documents, which `about` describes."""
+        self._file.write(tokens.tobytes())
         self._about.append(about)
-        self._counts.append(len(about))
-        self.num_tokens += int(about["length"].sum())
-        self.files += files
-        self.unread |= {*unread}
-        self.part, self.documents = part, documents
+        self.num_tokens += len(tokens)
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number}.npz"
-
-    @contextlib.contextmanager
-    def _opened(self, path: Path) -> Iterator[Any]:
-        try:
-            # Reading also compares the checksums in the file.
-            with open(path, "rb") as file, np.load(file) as content:
-                yield content
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"{path}: damaged ({error}); delete {self._folder}") from error
+    def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
+        """Yield the tokens of some documents at a time, and the slice of `about` for them."""
+        self._file.seek(0)
+        first = 0
+        for about in self._about:
+            content = self._file.read(int(about["length"].sum()) * _TOKEN.itemsize)
+            yield np.frombuffer(content, _TOKEN), slice(first, first + len(about))
+            first += len(about)
 
 
-# -- Reading and tokenising ------------------------------------------------------------------
-
-
-def _tokenise(job: Job, kept: _Kept, partial: Path, note: Callable[[str], None]) -> None:
+def _tokenise(job: Job, found: _Tokenised, copy: Path) -> None:
+    """Read and tokenise all text that is needed; `copy` is for copies of remote files."""
     heldout, rest = job.parts()
-    parts = [*heldout, *rest]
-    if kept.num_tokens:
-        note(f"continuing after {kept.part} of {len(parts)} files, {kept.num_tokens} tokens")
-    with tqdm(unit=" tokens", unit_scale=True, disable=None, initial=kept.num_tokens) as bar:
-        for side, last in ((1, len(heldout)), (0, len(parts))):
-            if kept.part < last:
-                _tokenise_side(job, kept, parts[:last], side, partial, bar)
-            if last and not (kept.about["side"] == side).any():
+    with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
+        for side, parts in ((1, heldout), (0, rest)):
+            _tokenise_side(job, found, parts, side, copy, bar)
+            if parts and not (found.about["side"] == side).any():
                 raise DataError(no_text(job.where[side]))
 
 
@@ -302,80 +211,68 @@ def no_text(where: str) -> str:
 
 
 def _tokenise_side(
-    job: Job, kept: _Kept, parts: list[Part], side: int, partial: Path, bar: tqdm
+    job: Job, found: _Tokenised, parts: list[Part], side: int, copy: Path, bar: tqdm
 ) -> None:
     pending: list[Document] = []
-    files: list[dict] = []
+    num_chars, enough = 0, False
 
-    def keep(part: int, documents: int) -> None:
-        unread = {name for document in pending for name in document.answers.unread}
-        kept.add(*_encode(pending, job, side), files, unread, part=part, documents=documents)
-        bar.update(kept.num_tokens - bar.n)
+    def save() -> None:
+        found.unread.update(name for document in pending for name in document.answers.unread)
+        found.add(*_encode(pending, job, side))
+        bar.update(found.num_tokens - bar.n)
         pending.clear()
-        files.clear()
 
-    first, number, num_chars = kept.part, kept.documents, 0
-    num_bad = int(kept.about["bad"].sum())
-    enough = _is_enough(job, kept, side)
-    for index, part in enumerate(parts[first:], first):
-        bar.set_description(f"file {index + 1} of {len(parts)}", refresh=False)
-        with local_copy(part.file, partial / "copy") as path:
-            rest = itertools.islice(job.documents(part, path, job.where[side]), number, None)
-            for document in () if enough else rest:
+    for index, part in enumerate(parts, 1):
+        bar.set_description(f"file {index} of {len(parts)}", refresh=False)
+        with local_copy(part.file, copy) as path:
+            documents, number = job.documents(part, path, job.where[side]), 0
+            for document in documents:
                 number += 1
-                num_bad += document.fault != ""
-                if document.fault and num_bad > job.data.skip_bad:
-                    why = f"row {num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
+                found.num_bad += document.fault != ""
+                if document.fault and found.num_bad > job.data.skip_bad:
+                    why = f"row {found.num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
                     raise DataError(f"{document.fault}; {why}")
                 pending.append(document)
                 num_chars += len(document.text)
                 if num_chars >= CHUNK_CHARS:
-                    keep(index, number)
-                    num_chars, enough = 0, _is_enough(job, kept, side)
+                    save()
+                    num_chars, enough = 0, _is_enough(job, found, side)
                     if enough:
                         break
             # A file is read to its end even if there is enough text, so that it is counted whole,
             # and because gzip has its checksum there.
             if path is not None:
-                number += sum(1 for _ in rest)
-            files.append(_file_record(part.name, path, number))
-        number = 0
+                number += sum(1 for _ in documents)
+            found.files.append(_file_record(part.name, path, number))
         if enough:
             break
-    keep(len(parts), 0)
+    save()
 
 
-def _is_enough(job: Job, kept: _Kept, side: int) -> bool:
+def _is_enough(job: Job, found: _Tokenised, side: int) -> bool:
     limit = job.heldout_limit if side else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
     needed = limit * job.row_length
     # Separate held-out text is read first. While it is read, all saved tokens belong to it.
-    if side or kept.num_tokens < needed:
-        return kept.num_tokens >= needed
-    about = kept.about
-    held = about["side"] == 1
-    if not held.any():
-        held = _share(np.flatnonzero(about["length"]), len(about), job.data.heldout_frac)
-        if about["length"][held].sum() < MIN_HELDOUT_ROWS * job.row_length:
-            return False
-    known = np.isin(about["digest"], about["digest"][held])
-    return about["length"][~known].sum() >= needed
+    if side or found.num_tokens < needed:
+        return found.num_tokens >= needed
+    about = found.about
+    train, heldout = (about["length"][mask].sum() for mask in _split(job, about))
+    return train >= needed and heldout >= MIN_HELDOUT_ROWS * job.row_length
 
 
-def _encode(
-    documents: Sequence[Document], job: Job, side: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokenise documents; return all tokens, which count (of chats), and a `_DOCUMENT` for each."""
+def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenise documents; return all tokens (`_TOKEN`), and a `_DOCUMENT` for each."""
     texts, encoder = [document.text for document in documents], job.encoder
     about = np.zeros(len(texts), _DOCUMENT)
     if job.data.is_chat:
         ids, pieces, marks = _cut(documents, job, about)
     else:
-        ids, marks = encoder.encode_batch(texts), []
+        ids = encoder.encode_batch(texts)
         pieces = [np.append(i, np.int32(encoder.eot_id)) for i in ids]
         pieces = [p[:0] if d.fault else p for p, d in zip(pieces, documents, strict=True)]
-        about["counted"] = [len(piece) for piece in pieces]
+        marks = [np.ones(len(piece), bool) for piece in pieces]
         about["num_bytes"] = [len(text.encode()) for text in texts]
     hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
     about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
@@ -383,14 +280,17 @@ def _encode(
     about["bad"] = [document.fault != "" for document in documents]
     about["side"] = side
     about["length"] = [len(piece) for piece in pieces]
-    tokens = np.concatenate([np.empty(0, np.int32), *pieces])
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < encoder.vocab_size:
+    about["counted"] = [mark.sum() for mark in marks]
+    tokens = np.empty(about["length"].sum(), _TOKEN)
+    tokens["id"] = np.concatenate([np.empty(0, np.int32), *pieces])
+    tokens["counts"] = np.concatenate([np.empty(0, bool), *marks])
+    least, largest = tokens["id"].min(initial=0), tokens["id"].max(initial=0)
+    if not 0 <= least <= largest < encoder.vocab_size:
         raise DataError(
-            f"data.tokenizer={encoder.name}: gives ids from {tokens.min()} to {tokens.max()}, "
+            f"data.tokenizer={encoder.name}: gives ids from {least} to {largest}, "
             f"need 0 to {encoder.vocab_size - 1}"
         )
-    tokens = tokens.astype(prepared.row_dtype(encoder.vocab_size, labelled=False))
-    return tokens, np.concatenate([np.empty(0, bool), *marks]), about
+    return tokens, about
 
 
 def _cut(
@@ -409,29 +309,29 @@ def _cut(
         ids.append(chat)
         pieces.append(chat[:length])
         marks.append(counted[:length])
-        of_chat["counted"], of_chat["num_bytes"] = counted.sum(), answers.num_bytes
+        of_chat["num_bytes"] = answers.num_bytes
         of_chat["only_last"], of_chat["rejected"] = answers.only_last, answers.is_rejected
         of_chat["cut"] = 0 < length < len(chat)
     return ids, pieces, marks
 
 
-def _file_record(name: str, path: Path | None, num_documents: int) -> dict:
-    record: dict[str, Any] = {"name": name, "rows": num_documents}
-    if path is not None:
-        record |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    return record
+def _file_record(name: str, path: Path | None, num_documents: int) -> FileRecord:
+    if path is None:
+        return FileRecord(name=name, rows=num_documents)
+    sha256, size = file_sha256(path), path.stat().st_size
+    return FileRecord(name=name, rows=num_documents, bytes=size, sha256=sha256)
 
 
 # -- Holding out -----------------------------------------------------------------------------
 
 
-def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Say for each of `count` documents from index `first` on whether it is held out: bool[count].
+def is_heldout(count: int, heldout_frac: float) -> np.ndarray:
+    """Say for each of `count` documents whether it is held out: bool[count].
 
     Of the first n documents in reading order, round(n · heldout_frac) are held out, so documents
     added to the end of the text do not change the choice.
     """
-    marks = np.floor(np.arange(first, first + count + 1) * heldout_frac + 0.5)
+    marks = np.floor(np.arange(count + 1) * heldout_frac + 0.5)
     return np.diff(marks) > 0
 
 
@@ -440,39 +340,29 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Copies of held-out documents, and chats without a token that counts, are in neither mask.
     """
-    heldout, frac = about["side"] == 1, job.data.heldout_frac
-    has_tokens = about["length"] > 0
+    heldout, has_tokens = about["side"] == 1, about["length"] > 0
     if not heldout.any() and job.cuts:
         heldout = np.arange(len(about)) == 1
     elif not heldout.any():
         for label in np.unique(about["label"]):
             of_label = np.flatnonzero((about["label"] == label) & has_tokens)
-            heldout |= _share(of_label, len(about), frac)
+            heldout[of_label] = is_heldout(len(of_label), job.data.heldout_frac)
     is_new = ~np.isin(about["digest"], about["digest"][heldout])
     return ~heldout & is_new & has_tokens, heldout & has_tokens
-
-
-def _share(index: np.ndarray, count: int, heldout_frac: float) -> np.ndarray:
-    """Mask, bool [count], the share of the documents at `index` to hold out."""
-    heldout = np.zeros(count, bool)
-    heldout[index] = is_heldout(0, len(index), heldout_frac)
-    return heldout
 
 
 # -- Rows ------------------------------------------------------------------------------------
 
 
-def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
-    encoder, about, is_packed = job.encoder, kept.about, job.num_classes is None
-    shutil.rmtree(whole, ignore_errors=True)
-    whole.mkdir()
+def _write_folder(job: Job, found: _Tokenised, folder: Path) -> Manifest:
+    encoder, about, is_packed = job.encoder, found.about, job.num_classes is None
     masks = _split(job, about)
-    is_empty, bad, rejected = about["length"] == 0, about["bad"].sum(), about["rejected"].sum()
+    is_empty, rejected = about["length"] == 0, int(about["rejected"].sum())
     copies = int((~is_empty).sum() - sum(mask.sum() for mask in masks))
-    dropped = int(is_empty.sum() - bad - rejected)
+    dropped = int(is_empty.sum()) - found.num_bad - rejected
     names = prepared.ARRAYS[: 6 if job.data.is_chat else 4 if is_packed else 2]
-    paths = [whole / name for name in names]
-    shapes = (_write_packed if is_packed else _write_labelled)(job, kept, paths, masks)
+    paths = [folder / name for name in names]
+    shapes = (_write_packed if is_packed else _write_labelled)(job, found, paths, masks)
     unread = f" and {dropped + rejected} chats without an answer" * bool(dropped + rejected)
     unread += " within data.sequence_length" * bool(dropped)
     for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
@@ -484,8 +374,6 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
                 " give more text or documents, another data.heldout_frac, separate held-out text"
                 " (data.heldout_path), or a smaller data.sequence_length"
             )
-    for path in paths:
-        sync(path)
     arrays = [np.load(path, mmap_mode="r") for path in paths]
     heldout_tokens, heldout_bytes = (about[key][masks[1]].sum() for key in ("counted", "num_bytes"))
     cut = about["cut"] if is_packed else job.lengths(about) > job.data.sequence_length
@@ -500,28 +388,28 @@ def _write_folder(job: Job, kept: _Kept, whole: Path) -> Manifest:
         hashes=[file_sha256(path) for path in paths],
         documents=[prepared.num_documents(*arrays[side::2]) for side in (0, 1)],
         tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
-        files=[FileRecord(**record) for record in kept.files],
+        files=found.files,
         copies=copies,
         truncated=int(cut.sum()),
         dropped=dropped,
         only_last=int(about["only_last"].sum()),
-        rejected=int(rejected),
-        bad=int(bad),
-        unread=sorted(kept.unread),
+        rejected=rejected,
+        bad=found.num_bad,
+        unread=sorted(found.unread),
     )
-    (whole / MANIFEST).write_text(json.dumps(manifest.model_dump(exclude_none=True)) + "\n")
-    for path in (whole / MANIFEST, whole):
-        sync(path)
+    (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(exclude_none=True)) + "\n")
     return manifest
 
 
 Masks = tuple[np.ndarray, np.ndarray]
 
 
-def _write_packed(job: Job, kept: _Kept, paths: Sequence[Path], masks: Masks) -> list[list]:
+def _write_packed(
+    job: Job, found: _Tokenised, paths: Sequence[Path], masks: Masks
+) -> list[list[int]]:
     """Write rows of documents one after another, or of whole chats; return all shapes."""
-    lengths, width, is_chat = kept.about["length"], job.row_length, job.data.is_chat
-    kinds = [prepared.row_dtype(job.encoder.vocab_size, labelled=False), np.dtype(bool)]
+    lengths, width, is_chat = found.about["length"], job.row_length, job.data.is_chat
+    kinds = {"id": prepared.row_dtype(job.encoder.vocab_size, labelled=False), "counts": np.bool_}
     sides, shapes = [], []
     limits = (job.data.num_sequences, job.heldout_limit)
     for side, (mask, limit) in enumerate(zip(masks, limits, strict=True)):
@@ -532,12 +420,12 @@ def _write_packed(job: Job, kept: _Kept, paths: Sequence[Path], masks: Masks) ->
         else:
             first_D, num_rows = np.cumsum(length_D) - length_D, int(length_D.sum()) // width
         num_rows = num_rows if limit is None else min(num_rows, limit)
-        arrays = [
-            np.lib.format.open_memmap(path, "w+", kind, (num_rows, width))
-            for path, kind in zip(paths[side::4], kinds, strict=False)
-        ]
+        arrays = {
+            field: np.lib.format.open_memmap(path, "w+", kind, (num_rows, width))
+            for path, (field, kind) in zip(paths[side::4], kinds.items(), strict=False)
+        }
         if is_chat:  # padding is a document of its own, in which nothing counts
-            arrays[0][:] = job.encoder.eot_id
+            arrays["id"][:] = job.encoder.eot_id
             starts = np.union1d(first_D, first_D + length_D)
         else:  # a document begins with the end of text from which its first token is predicted
             starts = np.maximum(first_D - 1, 0)
@@ -547,13 +435,13 @@ def _write_packed(job: Job, kept: _Kept, paths: Sequence[Path], masks: Masks) ->
         first_N[mask] = first_D
         sides.append((first_N, arrays))
         shapes.append([[num_rows, width], [len(starts)]])
-    for *saved, which in kept.pieces():
+    for tokens, which in found.pieces():
         offsets = np.cumsum(lengths[which]) - lengths[which]
         for first_N, arrays in sides:
-            to = np.repeat(first_N[which] - offsets, lengths[which]) + np.arange(len(saved[0]))
-            fits = to < arrays[0].size
-            for array, values in zip(arrays, saved, strict=False):
-                array.reshape(-1)[to[fits]] = values[fits]
+            to = np.repeat(first_N[which] - offsets, lengths[which]) + np.arange(len(tokens))
+            fits = to < arrays["id"].size
+            for field, array in arrays.items():
+                array.reshape(-1)[to[fits]] = tokens[field][fits]
     rows, starts = map(list, zip(*shapes, strict=True))
     return [*rows, *starts, *(rows if is_chat else [])]
 
@@ -581,19 +469,21 @@ def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, offsets
 
 
-def _write_labelled(job: Job, kept: _Kept, paths: Sequence[Path], masks: Masks) -> list[list]:
+def _write_labelled(
+    job: Job, found: _Tokenised, paths: Sequence[Path], masks: Masks
+) -> list[list[int]]:
     """Write one row [class, n, tokens...] for each labelled text; return both shapes."""
-    about, longest = kept.about, job.data.sequence_length
+    about, longest = found.about, job.data.sequence_length
     prefix, suffix = job.encoder.prefix, job.encoder.suffix
     lengths = np.minimum(job.lengths(about), longest)
     power = 1 << (int(lengths.max()) - 1).bit_length()
     bucket = power * 3 // 4 if lengths.max() <= power * 3 // 4 else power
     rows = np.zeros((len(about), NUM_FIELDS + min(bucket, longest)), np.int32)
     rows[:, 0], rows[:, 1] = about["label"], lengths
-    for tokens, _, which in kept.pieces():
+    for tokens, which in found.pieces():
         starts = np.cumsum(about["length"][which]) - about["length"][which]
         for row, start, length in zip(rows[which], starts, lengths[which], strict=True):
-            text = tokens[start : start + length - len(prefix) - len(suffix)]
+            text = tokens["id"][start : start + length - len(prefix) - len(suffix)]
             row[NUM_FIELDS : NUM_FIELDS + length] = [*prefix, *text, *suffix]
     shapes = []
     for path, mask, limit, where in zip(
