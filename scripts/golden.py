@@ -39,7 +39,8 @@ _SHORT = "num_rounds=6 inner.steps_per_round=4 eval.every_rounds=2 checkpoint.ev
 _FAULTS = f"{ROOT}/probes/faults.py"
 # Round lengths of learners depend on their speed if there are several trainers.
 _LEARNERS = "ensemble.num_trainers=1 ensemble.num_workers=2 ensemble.initial_workers=none"
-_LEARNERS += " merge.policy=none batching.test=constant engine.heartbeat_s=120 engine.kind="
+_LEARNERS += " merge.policy=none batching.test=constant engine.heartbeat_s=120 engine.steps=equal"
+_LEARNERS += " engine.kind="
 CASES = {
     "quickstart": f"quickstart {_TINY} {_SHORT} merge.every_rounds=3",
     "growing pool": f"growing_pool {_TINY} {_SHORT} num_tokens=none batching.eta=0.1",
