@@ -184,7 +184,7 @@ class HTTPError(Exception):
     [
         (["--push=me/model"], 2, HTTPError(), "no access"),
         (["--push=me/model"], 5, ConnectionError(), "does not answer"),
-        (["--push=model"], 2, None, "model: expected OWNER/NAME"),
+        (["--push=model"], 2, None, "model: expected for instance me/my-model"),
         (["--private"], 2, None, "--private: needs --push OWNER/NAME"),
         (["--shard-size=5"], 2, None, "5: expected for instance 500MB"),
     ],

@@ -79,7 +79,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     """
     from adloco_jax.data import hub
     from adloco_jax.engine.spec import here
-    from adloco_jax.run.export import read_trained, save, save_merged
+    from adloco_jax.run.export import read_trained, save
     from adloco_jax.run.folder import require_utf8
     from adloco_jax.study import benchmarks, card
     from adloco_jax.study.summary import SOURCES
@@ -100,9 +100,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     if trained is not None:
         model, adapter = trained.settings.model, trained.settings.adapter
         given = trained.params, out, model, adapter, trained.tokenizer
-        merges = options.merge and adapter.rank
-        write = save_merged if merges else save
-        dtype = write(*given, base_sha256=trained.base_sha256, **how)
+        dtype = save(*given, base_sha256=trained.base_sha256, merge=options.merge, **how)
         try:
             card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
         except DataError as error:  # a damaged ledger, which the model does not need

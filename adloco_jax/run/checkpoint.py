@@ -34,7 +34,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -94,13 +94,12 @@ class Saver:
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
         """Start to write a checkpoint once the last one is complete; arrays may then be donated.
 
-        Raises ResourceError if that save failed or this one cannot begin, CheckpointError if
-        somebody deleted the checkpoint meanwhile.
+        Raises ResourceError if that save failed or this one cannot begin.
         """
         start_s = time.perf_counter()
         self.wait()
         staging = self.folder / _STAGING
-        with self._write_errors(round_index, has_begun=False):
+        with self._write_errors(round_index):
             _on_all("a checkpoint begins", _FAULTS, lambda: self._make_staging(staging))
         with self._write_errors(round_index):
             saved = ocp.args.StandardSave(_fields(arrays))
@@ -132,21 +131,17 @@ class Saver:
         self._orbax.close()
 
     @contextlib.contextmanager
-    def _write_errors(self, round_index: int, *, has_begun: bool = True) -> Iterator[None]:
+    def _write_errors(self, round_index: int) -> Iterator[None]:
         """Turn an error in the `with` block into one that names the checkpoint to resume from."""
         try:
             yield
         except _FAULTS as error:
-            target, older = self.folder / str(round_index), "no other checkpoint is left"
+            older = "no other checkpoint is left"
             for number in [n for n in list_rounds(self.folder) if n != round_index][:1]:
                 older = f"the one before it is {self.folder / str(number)}"
-            if has_begun and not target.exists() and not (self.folder / _STAGING).exists():
-                raise CheckpointError(
-                    f"{target}: deleted while it was written; {older}; resume the run"
-                ) from error
             raise ResourceError(
-                f"{target}: the checkpoint cannot be written ({reason(error)}); {older};"
-                f" {remedy(error)}"
+                f"{self.folder / str(round_index)}: the checkpoint cannot be written"
+                f" ({reason(error)}); {older}; {remedy(error)}"
             ) from error
 
     def _make_staging(self, staging: Path) -> None:
@@ -291,8 +286,7 @@ def _read_fields(
     # Each process reads by itself: in a joint read, the others would wait for one that failed.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    kind = ocp.PyTreeCheckpointHandler if partial else ocp.StandardCheckpointHandler
-    handler = kind(multiprocessing_options=alone)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
         try:
             # Shapes are compared first, so that arrays of a wrong size are not read into memory.
@@ -306,10 +300,8 @@ def _read_fields(
                         f" {name} is {has} there, {need} here; give what the run began with, or"
                         " name another folder"
                     )
-            args: Any = ocp.args.StandardRestore(expected)
-            if partial:
-                how = ocp.checkpoint_utils.construct_restore_args(expected)
-                args = ocp.args.PyTreeRestore(expected, restore_args=how, partial_restore=True)
+            how = ocp.checkpoint_utils.construct_restore_args(expected)
+            args = ocp.args.PyTreeRestore(expected, restore_args=how, partial_restore=partial)
             return reader.restore(arrays, args=args)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise Damaged(f"{arrays}: unreadable ({reason(error)})") from error

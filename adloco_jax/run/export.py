@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from adloco_jax.core.types import Ensemble
-from adloco_jax.data import Corpus
 from adloco_jax.data.disk import replaced_folder
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.engine import evaluate
@@ -40,44 +39,34 @@ def save(
     tokenizer: Tokenizer | None,
     *,
     base_sha256: str,
+    merge: bool = False,
     **how: str,
 ) -> str:
     """Write the configured model by `hf.save`, with what its checkpoint's config.json said.
 
     Of a model with an adapter, this is written by `hf.save_adapter`, with the hash that its run
-    recorded. Returns the dtype, by default the checkpoint's.
+    recorded, or with `merge` the whole model. Returns the dtype, by default the checkpoint's.
+
+    Raises:
+      DataError: If base weights to merge with have another hash than the run recorded.
     """
-    network = build_network(model, adapter)
-    if adapter.rank:
+    network: Any = build_network(model, adapter)
+    if adapter.rank and not merge:
         recorded = {"sha256": base_sha256, "base_dtype": model.base_dtype}
         base = hf.base_of(model.init_from)
         hf.save_adapter(params, folder, tokenizer, network=network, base=base, **recorded)
         return "float32"
-    return _save_whole(params, folder, model, tokenizer, network, **how)
-
-
-def save_merged(
-    params: PyTree,
-    folder: Path,
-    model: ModelSettings,
-    adapter: AdapterSettings,
-    tokenizer: Tokenizer | None,
-    *,
-    base_sha256: str,
-    **how: str,
-) -> str:
-    """Write a model with its adapter merged; return the dtype, by default the checkpoint's.
-
-    Raises DataError if the base weights have another hash than the run recorded.
-    """
-    loaded = hf.load(model.init_from)
-    network: Any = build_network(model, adapter)
-    _, base = split_adapter(loaded.params)
-    where = f"model.init_from={model.init_from}"
-    hf.require_same_base(base, base_sha256, model.base_dtype, where)
-    params = merge_adapter(with_adapter(base, fetch(params)), network.adapter)
-    whole = network.clone(adapter=None)
-    return _save_whole(params, folder, model, tokenizer, whole, **how)
+    if adapter.rank:
+        _, base = split_adapter(hf.load(model.init_from).params)
+        where = f"model.init_from={model.init_from}"
+        hf.require_same_base(base, base_sha256, model.base_dtype, where)
+        params = merge_adapter(with_adapter(base, fetch(params)), network.adapter)
+        network = network.clone(adapter=None)
+    config = json.loads(model.checkpoint or "{}")
+    is_narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    how = {"dtype": "bfloat16" if is_narrow else "float32"} | how
+    hf.save(params, folder, tokenizer, network=network, config=config, **how)
+    return how["dtype"]
 
 
 def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
@@ -86,21 +75,6 @@ def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer |
         return tokenizer
     ends = dict.fromkeys((*tokenizer.ends, *tokenizer.turn_end))
     return dataclasses.replace(tokenizer, ends=tuple(ends))
-
-
-def _save_whole(
-    params: PyTree,
-    folder: Path,
-    model: ModelSettings,
-    tokenizer: Tokenizer | None,
-    network: Any,
-    **how: str,
-) -> str:
-    config = json.loads(model.checkpoint or "{}")
-    is_narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
-    how = {"dtype": "bfloat16" if is_narrow else "float32"} | how
-    hf.save(params, folder, tokenizer, network=network, config=config, **how)
-    return how["dtype"]
 
 
 def write_consensus(
@@ -116,11 +90,8 @@ def write_consensus(
     Hugging Face layout if the architecture has names for it and the shapes are the configured ones;
     otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`.
     """
-    model, adapter, tokenizer = (
-        settings.model,
-        settings.adapter,
-        _for_answers(settings.data, tokenizer),
-    )
+    model, adapter = settings.model, settings.adapter
+    tokenizer = _for_answers(settings.data, tokenizer)
     network = build_network(model, adapter)
     is_whole = _shapes(params) == _shapes(param_shapes(network))
     if hf.weight_map(network) is not None and (is_whole or adapter.rank):
@@ -168,7 +139,6 @@ def read_trained(
     workdir = Path(workdir)
     settings, before = recorded_settings(workdir), recorded(workdir)
     assert before is not None, "its settings were read"
-    sha256 = before.base_fingerprint
     rounds = checkpoint.list_rounds(workdir / "checkpoints")
     if not rounds or (round is not None and round not in rounds):
         have = ", ".join(map(str, reversed(rounds))) or "none"
@@ -200,20 +170,18 @@ def read_trained(
         raise ConfigError(
             f"{path}: no trainer {trainer}, have {', '.join(map(str, ids))}; the others have merged"
         )
-    if trainer is not None or len(ids) == 1:
-        params = evaluate.trainer_params(ensemble, 0 if trainer is None else ids.index(trainer))
-        source = "only" if trainer is None else f"trainer {trainer}"
-        tokenizer = tokenizer_of(
-            settings.data, settings.model, num_classes=class_count(settings.model), run=workdir
-        )
-        tokenizer = _for_answers(settings.data, tokenizer)
-        return Trained(settings, params, tokenizer, control.round, source, sha256)
-    refuse_fit(workdir)
-    run = assemble(settings, machine, workdir)
-    assert isinstance(run.corpus, Corpus)
-    heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
-    with contextlib.closing(Programs(run.spec)) as programs:
-        programs.hold(run.model.base.params)
-        params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
-    tokenizer = _for_answers(settings.data, run.corpus.tokenizer)
-    return Trained(settings, params, tokenizer, control.round, source, sha256)
+    if trainer is not None:
+        params, source = evaluate.trainer_params(ensemble, ids.index(trainer)), f"trainer {trainer}"
+    elif len(ids) == 1:
+        params, source = evaluate.trainer_params(ensemble, 0), "only"
+    else:
+        refuse_fit(workdir)
+        run = assemble(settings, machine, workdir)
+        heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
+        with contextlib.closing(Programs(run.spec)) as programs:
+            programs.hold(run.model.base.params)
+            params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
+    num_classes = class_count(settings.model)
+    tokenizer = tokenizer_of(settings.data, settings.model, num_classes=num_classes, run=workdir)
+    tokenizer = _for_answers(settings.data, tokenizer)
+    return Trained(settings, params, tokenizer, control.round, source, before.base_fingerprint)

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from pydantic import BeforeValidator
 
 from adloco_jax import __version__
-from adloco_jax.config import completed, default_config, tables, validate
+from adloco_jax.config import completed, tables, validate
 from adloco_jax.data import formats
 from adloco_jax.data.disk import local_path, replaced_file, write_errors
 from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, DataError, ResourceError
@@ -165,11 +165,7 @@ def recorded_settings(workdir: Path) -> Settings:
 def recorded_config(workdir: Path) -> ConfigDict:
     """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
     refuse_fit(workdir)
-    before = _resumable(workdir).config
-    config, values = default_config(), {key: attrgetter(key)(before) for key in OPTIONS}
-    # A setting that is unset is None in the record, and may be "auto" in a config.
-    config.update_from_flattened_dict({k: v for k, v in values.items() if v is not None})
-    return config
+    return ConfigDict(_resumable(workdir).config.model_dump())
 
 
 def refuse_fit(workdir: Path) -> None:
