@@ -43,7 +43,7 @@ from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State,
 from adloco_jax.loop.plans import is_over
 from adloco_jax.models.configured import InitFn
 from adloco_jax.run import processes
-from adloco_jax.run.arguments import FitArguments, check_arguments, check_rules
+from adloco_jax.run.arguments import check_own, check_rules, own_model
 from adloco_jax.run.assemble import Run, assemble
 from adloco_jax.run.attempts import (
     Attempt,
@@ -198,38 +198,26 @@ def fit(
       DataError: If there are too few held-out rows: one with one trainer, else two.
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
-    if isinstance(settings, ConfigDict):
-        settings = validate(settings)
-    given = FitArguments(
-        corpus=corpus,
-        loss_fn=loss_fn,
+    folder = Path(workdir)
+    model = own_model(
+        loss_fn,
+        loss_of=loss_of,
         init_fn=init_fn,
         params=params,
         num_classes=num_classes,
         inner_tx=inner_tx,
         outer_tx=outer_tx,
-        loss_of=loss_of,
         eval_loss_fn=eval_loss_fn,
         label_params=label_params,
     )
-    folder = Path(workdir)
-    if isinstance(settings, Settings):  # with the path of its text, which rules may need
-        settings = completed(settings, folder, reads=False)
-    settings = check_arguments(settings, given)
-    parts = given.parts(settings)
+    settings = completed(validate(settings), folder, reads=False)
+    settings = check_own(settings, model, corpus)
 
     def put_together() -> Run:
         check_possible(settings, folder, accept=accept_config_change)
-        return assemble(
-            settings,
-            here(),
-            folder,
-            trains=True,
-            **parts,
-            unit=loss_unit,
-            command=command,
-            accept_data_change=accept_data_change,
-        )
+        how = {"command": command, "accept_data_change": accept_data_change, "unit": loss_unit}
+        own = {"model": model, "corpus": corpus}
+        return assemble(settings, here(), folder, trains=True, **own, **how)
 
     return run_to_end(processes.run_on_all(put_together), on_round)
 
@@ -244,11 +232,11 @@ def join(address: str, *, corpus: Rows, loss_fn: LossFn, **others: Any) -> None:
     Raises:
       ConfigError: If the bucket, the version, the rows or other arguments do not fit the run.
     """
-    given = FitArguments(corpus, loss_fn, **others)
+    model = own_model(loss_fn, **others)
 
     def parts(settings: Settings) -> dict[str, Any]:
-        check_arguments(settings, given._replace(inner_tx=None))
-        return given.parts(settings)
+        check_own(settings, model._replace(inner_tx=None, outer_tx=None), corpus)
+        return {"model": model, "corpus": corpus}
 
     bucket_learner.join(address, own={}, parts=parts)
 

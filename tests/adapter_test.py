@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learners import Here, InBucket
-from toy import tiny_config
+from toy import tiny_config, with_its_weights
 from toy_runs import events
 from trees import assert_close, assert_equal
 
@@ -29,8 +29,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import Adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
-from adloco_jax.run.program import configured_model, program_spec
-from adloco_jax.run.weights import frozen, pretrained_params
+from adloco_jax.run.program import program_spec
 from adloco_jax.settings import SIZES as KNOWN
 from adloco_jax.training import train
 
@@ -64,8 +63,8 @@ def split_layers(base):
     return base | {"layers": jax.tree.map(tuple, base["layers"])}
 
 
-def starting_params(settings):
-    return pretrained_params(settings.model, settings.adapter, seed=settings.seed)[0]
+def starting_model(config):
+    return with_its_weights(completed(validate(config)))[0]
 
 
 @pytest.mark.parametrize(("form", "remat"), [("scan", False), ("call", False), ("inline", True)])
@@ -216,9 +215,9 @@ def test_a_run_resumes_bit_for_bit_with_the_same_base_alone(trained, weights, tm
 @pytest.mark.usefixtures("one_device")
 def test_programs_take_the_base_as_an_argument_that_a_device_holds_once(weights):
     settings = completed(validate(adapted(weights)))
-    model = configured_model(settings, here())
-    base, adapter = frozen(starting_params(settings), settings.model.base_dtype, here())
-    assert adapter is None
+    model, _ = with_its_weights(settings)
+    base = model.base
+    assert model.params is None
     spec = program_spec(settings, model, here())
     keys = [ProgramKey("steps", (1, 1), 1), ProgramKey("stats", (1, 1)), loss_key(1)]
     for key in keys:
@@ -244,14 +243,12 @@ def test_an_export_is_read_merged_continued_and_writes(trained, weights, tmp_pat
     params, other = jax.tree.map(jnp.asarray, (loaded.params, whole.params))
     wanted = loaded.network.apply({"params": params}, ROWS)
     assert_close(whole.network.apply({"params": other}, ROWS), wanted, rtol=1e-5, atol=1e-4)
-    params = starting_params(completed(validate(adapted(export, adapter={"rank": 0}))))
+    params = starting_model(adapted(export, adapter={"rank": 0})).params
     assert_close(params, whole.params, rtol=1e-6)
-    settings = completed(validate(adapted(export)))
-    base, begun = frozen(starting_params(settings), settings.model.base_dtype, here())
-    assert_equal(begun, trained.params)
+    assert_equal(starting_model(adapted(export)).params, trained.params)
     config = adapted(export, adapter={"rank": 4, "alpha": 3.0})
     with pytest.raises(ConfigError, match="is one of rank 2, alpha 3 and layers all; set these"):
-        starting_params(completed(validate(config)))
+        starting_model(config)
     capsys.readouterr()
 
 
@@ -284,7 +281,7 @@ def test_other_base_weights_of_equal_shape_are_refused_wherever_an_adapter_meets
     run = shutil.copytree(trained.workdir, tmp_path / "r")
     config = adapted(weights)
     config.model.base_dtype = base_dtype
-    base, _ = frozen(hf.load(weights).params, base_dtype, here())
+    base = starting_model(config).base
     if base_dtype == "bfloat16":  # as if the run had held it so
         record = json.loads((run / "config.json").read_text())
         record["config"]["model"]["base_dtype"] = base_dtype
@@ -306,7 +303,7 @@ def test_other_base_weights_of_equal_shape_are_refused_wherever_an_adapter_meets
     assert not (tmp_path / "other").exists()
     for changes in ({"rank": 0}, {}):
         with pytest.raises(DataError, match="has other weights than those for which the adapter"):
-            starting_params(completed(validate(adapted(run / "export", adapter=changes))))
+            starting_model(adapted(run / "export", adapter=changes))
     made(weights, seed=5)
     assert cli.main(asked) == 0
 

@@ -9,7 +9,7 @@ import toy
 from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.run.ledger import read
-from adloco_jax.run.program import attention, configured_model, layer_form, program_spec
+from adloco_jax.run.program import configured_model, layer_form, program_spec
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -39,7 +39,7 @@ def settings_of(*, batching=(), ensemble=(), **model):
 
 
 def attention_of(settings, machine):
-    return attention(settings.model, settings.data, settings.batching, machine)
+    return configured_model(settings, machine).attention(1)
 
 
 @pytest.mark.parametrize(

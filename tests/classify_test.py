@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from texts import write_documents
-from toy import data_settings
+from toy import data_settings, with_its_weights
 from transformers import AutoTokenizer
 
 from adloco_jax import __version__
@@ -23,7 +23,6 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import hf
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.run.weights import pretrained_params
 from adloco_jax.study import summary
 from adloco_jax.training import train
 
@@ -239,8 +238,8 @@ def test_another_run_starts_from_it_without_its_classifier(classified, tmp_path)
     save_file(tensors, folder / "model.safetensors")
     config = bert_config("reviews.jsonl")
     config.model.init_from, config.model.num_classes = str(folder), 3
-    settings = validate(config)
-    params, lines = pretrained_params(settings.model, settings.adapter, seed=0)
+    model, lines = with_its_weights(validate(config))
+    params = model.params
     assert params["classifier"]["kernel"].shape == (16, 3)
     assert "has no classifier; a random one" in lines[0]
     assert "left out: cls.predictions.bias" in lines[1]
@@ -249,4 +248,4 @@ def test_another_run_starts_from_it_without_its_classifier(classified, tmp_path)
     )
     config.model.arch = "llama"
     with pytest.raises(ConfigError, match="is a Bert"):
-        pretrained_params(validate(config).model, settings.adapter, seed=0)
+        with_its_weights(validate(config))

@@ -23,7 +23,7 @@ from adloco_jax.models import Llama, sequence_losses
 from adloco_jax.models.configured import build_model
 from adloco_jax.models.kernels import ATTENTION
 from adloco_jax.run.plan import plan
-from adloco_jax.run.program import attention, spec_of
+from adloco_jax.run.program import configured_model, spec_of
 from adloco_jax.training import fit, train
 
 LENGTH = 36  # two blocks of queries
@@ -177,9 +177,10 @@ def test_what_has_no_documents_is_refused_in_a_line(tmp_path, data):
 def test_cudnn_attends_within_documents_by_a_mask(monkeypatch):
     gpu = Machine((types.SimpleNamespace(platform="gpu", compute_capability="9.0"),), 0)
     settings = toy.settings_of(model={"dtype": "bfloat16"}, data=DOCUMENT)
-    assert attention(settings.model, settings.data, settings.batching, gpu) == "cudnn"
+    assert configured_model(settings, gpu).attention(1) == "cudnn"
     odd = settings.data.model_copy(update={"sequence_length": 7})  # refused with a mask
-    assert attention(settings.model, odd, settings.batching, gpu) == "xla"
+    settings = settings.model_copy(update={"data": odd})
+    assert configured_model(settings, gpu).attention(1) == "xla"
     attend = jax.nn.dot_product_attention
 
     def on_a_cpu(*arrays, implementation, **how):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from toy import data_settings, tiny_config
+from toy import data_settings, tiny_config, with_its_weights
 from transformers import AutoTokenizer
 from trees import assert_close, assert_equal
 
@@ -28,7 +28,6 @@ from adloco_jax.run import plan
 from adloco_jax.run.export import read_trained, write_consensus
 from adloco_jax.run.folder import check_config, recorded_settings, write_config
 from adloco_jax.run.ledger import read
-from adloco_jax.run.weights import pretrained_params
 from adloco_jax.settings import OPTIONS, SIZES
 from adloco_jax.training import train
 
@@ -284,8 +283,8 @@ def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
-    settings = validate(tiny(init_from=str(folder)))
-    params, lines = pretrained_params(settings.model, settings.adapter, seed=settings.seed)
+    model, lines = with_its_weights(validate(tiny(init_from=str(folder))))
+    params = model.params
     assert lines == [f"model.init_from = {folder}: has no head; a random one is used"]
     head = np.asarray(params["head"]["kernel"])
     assert abs(head.std() - 0.02) < 2e-3
@@ -356,6 +355,5 @@ def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_contex
         train(tiny(init_from="./nowhere"), tmp_path / "r")
     assert list(tmp_path.iterdir()) == []
     config = tiny(init_from=str(trained.workdir / "export"), max_length=64)
-    settings = validate(config)
-    params, _ = pretrained_params(settings.model, settings.adapter, seed=0)
-    assert_equal(params, trained.params)
+    model, _ = with_its_weights(validate(config))
+    assert_equal(model.params, trained.params)

@@ -158,7 +158,7 @@ def test_fit_takes_the_callers_optimizers_as_they_are(tmp_path):
 
 
 def test_an_optimizer_given_beside_options_of_another_is_refused(tmp_path):
-    inner = {"tx": "sgd", "weight_decay": 0.0, "schedule": "cosine", "round_length": "qsr"}
+    inner = {"tx": "sgd", "weight_decay": 0.0, "schedule": "cosine"}
     ending = {"num_rounds": None, "num_tokens": 10_000}
     config = config_of(inner=inner, outer={"learning_rate": 0.5}, **ending)
     with pytest.raises(ConfigError) as refused:

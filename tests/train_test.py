@@ -92,15 +92,14 @@ def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
 
 def test_fit_refuses_wrong_arguments_by_name(tmp_path):
     for wrong, expected in (
-        (dict(settings={"a": 1}), "settings: a dict; give a config, or validate"),
+        (dict(settings=3), "config = 3: must be a config; start from default_config"),
         (dict(corpus=object()), "corpus: an object without heldout_rows, fingerprint, sha"),
         (
             dict(corpus=dataclasses.replace(corpus(), rows=np.zeros((32, 9)))),
             r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",
         ),
-        (dict(init_fn=lambda key: {}), "init_fn: its parameters hold no array"),
         (dict(inner_tx=0.1), "inner_tx: a float; give a transformation, such as optax.adamw"),
-        (dict(init_fn=None), "params: its parameters hold no array"),
+        (dict(init_fn=None), "init_fn: params: .* at least one floating-point array"),
         (
             dict(init_fn=None, params={"w": jnp.zeros(3), "f": jnp.tanh}),
             r"params: .*'f'.* its leaves must all be arrays",
@@ -137,10 +136,6 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
                 label_params=lambda params: {"w": "stacked_matrix"},
             ),
             r"^label_params: w \[6, 6\]: has 'stacked_matrix'; need matrix \(two axes\)",
-        ),
-        (
-            dict(params={"w": jnp.zeros(3)}),
-            r"params: w is float32\[3\], init_fn gives float32\[6, 6\]",
         ),
     ):
         given = {"settings": settings_of(), "workdir": tmp_path / "r"} | wrong

@@ -45,8 +45,13 @@ from adloco_jax.loop.plans import test_count
 from adloco_jax.models.configured import class_count
 from adloco_jax.run.choose import peak
 from adloco_jax.run.folder import versions
-from adloco_jax.run.program import configured_model, examples_per_pass, on_devices
-from adloco_jax.run.weights import Base, read_base
+from adloco_jax.run.program import (
+    Base,
+    configured_model,
+    examples_per_pass,
+    on_devices,
+    with_weights,
+)
 from adloco_jax.settings import INT32, Settings
 
 
@@ -125,8 +130,8 @@ class Learner:
         shards, memory_frac = settings.ensemble.model_shards, settings.batching.memory_frac
         self.spec = on_devices(spec, model, (1,), given=shards, memory_frac=memory_frac)
         base = given.base
-        if base.params is None:
-            base = read_base(settings.model, settings.adapter, machine, seed=settings.seed)
+        if model is not None and settings.adapter.rank and base.params is None:
+            base = with_weights(model, settings.model, machine, seed=settings.seed)[0].base
         self.programs, self.base = Programs(self.spec), base.fingerprint
         self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states

@@ -75,12 +75,17 @@ def build_model(
     `row_parts` is `data.row_parts`; the other arguments are those of `build_network`.
     """
     network = build_network(model, adapter, **how)
-
-    def init_fn(key):
-        return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
     loss: Callable[..., LossFn] = ARCHITECTURES[model.arch].loss
     if row_parts > 1:
         loss = functools.partial(loss, row_parts=row_parts)
     with own_code(f"model.arch = {model.arch}"):
-        return init_fn, loss(network, loss_chunk=model.loss_chunk)
+        return initialiser(network), loss(network, loss_chunk=model.loss_chunk)
+
+
+def initialiser(network: nn.Module) -> InitFn:
+    """Return the function that draws a network's parameters."""
+
+    def init_fn(key):
+        return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    return init_fn

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,25 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from adloco_jax.contrib import ROUND_LENGTHS
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import GradientStats, LossFn, trainable, without_keys
-from adloco_jax.data import ArrayRows, check_corpus
+from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
-from adloco_jax.engine.optimizers import Labeller, inner_transform, labeller, parameter_labels
+from adloco_jax.engine.optimizers import inner_transform, labeller, parameter_labels
 from adloco_jax.errors import ConfigError, own_code
 from adloco_jax.loop.adloco import choose_members, start
 from adloco_jax.loop.growth import with_batch_sizes
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.models import hf
-from adloco_jax.models.configured import InitFn
+from adloco_jax.models.configured import InitFn, build_network
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import list_rounds, shapes
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.folder import check_config
-from adloco_jax.run.program import Model
-from adloco_jax.run.weights import require_same_network
+from adloco_jax.run.program import Model, require_same_network
 from adloco_jax.settings import OPTIONS, InnerSettings, OuterSettings, Settings
 
-_OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
+_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
 
 
 def check_inputs(
@@ -56,7 +54,7 @@ def check_inputs(
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
     elif model.init_from:
         found = hf.inspect(model.init_from)
-        require_same_network(model, settings.adapter, found)
+        require_same_network(build_network(model, settings.adapter), found, model)
         which = "whether all its numbers are finite" if found.has_tensors else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings.data, model, workdir)
@@ -86,113 +84,93 @@ def check_rules(run: Run) -> None:
             raise ConfigError(f"{name}: its result differs in shape from the parameters")
 
 
-class FitArguments(NamedTuple):
-    """What the caller of `fit` or `join` gives beside settings; `fit` describes each."""
-
-    corpus: Rows
-    loss_fn: LossFn
-    init_fn: InitFn | None = None
-    params: PyTree | None = None
-    num_classes: int | None = None
-    inner_tx: optax.GradientTransformation | None = None
-    outer_tx: optax.GradientTransformation | None = None
-    loss_of: Callable[[Mode], LossFn] | None = None
-    eval_loss_fn: LossFn | None = None
-    label_params: Labeller | None = None
-
-    def parts(self, settings: Settings) -> dict[str, Any]:
-        """Return what is given as arguments of `assemble`."""
-        corpus = self.corpus
-        if isinstance(corpus, ArrayRows):
-            corpus = corpus.ordered(settings, num_classes=self.num_classes)
-        model = Model(
-            init_fn=self.init_fn or (lambda key: self.params),
-            loss_of=lambda mode, _: self.loss_of(mode) if self.loss_of else self.loss_fn,
-            row_length=corpus.heldout_rows.shape[1],
-            num_classes=self.num_classes,
-            params=self.params,
-            can_remat=self.loss_of is not None,
-            label_params=self.label_params,
-            eval_loss_fn=self.eval_loss_fn,
-        )
-        txs = {"inner_tx": self.inner_tx, "outer_tx": self.outer_tx}
-        return {"model": model, "corpus": corpus, **txs}
+def own_model(
+    loss_fn: LossFn,
+    *,
+    loss_of: Callable[[Mode], LossFn] | None = None,
+    init_fn: InitFn | None = None,
+    params: PyTree | None = None,
+    **others: Any,
+) -> Model:
+    """Describe the model of the caller of `fit` or `join`; the arguments are those of `fit`."""
+    return Model(
+        init_fn=init_fn if params is None and init_fn else lambda key: params,
+        loss_of=lambda mode, _: loss_of(mode) if loss_of else loss_fn,
+        params=params,
+        can_remat=loss_of is not None,
+        **others,
+    )
 
 
-def check_arguments(settings: Settings, given: FitArguments) -> Settings:
-    """Check the arguments of `fit`; return its settings, with rate 1 for optimizers that are given.
+def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
+    """Check the model and rows of the caller of `fit`; return its settings for them.
 
-    ConfigError has one line for each fault, with its argument.
+    These have rate 1 for optimizers that are given, and name no text. ConfigError has one line for
+    each fault, with its argument.
     """
-    corpus, init_fn, params = given.corpus, given.init_fn, given.params
-    faults = []
-    if not isinstance(settings, Settings):
-        faults.append(f"settings: {_kind(settings)}; give a config, or validate(config)")
-    elif settings.data.row_parts > 1:
+    faults, rank = _of_rows(corpus), settings.adapter.rank
+    if settings.data.row_parts > 1:
         faults.append("data.attention, text_column: loss_fn says what tokens attend to; unset both")
-    elif settings.adapter.rank:
-        rank = settings.adapter.rank
+    if rank:
         faults.append(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
-    rows: Any = getattr(corpus, "heldout_rows", None)
-    if hasattr(corpus, "__len__") and not hasattr(corpus, "batch"):
-        faults.append(f"corpus: {_kind(corpus)}; give ArrayRows(corpus, sequence_length=L)")
-    elif lacks := [name for name in _OF_ROWS if not hasattr(corpus, name)]:
-        faults.append(
-            f"corpus: {_kind(corpus)} without {', '.join(lacks)};"
-            " adloco_jax.engine.inputs.Rows says what rows need"
-        )
-    elif np.ndim(rows) != 2 or not np.issubdtype(getattr(rows, "dtype", object), np.integer):
-        shape, dtype = np.shape(rows), getattr(rows, "dtype", type(rows).__name__)
-        faults.append(
-            f"corpus.heldout_rows: {dtype} of shape {shape}; give an array of integers [E, L + 1]"
-        )
-    make = init_fn or (lambda key: params)
-    faults = faults or _of_params(make, params, "init_fn" if init_fn else "params")
+    faults = faults or _of_params("init_fn" if model.params is None else "params", model.init_fn)
+    updates: dict[str, Any] = {"data": settings.data.model_copy(update=_NO_TEXT)}
     if not faults:
-        drawn = jax.eval_shape(make, jax.random.key(0))
-        model = given.parts(settings)["model"]
-        labels = labeller(settings.model.arch, given.label_params)
-        parameter_labels(drawn, labels, inner=settings.inner, outer=settings.outer)
-        for name in ("inner_tx", "outer_tx"):
-            if (tx := getattr(given, name)) is not None:
-                group = name.removesuffix("_tx")
-                options = getattr(settings, group)
-                faults += _beside(name, options) + _of_transform(name, tx, drawn)
-                options = options.model_copy(update={"learning_rate": 1.0})
-                settings = settings.model_copy(update={group: options})
+        params = jax.eval_shape(model.init_fn, jax.random.key(0))
+        labels = labeller(settings.model.arch, model.label_params)
+        parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)
+        for group, tx in (("inner", model.inner_tx), ("outer", model.outer_tx)):
+            if tx is not None:
+                faults += _beside(group, getattr(settings, group))
+                faults += _of_transform(f"{group}_tx", tx, params)
+                options = getattr(settings, group).model_copy(update={"learning_rate": 1.0})
+                updates[group] = options
         # The config may name an optimizer that the user has added to the table.
-        if given.inner_tx is None:
+        if model.inner_tx is None:
             tx = inner_transform(settings.inner, labels)
-            faults += _of_transform("inner_tx", tx, drawn)
-        rows_BL = jax.ShapeDtypeStruct((2, model.row_length), np.int32)
+            faults += _of_transform("inner_tx", tx, params)
+        rows_BL = jax.ShapeDtypeStruct((2, corpus.heldout_rows.shape[1]), np.int32)
         with own_code("loss_of"):
             loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
-        faults += _of_loss("loss_fn", loss_fn, drawn, rows_BL)
-        if given.eval_loss_fn is not None:
-            faults += _of_loss("eval_loss_fn", given.eval_loss_fn, drawn, rows_BL)
+        faults += _of_loss("loss_fn", loss_fn, params, rows_BL)
+        if model.eval_loss_fn is not None:
+            faults += _of_loss("eval_loss_fn", model.eval_loss_fn, params, rows_BL)
     if faults:
         raise ConfigError("\n".join(faults))
-    # A text that the settings name is not read.
-    data = settings.data.model_copy(update={"path": "", "heldout_path": ""})
-    return settings.model_copy(update={"data": data})
+    return settings.model_copy(update=updates)
+
+
+_NO_TEXT = {"path": "", "heldout_path": ""}
+
+
+def _of_rows(corpus: Any) -> list[str]:
+    if lacks := [name for name in _ROWS if not hasattr(corpus, name)]:
+        return [
+            f"corpus: {_kind(corpus)} without {', '.join(lacks)}; give ArrayRows, or an object with"
+            " the methods of adloco_jax.engine.inputs.Rows"
+        ]
+    rows = corpus.heldout_rows
+    if np.ndim(rows) == 2 and np.issubdtype(rows.dtype, np.integer):
+        return []
+    found = f"{getattr(rows, 'dtype', type(rows).__name__)} of shape {np.shape(rows)}"
+    return [f"corpus.heldout_rows: {found}; give an array of integers [E, L + 1]"]
 
 
 # The options that describe an optimizer, which do not act on one that the caller gives.
 _OF_OPTIMIZERS = {
-    "inner_tx": "tx learning_rate warmup_updates schedule final_lr_frac weight_decay decay"
-    " beta1 beta2 round_length",
-    "outer_tx": "tx learning_rate momentum",
+    "inner": "tx learning_rate warmup_updates schedule final_lr_frac weight_decay decay beta1"
+    " beta2",
+    "outer": "tx learning_rate momentum",
 }
 
 
-def _beside(name: str, settings: InnerSettings | OuterSettings) -> list[str]:
-    faults, group = [], name.removesuffix("_tx")
-    for option in _OF_OPTIMIZERS[name].split():
-        key, value = f"{group}.{option}", getattr(settings, option)
-        by_rate = option != "round_length" or takes(ROUND_LENGTHS[value], "next_rate")
-        if by_rate and value != (default := OPTIONS[key].default):
-            faults.append(f"{name}: given beside {key}={value!r}; leave {key} at {default!r}")
-    return faults
+def _beside(group: str, settings: InnerSettings | OuterSettings) -> list[str]:
+    values = {f"{group}.{name}": getattr(settings, name) for name in _OF_OPTIMIZERS[group].split()}
+    return [
+        f"{group}_tx: given beside {key}={value!r}; leave {key} at {OPTIONS[key].default!r}"
+        for key, value in values.items()
+        if value != OPTIONS[key].default
+    ]
 
 
 def _of_loss(
@@ -211,44 +189,25 @@ def _of_loss(
     ]
 
 
-def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None, name: str) -> list[str]:
+def _of_params(name: str, init_fn: InitFn) -> list[str]:
     try:
         with own_code(name):
-            drawn = jax.eval_shape(init_fn, jax.random.key(0))
+            params = jax.eval_shape(init_fn, jax.random.key(0))
+            trainable(without_keys(params))
     except ConfigError as error:
-        if not isinstance(error.__cause__, TypeError):
-            raise
-        # A leaf that is not an array, or a mistake in the function.
-        return [f"{error}; its leaves must all be arrays: leave others out of the tree"]
-    if not jax.tree.leaves(drawn):
-        return [f"{name}: its parameters hold no array; expected at least one"]
-    try:
-        trainable(without_keys(drawn))
-    except ValueError as error:
-        return [f"{name}: {error}"]
-    faults = _unsaved(f"{name}: params", drawn)
+        advice = "; its leaves must all be arrays: leave others out of the tree"
+        return [f"{error}{advice * isinstance(error.__cause__, TypeError)}"]
+    faults = _unsaved(f"{name}: params", params)
     # A leaf is named by its keys, which the export joins by "/" and Orbax by ".".
     for separator in "/.":
-        paths = (path for path, _ in jax.tree.leaves_with_path(drawn))
+        paths = (path for path, _ in jax.tree.leaves_with_path(params))
         names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
         faults += [
             f"{name}: {count} leaves are saved as {leaf!r}; rename all but one"
             for leaf, count in names.items()
             if count > 1
         ]
-    if params is None or faults:
-        return faults
-    given = jax.eval_shape(lambda tree: jax.tree.map(jnp.asarray, tree), params)
-    expected, found = shapes(drawn), shapes(given)
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            return [
-                f"params: {name or 'the array'} is {found.get(name, 'missing')}, init_fn gives"
-                f" {expected.get(name, 'none')}; give what init_fn would make"
-            ]
-    if jax.tree.structure(drawn) != jax.tree.structure(params):
-        return ["params: of another structure than init_fn's; give what init_fn would make"]
-    return []
+    return faults
 
 
 def _unsaved(name: str, tree: PyTree) -> list[str]:

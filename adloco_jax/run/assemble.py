@@ -4,17 +4,14 @@ import dataclasses
 import time
 from pathlib import Path
 
-import optax
-
-from adloco_jax.data import load_corpus
+from adloco_jax.data import ArrayRows, load_corpus
 from adloco_jax.data.sampling import HeldOut, split_heldout
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.spec import Machine, ProgramSpec
 from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.folder import recorded
-from adloco_jax.run.program import Model, configured_model, program_spec
-from adloco_jax.run.weights import frozen, pretrained_params
+from adloco_jax.run.program import Model, configured_model, program_spec, with_weights
 from adloco_jax.settings import Settings
 
 
@@ -43,8 +40,6 @@ def assemble(
     trains: bool = False,
     model: Model | None = None,
     corpus: Rows | None = None,
-    inner_tx: optax.GradientTransformation | None = None,
-    outer_tx: optax.GradientTransformation | None = None,
     unit: str | None = None,
     commit: str | None = None,
     command: str = "",
@@ -58,11 +53,8 @@ def assemble(
       workdir: The run's folder.
       trains: Whether the run goes on here. If so, its state must fit in memory, and a run that
         begins gets the weights of `model.init_from`.
-      model: The model, and below it rows and optimizers, of the caller of `fit`; None: those that
-        the settings describe.
-      corpus: See `model`.
-      inner_tx: See `model`.
-      outer_tx: See `model`.
+      model: The model of the caller of `fit`; None: the one that the settings describe.
+      corpus: The rows of the caller of `fit`; None: those that the settings describe.
       unit: Unit of the loss. None: nats/example for a classifier, nats/token if the corpus knows
         its tokens per byte, else none.
       commit: Commit of the hub's data set. None: the recorded one. Empty: where `data.revision`
@@ -72,23 +64,20 @@ def assemble(
     """
     began_s = time.perf_counter()
     by_fit, model = model is not None, model or configured_model(settings, machine)
-    txs = {"inner_tx": inner_tx, "outer_tx": outer_tx}
-    spec = program_spec(settings, model, machine, must_fit=trains, **txs)
+    spec = program_spec(settings, model, machine, must_fit=trains)
     notes: list[str] = []
     begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
     if settings.model.init_from and begins or settings.adapter.rank:
-        params, notes = pretrained_params(settings.model, settings.adapter, seed=settings.seed)
-        model = model._replace(params=params)
-    if settings.adapter.rank:
-        base, adapter = frozen(model.params, settings.model.base_dtype, machine)
-        model = model._replace(base=base, params=adapter)
+        model, notes = with_weights(model, settings.model, machine, seed=settings.seed)
     before = recorded(workdir) if commit is None else None
     if before and before.base_fingerprint != model.base.fingerprint:
         raise DataError(
             f"{workdir}: model.init_from has other weights than when this run began; restore them,"
             " or start a run in another folder"
         )
-    if corpus is None:
+    if isinstance(corpus, ArrayRows):
+        corpus = corpus.ordered(settings, num_classes=model.num_classes)
+    elif corpus is None:
         commit = commit or (before.data_commit if before else "")
         corpus = load_corpus(settings, num_classes=model.num_classes, commit=commit, run=workdir)
         if trains:

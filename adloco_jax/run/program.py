@@ -1,4 +1,4 @@
-"""What all programs of a run share (`ProgramSpec`): of the configured model, or that of `fit`."""
+"""The model of a run with its weights, and what all programs of the run share (`ProgramSpec`)."""
 
 import dataclasses
 import functools
@@ -8,14 +8,16 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.types import LossFn
-from adloco_jax.data.rows import NUM_FIELDS, row_length
+from adloco_jax.data.rows import row_length
 from adloco_jax.engine.optimizers import (
     Labeller,
     aggregator,
@@ -30,39 +32,54 @@ from adloco_jax.loop.growth import measures_gradients, measures_inner_products
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models import hf, llama
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.models.configured import InitFn, build_model, build_network, class_count
+from adloco_jax.models.configured import (
+    InitFn,
+    build_model,
+    build_network,
+    class_count,
+    initialiser,
+)
 from adloco_jax.models.layers import split_adapter
 from adloco_jax.run.choose import Mode, model_shards
-from adloco_jax.run.weights import Base
 from adloco_jax.settings import BatchingSettings, DataSettings, ModelSettings, Settings
+
+
+class Base(NamedTuple):
+    """The frozen weights of a model with an adapter, and a hash of all of them; else neither."""
+
+    params: PyTree | None = None
+    fingerprint: str = ""
 
 
 class Model(NamedTuple):
     """A model to train: what the settings describe, or what the caller of `fit` gives.
 
     `loss_of(mode, kernel)` returns the loss; `attention` chooses the kernel by the number of
-    devices that share a worker; `row_length` counts the integers of the longest row; `params`:
-    where to start; `eval_loss_fn` computes held-out losses (None: the loss, without a key).
+    devices that share a worker; `eval_loss_fn` computes held-out losses (None: the loss, without a
+    key). `inner_tx` and `outer_tx` replace the configured optimizers.
     """
 
     init_fn: InitFn
     loss_of: Callable[[Mode, Kernel], LossFn]
-    row_length: int
+    network: nn.Module | None = None  # None: the caller of `fit` has it
     num_classes: int | None = None
     attention: Callable[[int], Kernel] = lambda model_shards: "xla"
-    params: PyTree | None = None
+    params: PyTree | None = None  # where to start; None: `init_fn` draws them
     can_remat: bool = True
     label_params: Labeller | None = None  # None: the architecture's, or by name
     eval_loss_fn: LossFn | None = None
+    inner_tx: optax.GradientTransformation | None = None
+    outer_tx: optax.GradientTransformation | None = None
     base_shapes: PyTree | None = None  # of the frozen weights of a model with an adapter
     base: Base = Base()
 
 
 def configured_model(settings: Settings, machine: Machine) -> Model:
     """Describe the model of a config, for programs that are compiled for a machine."""
-    model, adapter, data = settings.model, settings.adapter, settings.data
-    init_fn, base_shapes = build_model(model, adapter)[0], None
-    if adapter.rank:
+    model, data = settings.model, settings.data
+    network = build_network(model, settings.adapter)
+    init_fn, base_shapes = initialiser(network), None
+    if settings.adapter.rank:
         whole_fn = init_fn
         shapes = split_adapter(jax.eval_shape(whole_fn, jax.random.key(0)))[1]
         hold = functools.partial(hf.as_held, dtype=model.base_dtype)
@@ -73,21 +90,20 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
 
     def loss_of(mode, kernel):
         how = {"remat": mode.remat, "attention": kernel, "layer_form": layer_form(machine)}
-        return build_model(model, adapter, row_parts=data.row_parts, **how)[1]
+        return build_model(model, settings.adapter, row_parts=data.row_parts, **how)[1]
 
     return Model(
         init_fn=init_fn,
-        base_shapes=base_shapes,
         loss_of=loss_of,
-        row_length=row_length(data, class_count(model)),
+        network=network,
         num_classes=class_count(model),
-        attention=lambda model_shards: attention(
-            model, data, settings.batching, machine, model_shards
-        ),
+        attention=functools.partial(attention, network, model, data, settings.batching, machine),
+        base_shapes=base_shapes,
     )
 
 
 def attention(
+    network: nn.Module,
     model: ModelSettings,
     data: DataSettings,
     batching: BatchingSettings,
@@ -100,7 +116,7 @@ def attention(
     serves tests by inner products, and gradient tests of sharded workers, where XLA cannot
     partition the cuDNN call.
     """
-    device, network = machine.devices[0], build_network(model)
+    device = machine.devices[0]
     head_size = getattr(network, "head_size", None) or model.width // model.num_heads
     kinds: tuple[llama.LayerKind, ...] = getattr(network, "kinds", ())
     windows = [kind.window for kind in kinds if kind.window is not None]
@@ -147,14 +163,75 @@ def examples_per_pass(num_activations: int, machine: Machine) -> int | None:
 _NUMBERS_IN_A_PASS = 2**19  # activations between two layers: 2 MiB in float32
 
 
+def with_weights(
+    model: Model, settings: ModelSettings, machine: Machine, *, seed: int
+) -> tuple[Model, list[str]]:
+    """Read the weights of `model.init_from`, from which a model starts, or which stay frozen.
+
+    Returns lines about random and unused heads too. A head that the checkpoint lacks is drawn with
+    `seed`.
+
+    Raises ConfigError if there is no such checkpoint or its sizes differ, DataError if it is
+    damaged.
+    """
+    source, frozen = settings.init_from, model.base_shapes is not None
+    # Frozen weights are read in the dtype in which they are held.
+    dtype = settings.base_dtype if frozen else "float32"
+    loaded = hf.load(source, head=False, merges=not frozen, dtype=dtype)
+    require_same_network(model.network, loaded, settings)
+    params, lines = loaded.params, []
+    if loaded.lacks and frozen:
+        raise ConfigError(f"adapter.rank: {source} has no {loaded.lacks}; set adapter.rank=0")
+    if head := loaded.lacks:
+        params |= {head: jax.jit(model.init_fn)(jax.random.key(seed))[head]}
+        lines.append(f"model.init_from = {source}: has no {head}; a random one is used")
+    if loaded.left_out:
+        lines.append(f"model.init_from = {source}: left out: {', '.join(loaded.left_out)}")
+    if rates := [f"{key}={x}" for key, x in loaded.config.items() if "dropout" in key and x]:
+        lines.append(f"model.init_from = {source}: trained without {', '.join(rates)}")
+    if not frozen:
+        return model._replace(params=params), lines
+    adapter, base = split_adapter(params)
+    base = hf.as_held(base, dtype)
+    sha256 = hf.fingerprint(base)
+    if machine.platform == "cpu":  # where host and device then share the arrays
+        base = jax.tree.map(jnp.asarray, base)
+    return model._replace(params=adapter or None, base=Base(base, sha256)), lines
+
+
+def require_same_network(
+    network: Any, found: hf.Description | hf.Loaded, settings: ModelSettings
+) -> None:
+    """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
+    names = hf.weight_map(network)
+    if names is None or type(found.network) is not names.model:
+        other = type(found.network).__name__
+        raise ConfigError(f"model.arch = {settings.arch}: {settings.init_from} is a {other}")
+    free = names.free | (set() if found.has_head else {"num_classes"})
+    sizes = {ours for ours, _ in names.sizes.values()}
+    faults = [
+        f"model.{ours} = {getattr(network, ours)}: {settings.init_from} has"
+        f" {getattr(found.network, ours)}"
+        + (f"; unset it: model.{ours}=none" if ours in sizes else "")
+        for ours in names.attributes(found.config)
+        if ours not in free and getattr(network, ours) != getattr(found.network, ours)
+    ]
+    own, other = (getattr(each, "adapter", None) for each in (network, found.network))
+    if own and other and own != other:
+        faults.append(
+            f"adapter: {settings.init_from} is one of rank {other.rank}, alpha {other.alpha:g} and"
+            f" layers {other.layers}; set these, or adapter.rank=0 to train the merged weights"
+        )
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
 def program_spec(
     settings: Settings,
     model: Model,
     machine: Machine,
     *,
     mode: Mode | None = None,
-    inner_tx: optax.GradientTransformation | None = None,
-    outer_tx: optax.GradientTransformation | None = None,
     must_fit: bool = False,
 ) -> ProgramSpec:
     """Collect what all programs of a run share; choose model shards and the attention kernel.
@@ -174,13 +251,12 @@ def program_spec(
         machine=machine,
         loss_fn=loss_fn,
         params=params,
-        inner_tx=inner_transform(settings.inner, label_params, inner_tx),
-        outer_tx=outer_transform(settings.outer, outer_tx),
+        inner_tx=inner_transform(settings.inner, label_params, model.inner_tx),
+        outer_tx=outer_transform(settings.outer, model.outer_tx),
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
-        row_length=model.row_length,
-        sequence_length=model.row_length // data.row_parts
-        - (1 if model.num_classes is None else NUM_FIELDS),
+        row_length=row_length(data, model.num_classes),
+        sequence_length=data.sequence_length,
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         estimator=resolve_estimator("auto", loss_fn),
         inner_products=measures_inner_products(batching),
