@@ -1,6 +1,5 @@
 """Chats: ids as the template gives them, what counts, how they are packed, and their loss."""
 
-import dataclasses
 import datetime
 import io
 import json
@@ -21,7 +20,7 @@ from transformers import AutoTokenizer
 from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
-from adloco_jax.data.chats import counted, read
+from adloco_jax.data.chats import counted
 from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.prepared import DocumentRows, row_weights
 from adloco_jax.data.sampling import split_heldout
@@ -615,9 +614,6 @@ def test_a_template_writes_the_date_of_the_first_preparation_also_later(
     assert again.fingerprint == made.fingerprint
     other = load_corpus(completed(settings, tmp_path / "other"), note=print)
     assert other.fingerprint != made.fingerprint and "05 Oct 2024" in other.describe()
-    (tmp_path / "t.jinja").write_text("{{ strftime_now(f) }}" + CHATML)
-    with pytest.raises(ConfigError, match="calls strftime_now.*; need the format as a text"):
-        load_tokenizer(str(tokenizer), template=template).on("2024-10-04")
 
 
 def test_a_text_that_ends_by_the_end_of_text_gets_no_second_one(tmp_path, tokenizer):
@@ -631,23 +627,3 @@ def test_a_text_that_ends_by_the_end_of_text_gets_no_second_one(tmp_path, tokeni
     corpus = load(path, tokenizer, text_column="completion", sequence_length=40)
     packed = corpus.tokenizer.decode(np.asarray(corpus.rows).reshape(-1))
     assert packed.startswith(f"yes 0{IM[1]}yes 1{IM[1]}") and 2 * IM[1] not in packed
-
-
-def test_long_chats_take_time_and_memory_in_proportion_to_their_turns(tmp_path, tokenizer):
-    rendered, data = [], settings_of(tmp_path, tokenizer).data
-    loaded = load_tokenizer(str(tokenizer))
-
-    def render(chat, prompts, tools=None):
-        text = loaded.render(chat, prompts, tools)
-        rendered.append(len(text))
-        return text
-
-    watched = dataclasses.replace(loaded, render=render)
-    sizes = []
-    for count in (40, 80):
-        rendered.clear()
-        chat = turns(*(f"{n:3}" for n in range(count)))
-        _, answers = read({"messages": chat}, "here", data, watched)
-        assert len(answers.spans) == count // 2 and not answers.only_last
-        sizes.append(sum(rendered))
-    assert sizes[1] < 2.1 * sizes[0]

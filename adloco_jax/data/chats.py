@@ -1,8 +1,7 @@
 """Chats: check their turns, render them by a template, and find the answers in the text."""
 
 import json
-import os.path
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -64,7 +63,7 @@ def read(
     if len(names) == 2 and all(isinstance(column, str) for column in columns):
         prompt, completion = columns
         bare = without_end(completion, ends)
-        _require(bool(bare.strip()), f"{where}: {names[1]!r}", completion, _ANSWER)
+        _require(bare.strip(), f"{where}: {names[1]!r}", completion, _ANSWER)
         text = prompt + without_end(completion, [end]) + end
         answers = Answers([(len(prompt), len(text))], num_bytes(bare))
     elif tokenizer.render is None:
@@ -81,16 +80,8 @@ def read(
         turns = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
         unread |= {f"{k} of turns" for turn in turns for k in turn if not tokenizer.reads(k)}
         tools = _objects(_parsed(tools), f"{where}: 'tools'") if tools else None
-        bare = [
-            turn | {"content": without_end(turn["content"], ends)}
-            if turn["role"] == "assistant" and "content" in turn
-            else turn
-            for turn in turns
-        ]
         try:
-            text, spans, only_last = _rendered(bare, at, tools, tokenizer)
-            if bare != turns and any(without_end(text[a:b], ends) == text[a:b] for a, b in spans):
-                text, spans, only_last = _rendered(turns, at, tools, tokenizer)
+            text, spans, only_last = _rendered(turns, at, tools, tokenizer)
         except Exception as error:  # deliberately broad, because templates are programs
             why = f"the chat template refuses it ({reason(error, 200)})"
             raise DataError(f"{where}: {error if isinstance(error, DataError) else why}") from error
@@ -138,7 +129,7 @@ def _as_bool(label: Any) -> bool | None:
     return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
 
-def _require(fits: bool, where: str, have: Any, need: str) -> None:
+def _require(fits: Any, where: str, have: Any, need: str) -> None:
     if not fits:
         raise DataError(f"{where}: have {have!r:.80}, need {need}")
 
@@ -178,8 +169,9 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> T
         _require(False, at, given, "content, or a data.template that writes 'tool_calls'")
     text = turn.get("content", "" if calls else None)
     _require(isinstance(text, str), at, given, "a 'content' that is text, or parts of text")
-    if turn["role"] == "assistant" and weight and not calls:
-        _require(bool(without_end(turn["content"], ends).strip()), at, given, _ANSWER)
+    if turn["role"] == "assistant" and "content" in turn:
+        turn["content"] = without_end(turn["content"], ends)
+        _require(calls or not weight or turn["content"].strip(), at, given, _ANSWER)
     return turn
 
 
@@ -206,8 +198,8 @@ def _rendered(
     """Return a chat's text, and its parts that the turns at the indices `at` have written.
 
     The template marks these parts. If not, a turn's part is what the template writes behind the
-    start of an answer if this turn is the last. If it writes earlier turns otherwise, only the last
-    answer is returned, and True.
+    start of an answer if this turn is the last. If it writes one of them otherwise once others
+    follow, only the last answer is returned, and True.
     """
     render = tokenizer.render
     assert render is not None
@@ -226,67 +218,28 @@ def _rendered(
             else [mark for i, mark in zip(answers, marks, strict=True) if i in at]
         )
         return text, chosen, False
-    if not at:
-        return text, [], False
-    first, last, begin, spans, of_last = at[0], at[-1], len(text), [], []
-    if last:
-        before = render(turns[:last], True, tools)
-        whole = text if last == len(turns) - 1 else render(turns[: last + 1], False, tools)
-        if not (text.startswith(before) and text.startswith(whole)):
-            if whole is text:
-                need = "starts an answer otherwise than it writes the last one; set data.template"
-                raise DataError(f"the chat template {need} to another file")
-            return text, [], True
-        begin = len(before)
-        written = _without_space(whole[begin:], tokenizer)
-        of_last = [(begin, begin + len(written))]
-        if first == last:
-            return text, of_last, False
-    # Equal answers are told apart by their order, so those that do not count are found.
-    earlier = [i for i in answers if first <= i and (i < last or not last)]
-    before = render(turns[:first], True, tools) if first else ""
-    end = len(before) if text.startswith(before) else len(text)
-    for known, written in _windows(turns, earlier, tokenizer):
-        start = text.find(known + written, max(0, end - len(known)), begin) + len(known)
-        if start < len(known):
-            break
-        end = start + len(written)
-        spans.append((start, end))
-    if len(spans) < len(earlier):
-        return text, of_last, True
-    spans = [span for i, span in zip(earlier, spans, strict=True) if i in at]
-    return text, spans + of_last, False
+    spans = [_written(text, turns, i, tools, tokenizer) for i in at]
+    if spans and spans[-1] is None and at[-1] == len(turns) - 1:
+        need = "starts an answer otherwise than it writes the last one; set data.template"
+        raise DataError(f"the chat template {need} to another file")
+    if None in spans:
+        return text, [span for span in spans[-1:] if span], True
+    return text, [span for span in spans if span], False
 
 
-def _windows(
-    turns: list[Turn], at: Sequence[int], tokenizer: Tokenizer
-) -> Iterator[tuple[str, str]]:
-    """Yield for each answer what the template writes before it, and for it as the last turn.
-
-    The template gets the last question, and the turns since then, but not those before the previous
-    answer. So the time for all answers is proportional to the number of turns. What it writes
-    before the content of the first of these turns is left out.
-    """
-    render, asked, previous, wanted = tokenizer.render, -1, -1, {*at}
+def _written(
+    text: str, turns: list[Turn], i: int, tools: list | None, tokenizer: Tokenizer
+) -> Span | None:
+    """Find in a chat's text what the turn at index `i` has written; None if it is changed later."""
+    render = tokenizer.render
     assert render is not None
-    opening = render([_ASKED], True)
-    for i, turn in enumerate(turns):
-        if i in wanted:
-            first = max(asked + 1, previous) if max(asked, previous) >= 0 else i
-            question = turns[asked] if asked >= 0 else _ASKED
-            try:
-                before = render([question, *turns[first:i]], True)
-                whole = render([question, *turns[first : i + 1]], False)
-                # The answer before this one is known, and there may be no question.
-                apart = opening if asked > previous else render([question], first < i)
-            except Exception:  # deliberately broad, because templates are programs
-                return
-            if not whole.startswith(before):
-                return
-            known = before[len(os.path.commonprefix([before, apart])) :]
-            yield known, _without_space(whole[len(before) :], tokenizer)
-        asked = i if turn["role"] == "user" else asked
-        previous = i if turn["role"] == "assistant" else previous
+    asked = [] if i else [_ASKED]  # before the first turn, because there may be no empty chat
+    before = render([*asked, *turns[:i]], True, tools)
+    whole = render([*asked, *turns[: i + 1]], False, tools)
+    written = _without_space(whole.removeprefix(before), tokenizer)
+    start = len(before) if i else max(0, text.find(written))
+    is_same = text.startswith(written, start) and (text.startswith(before) or not i)
+    return (start, start + len(written)) if is_same and whole.startswith(before) else None
 
 
 def _without_space(written: str, tokenizer: Tokenizer) -> str:

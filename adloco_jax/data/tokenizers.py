@@ -25,7 +25,8 @@ from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.settings import DataSettings, ModelSettings
 
 GENERATION = "generation_config.json"
-_END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT_NAMES = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
 _FILES = (".json", ".model")
 # The files of a repository on the hub that are downloaded: a vocabulary, in order of preference,
@@ -45,13 +46,10 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     Attributes:
+      backend: The tokenizer of the library `tokenizers`.
       vocab_size: Largest id plus one; the end-of-text token counts, too.
       eot_id: The id of the end-of-text token, which closes a document.
       fingerprint: SHA-256 (hex) of the data that determine the ids.
-      encode_batch: Converts texts to int32 arrays of ids, without prefix and suffix.
-      encode_aligned: Converts a text likewise; also returns, int [N, 2], the first character of
-        each token and the one behind it.
-      decode: Converts ids to text, special tokens included; leaves unknown ids out.
       save: `save(folder, max_length)` writes the files from which `transformers` makes a tokenizer
         with the same ids, and the generation config if there is one. `max_length` is the model's
         context in tokens, or None.
@@ -71,12 +69,10 @@ class Tokenizer:
       name: The name in the config, for messages.
     """
 
+    backend: Any
     vocab_size: int
     eot_id: int
     fingerprint: str
-    encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
-    encode_aligned: Callable[[str], tuple[np.ndarray, np.ndarray]]
-    decode: Callable[[Iterable[int]], str]
     save: Callable[[Path, int | None], None]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
@@ -89,23 +85,43 @@ class Tokenizer:
     turn_end: tuple[int, ...] = ()
     name: str = ""
 
-    def on(self, date: str) -> "Tokenizer":
-        """Return a tokenizer whose template writes a date; see `render`.
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Convert texts to int32 arrays of ids, without prefix and suffix."""
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-        Raises ConfigError if the template writes today's date otherwise.
-        """
-        if self.render is None:
-            return self
-        if date and "strftime_now(" in _on(self.template, date):
-            need = "need the format as a text, such as strftime_now('%d %b %Y')"
-            raise ConfigError(f"{self.name}: the chat template calls strftime_now(...); {need}")
-        render, mark = functools.partial(self.render, date=date), self.mark
-        mark = mark and functools.partial(mark, date=date)
+    def encode_aligned(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Convert a text; also return each token's first character and the one behind, [N, 2]."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        offsets_N2 = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, np.int32), offsets_N2
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Convert ids to text, special tokens included; leave unknown ids out."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def on(self, date: str) -> "Tokenizer":
+        """Return a tokenizer whose template writes a date; see `render`."""
+        render, mark = (
+            call and functools.partial(call, date=date) for call in (self.render, self.mark)
+        )
         return dataclasses.replace(self, render=render, mark=mark)
 
     def reads(self, field: str) -> bool:
         """Whether the chat template names a field of turns, or of what else it is given."""
         return _names(self.template, field)
+
+
+class _Bytes(Tokenizer):
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Convert texts without the library, which takes a thousand times as long."""
+        return [self._encode(text.encode()) for text in texts]
+
+    def _encode(self, text: bytes) -> np.ndarray:
+        end = np.array([self.eot_id])
+        pieces = [np.frombuffer(piece, np.uint8) for piece in text.split(_END_OF_TEXT.encode())]
+        parts = [part for piece in pieces for part in (end, piece)]
+        return np.concatenate(parts[1:], dtype=np.int32)
 
 
 @functools.cache
@@ -115,7 +131,7 @@ def _names(template: str, field: str) -> bool:
 
 @functools.cache
 def _on(template: str, date: str) -> str:
-    """Replace today's date in a template, which gets no function from a caller, by another."""
+    """Write another date for today's in a template, which gets no function from a caller."""
     if not date:
         return template
     day = datetime.date.fromisoformat(date)
@@ -220,97 +236,69 @@ def _facts(tokenizer: Tokenizer) -> tuple:
 
 
 def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
-    name = _END_OF_TEXT_NAMES[0]
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
-    def encode(text: str) -> np.ndarray:
-        pieces = [np.frombuffer(piece, np.uint8) for piece in text.encode().split(name.encode())]
-        parts = [part for piece in pieces for part in ([256], piece)]
-        return np.concatenate(parts[1:], dtype=np.int32)
+    # GPT-2's table: a printable byte maps to its own character, the others map to U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    vocab = {chr(i if i in printable else next(others)): i for i in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([_END_OF_TEXT])
 
-    def decode(ids: Iterable[int]) -> str:
-        pieces = (bytes([i]) if i < 256 else name.encode() for i in ids if i <= 256)
-        return b"".join(pieces).decode(errors="replace")
-
-    def fast() -> Any:
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers
-
-        # GPT-2's table: a printable byte maps to its own character, the others map to U+0100 on.
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = iter(range(0x100, 0x200))
-        vocab = {chr(i if i in printable else next(others)): i for i in range(256)}
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
+    def for_transformers() -> Any:
+        names = {"eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
         return _transformers().PreTrainedTokenizerFast(
             tokenizer_object=backend,
-            eos_token=name,
-            pad_token=name,
             chat_template=template or None,
             clean_up_tokenization_spaces=False,
+            **names,
         )
 
     def save(folder: Path, max_length: int | None) -> None:
-        tokenizer = fast()
+        tokenizer = for_transformers()
         if text_length is not None:
-            _mark_ends(tokenizer, name, text_length)
+            _mark_ends(tokenizer, _END_OF_TEXT, text_length)
         _save(tokenizer, folder, max_length)
 
-    ends = () if text_length is None else (256,)
-    ids = dict(zip(_TOKEN_IDS, (None, 256, None), strict=True))
-    fingerprint = hashlib.sha256(b"bytes").hexdigest()
-
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        return [encode(text) for text in texts]
-
-    backend = functools.cache(lambda: fast().backend_tokenizer)
-
-    def encode_aligned(text: str) -> tuple[np.ndarray, np.ndarray]:
-        return _aligned(backend(), text)
-
-    given: dict[str, Any] = dict(prefix=ends, suffix=ends, token_ids=ids, special=(name,))
-    given |= {"ends": (256,) if text_length is None else ()}
-    given |= _chats(fast(), template) if template else {}
-    return Tokenizer(257, 256, fingerprint, encode_batch, encode_aligned, decode, save, **given)
-
-
-def _aligned(backend: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
-    encoding = backend.encode(text, add_special_tokens=False)
-    offsets_N2 = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    return np.array(encoding.ids, np.int32), offsets_N2
+    end = (256,)
+    around, ends = ((), end) if text_length is None else (end, ())
+    return _Bytes(
+        backend,
+        257,
+        256,
+        hashlib.sha256(b"bytes").hexdigest(),
+        save,
+        prefix=around,
+        suffix=around,
+        token_ids=dict(zip(_TOKEN_IDS, (None, 256, None), strict=True)),
+        ends=ends,
+        special=(_END_OF_TEXT,),
+        **(_chats(for_transformers()) if template else {}),
+    )
 
 
-def _chats(tokenizer: Any, template: str = "") -> dict[str, Any]:
-    """Return what a tokenizer has for chats; `template` replaces its own."""
-    if template:
-        tokenizer.chat_template = template
+def _chats(tokenizer: Any) -> dict[str, Any]:
+    """Return what a tokenizer has for chats."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError:  # it has none
         return {}
 
+    def apply(turns: list[dict[str, Any]], tools: list | None, date: str, **how: Any) -> Any:
+        template = _on(tokenizer.get_chat_template(tools=tools), date)
+        return tokenizer.apply_chat_template(turns, tools=tools, chat_template=template, **how)
+
     def render(
-        turns: list[dict[str, Any]],
-        prompts: bool,
-        tools: list[dict[str, Any]] | None = None,
-        date: str = "",
+        turns: list[dict[str, Any]], prompts: bool, tools: list | None = None, date: str = ""
     ) -> str:
-        return tokenizer.apply_chat_template(
-            turns,
-            tools=tools,
-            chat_template=_on(tokenizer.get_chat_template(tools=tools), date),
-            tokenize=False,
-            add_generation_prompt=prompts,
-        )
+        return apply(turns, tools, date, tokenize=False, add_generation_prompt=prompts)
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        found = tokenizer.apply_chat_template(
-            turns,
-            tools=tools,
-            chat_template=_on(tokenizer.get_chat_template(tools=tools), date),
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )
+        offsets = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
+        found = apply(turns, tools, date, return_assistant_tokens_mask=True, **offsets)
         edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
         offsets = found["offset_mapping"]
         return [(offsets[a][0], offsets[b - 1][1]) for a, b in edges.reshape(-1, 2)]
@@ -400,32 +388,24 @@ def _hugging_face_tokenizer(
     ids = (tokenizer.bos_token_id, eot_id, pad_id)
     token_ids = dict(zip(_TOKEN_IDS, ids, strict=True))
 
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-    def encode_aligned(text: str) -> tuple[np.ndarray, np.ndarray]:
-        return _aligned(backend, text)
-
     def save(folder: Path, max_length: int | None) -> None:
         _save(tokenizer, folder, max_length)
         if (generation := path / GENERATION).is_file():
             shutil.copyfile(generation, folder / GENERATION)
 
+    tokenizer.chat_template = template or tokenizer.chat_template
     return Tokenizer(
+        backend,
         max(tokenizer.get_vocab().values()) + 1,
         eot_id,
         hashlib.sha256(f"{eot_id} {backend.to_str()}".encode()).hexdigest(),
-        encode_batch,
-        encode_aligned,
-        lambda ids: tokenizer.decode([int(i) for i in ids], clean_up_tokenization_spaces=False),
         save,
-        prefix,
-        suffix,
-        token_ids,
-        () if text_length is not None else tuple(dict.fromkeys((*stop_ids(path), eot_id))),
-        tuple(tokenizer.get_added_vocab()),
-        **_chats(tokenizer, template),
+        prefix=prefix,
+        suffix=suffix,
+        token_ids=token_ids,
+        ends=() if text_length is not None else tuple(dict.fromkeys((*stop_ids(path), eot_id))),
+        special=tuple(tokenizer.get_added_vocab()),
+        **_chats(tokenizer),
     )
 
 
