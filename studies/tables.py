@@ -6,9 +6,8 @@ python studies/tables.py claims studies/small.jsonl --target 1.6
 Variants have names of the form "method: setting". For each method, `choose` prints its best trial:
 the one whose median seed reaches a loss with the fewest sequential steps. Among trials within 5 %
 of it, the one with the fewest synchronisations wins, then the one with the fewest tokens. `claims`
-prints what each method spends until it reaches the loss, over seeds. It also prints this cost
-divided by the cost of DiLoCo, and by the cost of the trunk, for the same seed. `front` prints the
-costs of methods with rounds of several lengths, and compares them at equal cost.
+prints what each method spends until it reaches the loss, over seeds. `front` prints the costs of
+methods with rounds of several lengths, and compares them at equal cost.
 
 Costs are interpolated between the two evaluations around the loss (`compare.to_reach`). A method
 named "data parallel" runs as one worker with the batch of all workers, so each of its updates
@@ -38,7 +37,6 @@ FRONT = (
     *("steps at equal synchronisations", "synchronisations at equal steps"),
     *("steps at equal bytes", "bytes at equal steps"),
 )
-RATIOS = ("method", "seed", "sequential steps", "synchronisations", "tokens")
 TIE = 1.05
 
 
@@ -186,35 +184,25 @@ def _reached(seeds: Mapping[int, Cost | None]) -> list[Cost]:
     return [found for found in seeds.values() if found is not None]
 
 
-def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tuple[str, ...]]:
-    """Return a row for each other method and seed: its cost divided by that of the baseline.
-
-    The baseline's cost is that of the same seed.
-    """
-    rows = []
-    for method, seeds in costs.items():
-        for seed, found in sorted(seeds.items()) if method != baseline else ():
-            other = costs[baseline].get(seed)
-            cells = ["-"] * 3
-            if found is not None and other is not None:
-                pairs = zip(found[:3], other[:3], strict=True)
-                cells = [f"{one / base:.2f}" if base else "-" for one, base in pairs]
-            rows.append((method, str(seed), *cells))
-    return rows
+TABLES = {
+    "choose": (CHOICE, chosen),
+    "claims": (SPENT, lambda lines, target: spent(by_method(lines, target))),
+    "front": (FRONT, lambda lines, target: fronts(by_method(lines, target))),
+}
 
 
-def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a title and a Markdown table."""
-    print(f"{title}\n\n{markdown_table([header, *rows])}\n")
+def show(title: str, kind: str, lines: Sequence[dict], target: float) -> None:
+    """Print a title and a table of `TABLES` in Markdown."""
+    header, rows_of = TABLES[kind]
+    print(f"{title}\n\n{markdown_table([header, *rows_of(lines, target)])}\n")
 
 
 def main() -> int:
     """Print the tables of each target loss; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=("choose", "claims", "front"))
+    parser.add_argument("table", choices=TABLES)
     parser.add_argument("results", type=Path, help="of adloco compare --results")
     parser.add_argument("--target", type=float, nargs="+", required=True, help="nats per token")
-    parser.add_argument("--over", nargs="*", default=("DiLoCo", "trunk"), help="whose ratios")
     options = parser.parse_args()
     try:
         lines = list(results.read(options.results).values())
@@ -222,16 +210,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     for target in options.target:
-        if options.table == "choose":
-            show(f"to {target:g} nats/token, {len(lines)} trials", CHOICE, chosen(lines, target))
-            continue
-        costs = by_method(lines, target)
-        if options.table == "front":
-            show(f"to {target:g} nats/token, {len(lines)} runs", FRONT, fronts(costs))
-            continue
-        show(f"to {target:g} nats/token, {len(lines)} runs", SPENT, spent(costs))
-        for baseline in (name for name in options.over if name in costs):
-            show(f"over {baseline}'s, to {target:g} nats/token", RATIOS, ratios(costs, baseline))
+        show(f"to {target:g} nats/token, {len(lines)} runs", options.table, lines, target)
     return 0
 
 

@@ -7,8 +7,8 @@
 To add a method:
 
 1. Write it as an entry of `muon` in studies/methods.py, "method: setting" with the settings that
-   differ: `"mine: plain averaging": {**tried["DiLoCo: 110 steps, momentum 0.6, Muon"], **AVERAGE}`.
-   If it needs code, add a function to one of the package's tables (docs/extend.md), as `qsr` does.
+   differ: `"mine: plain averaging": {**steps(STEPS), **budget("small", 2750), **MUON, **AVERAGE}`.
+   If it needs code, add a function to one of the package's tables (docs/extend.md).
 2. `python -m studies.track muon --only mine` trains it on five seeds, a minute each, and prints its
    row below those of the recorded methods. The tracks muon_prose and debian have it now, too.
 
@@ -29,23 +29,22 @@ PROSE (adloco prepare PROSE --out runs/prose --sequence-length 64); debian, 64 M
 of Debian have (studies/texts.py).
 
 - front, front_prose: rounds of several lengths, joins by the test and by hand, with the outer step
-  that is best with Muon; front_tuning has its trials. They print ratios at equal cost, and rows of
-  muon and muon_prose as the front's ends. Not all of their runs are made yet.
+  that is best with Muon. They print ratios at equal cost, and rows of muon and muon_prose as the
+  front's ends. Not all of their runs are made yet.
 - muon, muon_prose: Muon and an average of rounds, at 0.08 M parameters.
-- half_muon: the same at 0.61 M parameters; half_muon_tuning has its trials, of the rate alone.
-- debian: the same settings, not tuned again, on a third text; debian_tuning gives the target, 1.68.
-  Runs end by the library's budgets; to 1.76 DiLoCo needs about as many steps as on other texts.
-- average: the trials for muon and muon_prose, but for those whose ideas lost with their code
-  (studies/ideas.jsonl, studies/LOG.md).
-- small, prose, half: AdamW, at 0.08 M and (20 minutes a run) 0.61 M parameters.
+- half_muon: the same at 0.61 M parameters.
+- debian: the same settings, not tuned again, on a third text. Runs end by the library's budgets; to
+  1.76 DiLoCo needs about as many steps as on other texts.
 - microllama: the paper's comparison (arXiv 2508.18182, table A.2 and section 6.1; departures as in
   configs/microllama.py), for four GPUs of 80 GB; not run yet. The environment variables MICROLLAMA
   and C4 may name a local checkpoint and local files of text.
 
-Records that no track names are older and only printed. moments has the front's rows with momentum
-averaged over workers (inner.state=mean), of commit a3ae69b9. At commit 8250d13
-`adloco compare studies/compare_*.py` repeats small_tuning, again, order_tuning, shakespeare and
-barrier, and its studies/track.py half_tuning, prose_tuning and order.
+Records that no track names are only printed (studies/tables.py). Commit d3b65cfc repeats the trials
+(average, half_muon_tuning, debian_tuning, front_tuning) and the rows with AdamW (small, prose,
+half). moments has the front's rows with momentum averaged over workers (inner.state=mean), of
+commit a3ae69b9. At commit 8250d13 `adloco compare studies/compare_*.py` repeats small_tuning,
+again, order_tuning, shakespeare and barrier, and its studies/track.py half_tuning, prose_tuning and
+order.
 """
 
 import argparse
@@ -69,26 +68,6 @@ TEXTS = {
     "prose": "runs/prose",
     "debian": "runs/debian",
 }  # folders of prepared rows
-SMALL = (
-    *(methods.GROWING_POOL, methods.DILOCO_MOMENTUM, methods.TRUNK, methods.DILOCO_RARE),
-    *("one worker: rate 0.002, 13200 updates", "data parallel: rate 0.004, 2640 updates"),
-    *(methods.QSR, methods.RAMP, methods.ADLOCO),
-)
-HALF = (
-    *(methods.GROWING_POOL, methods.DILOCO, methods.TRUNK, methods.QSR),
-    *("one worker: rate 0.001, 13200 updates", "data parallel: rate 0.002, 2640 updates"),
-)
-PROSE = (
-    *(
-        methods.GROWING_POOL,
-        methods.DILOCO,
-        methods.TRUNK,
-        methods.QSR,
-        methods.RAMP,
-        methods.ADLOCO,
-    ),
-    *("one worker: rate 0.002, 6600 updates", "data parallel: rate 0.004, 2640 updates"),
-)
 # A front's ends, and its methods as they were tuned before, are rows of older records.
 ENDS = {"front": "muon.jsonl", "front_prose": "muon_prose.jsonl"}
 EARLIER = {
@@ -98,7 +77,7 @@ EARLIER = {
     "growing pool: eta 1.6, Muon": "earlier pool by test, 220: eta 1.6",
     "growing pool, fewer tokens: eta 2.3, Muon": "earlier pool by test (2.3), 220: eta 2.3",
 }
-FRESH, FRESHER, NEXT = (21, 22, 23, 24, 25), (31, 32, 33, 34, 35), (41, 42, 43, 44, 45)
+FRESH, NEXT = (31, 32, 33, 34, 35), (41, 42, 43, 44, 45)
 
 
 def get_base(size: str, text: str = "stdlib") -> ConfigDict:
@@ -167,35 +146,15 @@ def compared(
 
 def tracks() -> dict[str, Comparison]:
     """Return the comparison of each record, by the record's name."""
-    average, muon, half_muon = methods.averaged(), methods.muon(), methods.half_muon()
-    small, half = methods.adamw("small"), methods.adamw("half")
-    of_small, of_half, of_prose = (
-        {name: found[name] for name in names}
-        for found, names in ((small, SMALL), (half, HALF), (small, PROSE))
-    )
-    both = {name: muon[name] for name in ("DiLoCo: Muon", "data parallel: Muon")}
-    of_half_muon = {
-        name: half_muon[name] | methods.budget("half", updates)
-        for name, updates in methods.HALF_MUON_CHOSEN.items()
-    }
-    small_to, prose_to = (1.7, 1.65, 1.6), (1.8, 1.76, 1.74)
-    half_to = (1.5, 1.4, 1.32)
+    muon, half_muon, front = methods.muon(), methods.half_muon(), methods.front()
+    few = FRESH[:3]
     return {
-        "muon": compared("small", "stdlib", muon, seeds=FRESHER, to=(1.65, 1.6)),
-        "muon_prose": compared("small", "prose", muon, seeds=FRESHER, to=(1.8, 1.76)),
-        "half_muon": compared("half", "stdlib", of_half_muon, seeds=FRESHER[:3], to=half_to),
-        "half_muon_tuning": compared("half", "stdlib", half_muon, seeds=(0,), to=half_to),
-        "debian": compared("small", "debian", muon, seeds=FRESHER[:3], to=(1.76, 1.68)),
-        "debian_tuning": compared("small", "debian", both, seeds=(0,), to=(1.7, 1.68, 1.66)),
-        "average": compared("small", "stdlib", average, seeds=(0, 6, 7), to=(1.65, 1.6, 1.55)),
-        "small": compared("small", "stdlib", of_small | methods.parts(), seeds=FRESH, to=small_to),
-        "prose": compared("small", "prose", of_prose, seeds=FRESH, to=prose_to),
-        "half": compared("half", "stdlib", of_half, seeds=FRESH[:3], to=half_to),
-        "front": compared("small", "stdlib", methods.front(), seeds=NEXT, to=(1.65, 1.6)),
-        "front_prose": compared("small", "prose", methods.front(), seeds=NEXT[:3], to=(1.8, 1.76)),
-        "front_tuning": compared(
-            "small", "stdlib", methods.front_trials(), seeds=(0, 6, 7), to=(1.65, 1.6)
-        ),
+        "muon": compared("small", "stdlib", muon, seeds=FRESH, to=(1.65, 1.6)),
+        "muon_prose": compared("small", "prose", muon, seeds=FRESH, to=(1.8, 1.76)),
+        "half_muon": compared("half", "stdlib", half_muon, seeds=few, to=(1.5, 1.4, 1.32)),
+        "debian": compared("small", "debian", muon, seeds=few, to=(1.76, 1.68)),
+        "front": compared("small", "stdlib", front, seeds=NEXT, to=(1.65, 1.6)),
+        "front_prose": compared("small", "prose", front, seeds=NEXT[:3], to=(1.8, 1.76)),
         "microllama": of_microllama(),
     }
 
@@ -236,20 +195,13 @@ def main() -> None:
         command=f"python -m studies.track {given.name}",
         results_file=record,
     )
-    lines = list(results.read(record).values())
-    is_front = given.name in ENDS
-    if is_front:
-        lines += ends(given.name)
-    is_tuning = len({name.partition(": ")[0] for name in track.variants}) < len(track.variants)
+    lines, kind = [*results.read(record).values()], "claims"
+    if given.name in ENDS:
+        lines, kind = lines + ends(given.name), "front"
     where = Path(track.base.data.path or "stdlib").name
     size = f"{lines[0]['start']['num_params']:,} parameters" if lines else "no run yet"
     for target in track.target_losses:
-        head, rows = tables.SPENT, tables.spent(tables.by_method(lines, target))
-        if is_front:
-            head, rows = tables.FRONT, tables.fronts(tables.by_method(lines, target))
-        elif is_tuning:
-            head, rows = tables.CHOICE, tables.chosen(lines, target)
-        tables.show(f"{where}, {size}: to {target:g} nats/token", head, rows)
+        tables.show(f"{where}, {size}: to {target:g} nats/token", kind, lines, target)
 
 
 if __name__ == "__main__":
