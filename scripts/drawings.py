@@ -4,14 +4,12 @@ python scripts/drawings.py
 
 `seconds` is the picture of the README: time to the same loss, by the rate of the links. `method`
 shows the algorithm over time, and `architecture` the parts of the library. `front` shows the study
-of studies/RESULTS.md: steps against synchronisations and bytes. `barrier` shows the cost of
-merging, `links` training over slow links, and `gpu` training on a GPU. Pictures of several
-panels are drawn twice: side by side, and for narrow screens below one another. Letters have at
-least 11 pixels on a phone.
+of studies/RESULTS.md: steps against synchronisations and bytes. `gpu` shows training on a GPU.
+Pictures of several panels are drawn twice: side by side, and for narrow screens below one another.
+Letters have at least 11 pixels on a phone.
 """
 
 import json
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -39,34 +37,25 @@ SHOWN = {
     "pool by test": ("growing pool, join by the test", "c0"),
 }
 # The methods over links.
-LINKED = {name: SHOWN[name] for name in ("one worker", "data parallel", "DiLoCo")}
-LINKED["growing_pool"] = ("growing pool", "c0")
-
-
-def _linked() -> list[dict]:
-    """Return the runs over links; what goes through the bucket does so in int4."""
-    lines = (STUDIES / "links.jsonl").read_text("utf-8").splitlines()
-    whole = ("data parallel", "one worker")
-    return [
-        run
-        for run in map(json.loads, lines)
-        if run["method"] in whole or run["precision"] == "int4"
-    ]
+LINKED = {
+    "one worker": ("one machine alone", "c1"),
+    "data parallel": ("data parallel", "c5"),
+    "DiLoCo": ("DiLoCo", "c4"),
+    "growing_pool": ("growing pool", "c0"),
+}
 
 
 def seconds() -> str:
     """Bars: seconds to the same loss on the first seed, one machine alone and a group per rate."""
-    runs = _linked()
+    lines = (STUDIES / "links.jsonl").read_text("utf-8").splitlines()
+    runs = [run for run in map(json.loads, lines) if run["seed"] == 31 and run["method"] in LINKED]
     left, limit, row = 206, 1_000, 27  # pixels, seconds at the right edge, pixels
     parts, y = [], 8.0
     for rate in (None, 10, 50):
         y += 30
         parts.append(text(14, y, f"links of {rate} Mbit/s" if rate else "no link", "heading"))
-        for run in runs:
-            if (run["seed"], run["rate"]) != (runs[0]["seed"], rate) or run["method"] not in LINKED:
-                continue
+        for run in (run for run in runs if run["rate"] == rate):
             label, color = LINKED[run["method"]]
-            label = label.replace("one worker", "one machine alone")
             time, end = run["seconds"], min(run["seconds"], limit) / limit * 235
             bar = f'<rect x="{left}" y="{y + 8:g}" width="{end:.1f}" height="19" rx="3"'
             parts.append(f'<g class="{color}">{bar} fill="currentColor"/></g>')
@@ -111,23 +100,6 @@ def front(columns: int) -> str:
     return document(panels, "Sequential steps to the same loss against communication", columns, key)
 
 
-def links(columns: int) -> str:
-    """Held-out loss over measured seconds, a panel for each rate of the links, for one seed."""
-    runs = _linked()
-    shown = [run for run in runs if run["seed"] == runs[0]["seed"] and run["method"] in LINKED]
-    x = chart.axis("seconds", [p["seconds"] for run in shown for p in run["curve"]], base=10)
-    y = chart.axis("nats per byte", [p["loss"] for run in shown for p in run["curve"]])
-    panels = []
-    for rate in sorted({run["rate"] for run in shown if run["rate"]}):
-        curves = []
-        for run in (run for run in shown if run["rate"] in (rate, None)):
-            points = ([point[name] for point in run["curve"]] for name in ("seconds", "loss"))
-            curves.append(Curve(*points, LINKED[run["method"]][1]))
-        panels.append(chart.chart(x, y, curves, title=f"links of {rate} Mbit/s", height=190))
-    key = [*LINKED.values()]
-    return document(panels, "Held-out loss over seconds, by the rate of the links", columns, key)
-
-
 def gpu(columns: int) -> str:
     """Held-out loss of the 35 M model on one GPU over tokens and over sequential steps."""
     arms = json.loads((STUDIES / "gpu" / "training.json").read_text("utf-8"))
@@ -148,30 +120,6 @@ def gpu(columns: int) -> str:
     title = "Held-out loss on one GPU over tokens and over sequential steps"
     labels = [(each.replace("_", " "), color) for each, color in colors.items()]
     return document(panels, title, columns, labels)
-
-
-def barrier() -> str:
-    """The cost of averaging four trainers, by updates apart and starting point."""
-    apart_of = re.compile(r"(.+), (\d+) updates apart")
-    found: dict[str, dict[int, list[float]]] = {"random weights": {}, "a trunk": {}}
-    for run in results.read(STUDIES / "barrier.jsonl").values():
-        start, apart = apart_of.fullmatch(run["variant"]).groups()
-        (tried,) = (e for e in run["events"] if e["event"] in ("merge", "refusal"))
-        found[start].setdefault(int(apart), []).append(tried["barrier"])
-    curves = []
-    for (start, by_apart), color in zip(found.items(), ("c1", "c0"), strict=True):
-        middles = [statistics.median(seeds) for seeds in by_apart.values()]
-        label = start.replace("a trunk", "one worker first")
-        curves.append(Curve([*by_apart], middles, color, label))
-        curves += [Curve([n], [v], f"{color} mark") for n, seeds in by_apart.items() for v in seeds]
-    x = chart.axis("updates apart", [100, 4_000], base=10)._replace(ticks=[110, 440, 1760])
-    y = chart.axis(
-        "nats per byte above the members' mean loss", [v for c in curves for v in c.y], margin=0.03
-    )
-    title = "What averaging four trainers costs"
-    panel = chart.chart(x, y, curves, title=title, height=300, label_px=FONT + 3)
-    how = {"width": WIDTH, "font_px": FONT, "right_px": 165}
-    return chart.document([panel], title=title, **how)
 
 
 def document(
@@ -309,8 +257,8 @@ def svg(height: int, title: str, parts: list[str]) -> str:
 
 def files() -> dict[str, str]:
     """The text of each picture's file."""
-    drawn = {drawing.__name__: drawing() for drawing in (seconds, method, architecture, barrier)}
-    for drawing in (front, links, gpu):
+    drawn = {drawing.__name__: drawing() for drawing in (seconds, method, architecture)}
+    for drawing in (front, gpu):
         drawn |= {drawing.__name__: drawing(2), f"{drawing.__name__}-narrow": drawing(1)}
     return {f"{name}.svg": text for name, text in drawn.items()}
 
