@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -26,22 +27,8 @@ from adloco_jax.settings import (
     ModelSettings,
     Settings,
     default_of,
-    meaning,
     shown,
 )
-
-# What a value needs, by the type of pydantic's error. Other errors have pydantic's own words.
-_NEEDS = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be True or False",
-    "string_type": "must be text",
-    "tuple_type": "must be a tuple",
-    "string_too_short": "must not be empty: {meaning}",
-    "greater_than_equal": "must be at least {ge:.12g}",
-    "less_than_equal": "must be at most {le:.12g}",
-    "model_type": "must be a group of keys; see default_config()",
-}
 
 
 def default_config() -> ConfigDict:
@@ -68,15 +55,15 @@ def validate(config: ConfigDict | Mapping[str, Any] | Settings) -> Settings:
     """Check a whole config, and return its values; reads no file.
 
     Args:
-      config: The groups and options of `default_config()`, as a ConfigDict or nested dicts.
-        Settings are returned as they are.
+      config: Groups and options as in `default_config()`, as a ConfigDict or nested dicts. One that
+        is missing has its default. Settings are returned as they are.
 
     Returns:
       The settings, in which `completed` finds what the config leaves unset.
 
     Raises:
-      ConfigError: With a line for each option that is unknown, missing, of a wrong type, out of
-        range or contradicts another.
+      ConfigError: With a line for each option that is unknown, of a wrong type, out of range or
+        contradicts another.
     """
     if isinstance(config, Settings):
         return config
@@ -85,30 +72,22 @@ def validate(config: ConfigDict | Mapping[str, Any] | Settings) -> Settings:
         raise ConfigError(f"config = {shown(config)}: {need}")
     given = ConfigDict(dict(config), allow_dotted_keys=True).to_dict()
     values: dict[str, Any] = {group: {} for group in GROUPS} | given
-    faults = [
-        f"{key}: missing; start from default_config(), which has every key"
-        for key in OPTIONS
-        for group, _, name in (key.rpartition("."),)
-        if isinstance(holder := values[group] if group else values, dict) and name not in holder
-    ]
     for group, _, name in (key.partition(".") for key in FOUND):
         if isinstance(values[group], dict) and values[group].get(name, "") is None:
             del values[group][name]
-    settings, wrong = None, []
+    faults, wrong = [], []
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:  # of types and limits, which need no tables
-        faults += worded(error)
+        faults = worded(error)
         for group, *rest in (map(str, fault["loc"]) for fault in error.errors()):
-            (values[group] if rest else values).pop(rest[0] if rest else group, None)
+            holder, name = (values[group], rest[0]) if rest else (values, group)
+            holder.pop(name, None)
             wrong.append(".".join([group, *rest[:1]]) + " = ")
-        # A group that is no group has a line already.
-        with contextlib.suppress(ValidationError):
-            settings = Settings.model_validate(values)
-    if settings is not None:
-        rules = settings.faults(tables())
-        faults += [line for line in rules if not any(key in line for key in wrong)]
-    if faults or settings is None:
+        settings = Settings.model_validate({group: {} for group in GROUPS} | values)
+    rules = settings.faults(tables())
+    faults += [line for line in rules if not any(key in line for key in wrong)]
+    if faults:
         raise ConfigError("\n".join(faults))
     return settings
 
@@ -260,9 +239,7 @@ def worded(error: ValidationError) -> list[str]:
         if fault["type"] == "extra_forbidden":
             lines.append(unknown_key_fault(key))
         else:
-            words = fault.get("ctx", {}) | {"meaning": meaning(key) if key in OPTIONS else ""}
-            need = _NEEDS.get(fault["type"], fault["msg"]).format(**words)
-            need = need.replace("Input should be", "must be")
+            need = re.sub(r"^\w+ should", "must", fault["msg"])
             lines.append(f"{key} = {shown(fault['input'])}: {need}")
     return lines
 

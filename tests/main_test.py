@@ -253,14 +253,14 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
     lines = refused(capsys, *words.split())
     starts = [
         "inner.learning_rat: no such key; did you mean inner.learning_rate?",
-        "num_rounds = '1e3': must be a whole number",
+        "num_rounds = '1e3': must be a valid integer",
         "yes: unexpected",
         "inner: no such key",
         "batching.buckets[0]: no such key; did you mean batching.buckets?",
         "--noconfig.inner.tx=x: no such option; did you mean --config.inner.tx or",
         "--confg=3: no such option; did you mean --config?",
         "stray: unexpected",
-        "batching.ramp = '{[1]}': must be a tuple",
+        "batching.ramp = '{[1]}': must be a valid tuple",
         "inner.learning_rate = -1.0: must be greater than 0",
         "inner.clip_norm = nan",
         "outer.tx = 'adam': must be 'nesterov' or",
