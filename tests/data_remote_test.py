@@ -285,7 +285,9 @@ def test_weights_come_from_an_address(tmp_path, bucket, copied):
     hf.save(params, tmp_path / "model", load_tokenizer("bytes"), network=network)
     (tmp_path / "model" / "notes.txt").write_text("not copied")
     address = bucket(tmp_path / "model", "model")
-    assert hf.inspect(address)[:3] == (network, True, False) and copied == ["config.json"]
+    found = hf.inspect(address)
+    assert (found.network, found.stored_as, found.lacks) == (network, (), "")
+    assert copied == ["config.json"]
     for _ in range(2):
         jax.tree.map(np.testing.assert_array_equal, hf.load(address).params, params)
     assert copied[1:] == ["config.json", "model.safetensors"]

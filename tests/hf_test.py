@@ -117,10 +117,8 @@ def test_reading_takes_the_memory_of_the_file(tmp_path, dtype):
     loaded = hf.load(tmp_path, dtype=dtype)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    leaves = jax.tree.leaves(loaded.params)  # in maps, which are not traced
-    assert {leaf.dtype.name for leaf in leaves} == {dtype}
-    needed = peak + sum(leaf.nbytes for leaf in leaves)
-    assert needed < 1.3 * (tmp_path / "model.safetensors").stat().st_size
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {dtype}
+    assert peak < 1.3 * (tmp_path / "model.safetensors").stat().st_size
     assert_same(jax.tree.map(np.float32, loaded.params), whole)
 
 

@@ -160,7 +160,7 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     config.model.init_from, config.data.tokenizer = "some/model", "bytes"
     network = Llama(257, 16, 1, 4, 2, 16, 512)
     content = {"model_type": "llama"}
-    monkeypatch.setattr(hf, "inspect", lambda name: hf.Description(network, True, False, content))
+    monkeypatch.setattr(hf, "inspect", lambda name: hf.Loaded(network, None, (), (), content, ""))
     line, _ = check_inputs(validate(config))
     assert line.startswith("model.init_from = some/model: its weights")
 

@@ -4,13 +4,10 @@ Every tensor's name, shape and type is checked; `models.weight_maps` has the nam
 """
 
 import contextlib
-import functools
 import hashlib
 import json
-import math
-import mmap
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Annotated, Any, NamedTuple
@@ -36,7 +33,7 @@ from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_
 from adloco_jax.models.weight_maps import WeightMap
 
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The files that may have the weights, or an index of other files; the first that exists is read.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -49,12 +46,6 @@ _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
 _TENSORS = {"bias": "{}.bias"}
 _TENSORS |= {f"lora_{x}": f"base_model.model.{{}}.lora_{x.upper()}.weight" for x in "ab"}
-# Linux alone maps the pages of a private anonymous map at once.
-_AT_ONCE: Any = (
-    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE}
-    if hasattr(mmap, "MAP_POPULATE")
-    else {}
-)
 _TRANSPOSED = ("kernel", "lora_a", "lora_b")
 # Keys of an adapter_config.json that are read, or change no output of a trained adapter.
 _READ = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "revision"}
@@ -70,15 +61,16 @@ _BASE = ("base_sha256", "base_dtype")  # metadata of an adapter's weights, for `
 
 
 class Loaded(NamedTuple):
-    """A model that was read from a checkpoint, with its weights.
+    """A model that was read from a checkpoint.
 
     Attributes: network: The model, in float32; `network.clone(dtype=...)` computes in another
-    dtype. params: Its parameters, NumPy arrays, of which some are transposed views. stored_as:
-    Dtypes of the weights in the checkpoint, such as `("bfloat16",)`. left_out: Names of tensors
-    that were not read: they belong to a head that the model lacks. config: The content of the
-    checkpoint's `config.json`, for `save`. lacks: Name of the head among the parameters, if the
-    checkpoint has none; else empty. ends: Ids at which generation stops by the checkpoint, of its
-    generation_config.json, or else its config.json.
+    dtype. params: Its parameters, NumPy arrays, of which some are transposed views; None from
+    `inspect`. stored_as: Dtypes of the weights in the checkpoint, such as `("bfloat16",)`; empty if
+    only `config.json` was read. left_out: Names of tensors that were not read: they belong to a
+    head that the model lacks. config: The content of the checkpoint's `config.json`, for `save`.
+    lacks: Name of the head among the parameters, if the checkpoint has none; else empty. ends: Ids
+    at which generation stops by the checkpoint, of its generation_config.json, or else its
+    config.json.
     """
 
     network: nn.Module
@@ -93,21 +85,6 @@ class Loaded(NamedTuple):
     def has_head(self) -> bool:
         """Whether the checkpoint has the model's head, perhaps tied."""
         return not self.lacks
-
-
-class Description(NamedTuple):
-    """What is known about a checkpoint before its weights are read.
-
-    Attributes: network: The model that the checkpoint describes, in float32. has_head: Whether the
-    checkpoint has the model's head (the last matrix), perhaps tied. has_tensors: Whether the
-    tensors were checked. False if only `config.json` was read. config: The content of the
-    checkpoint's `config.json`.
-    """
-
-    network: nn.Module
-    has_head: bool
-    has_tensors: bool
-    config: dict[str, Any]
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
@@ -133,12 +110,9 @@ class Tensor(NamedTuple):
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """Return an array for the leaf, in whose memory the tensor is contiguous."""
-        stored = (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
-        # Pages that are mapped at once took a sixth of the time of np.empty, which maps each huge
-        # page when it is first written.
-        memory = mmap.mmap(-1, math.prod(shape) * jnp.dtype(dtype).itemsize, **_AT_ONCE)
-        leaf = np.frombuffer(memory, dtype).reshape(stored)
-        return leaf.swapaxes(-1, -2) if self.transposed else leaf
+        if not self.transposed:
+            return np.empty(shape, dtype)
+        return np.empty((*shape[:-2], *shape[:-3:-1]), dtype).swapaxes(-1, -2)
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
@@ -199,26 +173,28 @@ def load(
         if (folder / _ADAPTER).exists():
             return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
         network, stored, left_out, config = _checked(folder, needs_head=head)
-        params, kinds = _values(network, stored, dtype)
+        params, kinds = _values(network, stored, dtype), _dtypes(stored)
         lacks, ends = _lacking(network, stored), stop_ids(folder)
         return Loaded(network, params, kinds, left_out, config, lacks, ends)
 
 
 def _values(
     network: nn.Module, stored: "Mapping[Tensor, _Stored]", dtype: str = "float32"
-) -> tuple[PyTree, tuple]:
-    """Read tensors; return the parameters that they are, and the dtypes in which they were."""
-    shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
+) -> PyTree:
+    """Read tensors; return the parameters that they are."""
+    shapes, leaves = _leaves(param_shapes(network)), {}
     for tensor, where in stored.items():
-        array, shape = where.read(), shapes[tensor.path].shape
-        kinds.add(array.dtype.name)
         if tensor.path not in leaves:
-            leaves[tensor.path] = tensor.empty(shape, dtype)
+            leaves[tensor.path] = tensor.empty(shapes[tensor.path].shape, dtype)
         values = tensor.of(leaves[tensor.path])
-        values[...] = array
+        values[...] = where.read()
         if not np.isfinite(values).all():
             raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
-    return unflatten_dict(leaves), tuple(sorted(kinds))
+    return unflatten_dict(leaves)
+
+
+def _dtypes(stored: "Mapping[Tensor, _Stored]") -> tuple[str, ...]:
+    return tuple(sorted({_FLOATS[where.kind] for where in stored.values()}))
 
 
 def _load_adapter(folder: Path, merges: bool, **how: Any) -> Loaded:
@@ -239,7 +215,7 @@ def _load_adapter(folder: Path, merges: bool, **how: Any) -> Loaded:
         if how["dtype"] not in ("float32", base_dtype):  # which has lost what was hashed
             base = load(name, revision=revision, **how | {"dtype": base_dtype}).params
         require_same_base(base, sha256, base_dtype, f"{folder}: {name}")
-    low_rank, _ = _values(network, {tensor: stored[wanted[tensor]] for tensor in wanted})
+    low_rank = _values(network, {tensor: stored[wanted[tensor]] for tensor in wanted})
     params = with_adapter(loaded.params, low_rank)
     if merges:
         return loaded._replace(params=merge_adapter(params, network.adapter))
@@ -314,7 +290,7 @@ def _targets(network: nn.Module) -> list[str]:
     return sorted({tensor.name.split(".")[-3] for tensor in _low_rank(network)})
 
 
-def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Description:
+def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Loaded:
     """Describe the model of a checkpoint without reading its weights.
 
     Of an address or a repository on the hub only `config.json` is read. Checks and errors are those
@@ -328,14 +304,15 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Descrip
             found = inspect(base, revision=revision)
             return found._replace(network=_adapted(folder, found.network, content))
         if not is_address(name) and not is_on_hub(name, key=key):
-            network, stored, _, config = _checked(folder, needs_head=False)
-            return Description(network, not _lacking(network, stored), True, config)
+            network, stored, left_out, config = _checked(folder, needs_head=False)
+            lacks = _lacking(network, stored)
+            return Loaded(network, None, _dtypes(stored), left_out, config, lacks)
         network, names, config = _described(folder)
     # If config.json lists no class, the class that is supported here is assumed. The weights then
     # have the head of this class.
     name = names.classes[config["model_type"]]
     is_whole = name in (config.get("architectures") or [name])
-    return Description(network, is_whole, has_tensors=False, config=config)
+    return Loaded(network, None, (), (), config, "" if is_whole else names.head)
 
 
 def save(
@@ -527,13 +504,17 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in a file: the tensor's name, shape and type, and a function to read its values."""
+    """A tensor in a file: its name, its shape, and its dtype by the name that safetensors uses."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    kind: str  # dtype by the name that safetensors uses, such as "F32"
-    read: Callable[[], np.ndarray]
+    kind: str
+
+    def read(self) -> np.ndarray:
+        """Return a copy of the values."""
+        with safetensors.safe_open(self.file, framework="numpy") as content:
+            return content.get_tensor(self.name)
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
@@ -577,21 +558,14 @@ def _open(file: Path) -> dict[str, _Stored]:
     The library checks that each byte after the header belongs to exactly one tensor.
     """
     try:
-        with safetensors.safe_open(file, framework="numpy"), file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(length))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        with safetensors.safe_open(file, framework="numpy") as content:
+            parts = {name: content.get_slice(name) for name in content.keys()}
+            return {
+                name: _Stored(file, name, tuple(part.get_shape()), part.get_dtype())
+                for name, part in parts.items()
+            }
+    except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
-    header.pop("__metadata__", None)
-    found = {}
-    for name, about in header.items():
-        shape, kind, offset = tuple(about["shape"]), about["dtype"], about["data_offsets"][0]
-        # Each tensor has a map of its own, which ends with the array: the peak is one tensor.
-        read = functools.partial(
-            np.memmap, file, _FLOATS.get(kind), "r", 8 + length + offset, shape
-        )
-        found[name] = _Stored(file, name, shape, kind, read)
-    return found
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:

@@ -55,7 +55,7 @@ def check_inputs(
     elif model.init_from:
         found = hf.inspect(model.init_from)
         require_same_network(build_network(model, settings.adapter), found, model)
-        which = "whether all its numbers are finite" if found.has_tensors else "its weights"
+        which = "whether all its numbers are finite" if found.stored_as else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings.data, model, workdir)
     return unchecked

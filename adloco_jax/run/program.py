@@ -199,9 +199,7 @@ def with_weights(
     return model._replace(params=adapter or None, base=Base(base, sha256)), lines
 
 
-def require_same_network(
-    network: Any, found: hf.Description | hf.Loaded, settings: ModelSettings
-) -> None:
+def require_same_network(network: Any, found: hf.Loaded, settings: ModelSettings) -> None:
     """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
     names = hf.weight_map(network)
     if names is None or type(found.network) is not names.model:
