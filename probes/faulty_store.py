@@ -23,7 +23,7 @@ ERRORS = {
 }
 # reset: the connection ends before the server has the request; lost: after it has done it; cut: in
 # the middle of the answer; wrong: a byte of the answer's body is another one; slow: a second.
-# Beside these, forged: the request's body is replaced; silent: the request is never answered.
+# Beside these, silent: the request is never answered.
 FAULTS = (*ERRORS, "reset", "lost", "cut", "wrong", "slow")
 SLOW_S = 1.0
 
@@ -51,13 +51,8 @@ def s3_server(bucket: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def faulty(
-    url: str, fate: Fate, forge: Callable[[str, bytes], bytes] = lambda path, body: body
-) -> Iterator[str]:
-    """Start a proxy in front of a server, and return its address.
-
-    With the fault "forged" the server gets what `forge` makes of a request's path and body.
-    """
+def faulty(url: str, fate: Fate) -> Iterator[str]:
+    """Start a proxy in front of a server, and return its address."""
     upstream, numbers, closing = urlsplit(url).netloc, itertools.count(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -77,13 +72,9 @@ def faulty(
             if fault == "reset":
                 self.reset()
                 return
-            sent = dict(self.headers)
-            if fault == "forged":
-                body = forge(self.path, body)
-                sent["Content-Length"] = f"{len(body)}"
             connection = http.client.HTTPConnection(upstream)
             with contextlib.closing(connection):
-                connection.request(self.command, self.path, body, sent)
+                connection.request(self.command, self.path, body, dict(self.headers))
                 reply = connection.getresponse()
                 data, headers = reply.read(), dict(reply.getheaders())
             length = int(headers.get("Content-Length", len(data)))

@@ -136,19 +136,16 @@ def left_running(run: Path) -> int:
 # -- Runs ------------------------------------------------------------------------------------
 
 
-def keys_of(run: Path, options: list[str]) -> dict[str, str]:
+def keys_of(options: list[str]) -> dict[str, str]:
     """The settings of a run; a later option replaces an earlier one."""
-    keys = dict(option.split("=", 1) for option in [*RUN[1:], *options])
-    if keys["engine.kind"] == "bucket":
-        keys.setdefault("engine.address", f"s3://chaos/{run.name}")
-    return keys
+    return dict(option.split("=", 1) for option in [*RUN[1:], *options])
 
 
 @contextlib.contextmanager
 def driver(run: Path, options: list[str]) -> Iterator[subprocess.Popen]:
     """Start a run's process, and end it when the context ends."""
     command = [sys.executable, "-m", "adloco_jax.main", "train", RUN[0], "--workdir", str(run)]
-    command += [f"--config.{key}={value}" for key, value in keys_of(run, options).items()]
+    command += [f"--config.{key}={value}" for key, value in keys_of(options).items()]
     run.parent.mkdir(parents=True, exist_ok=True)
     environ = os.environ | {"PYTHONPATH": str(ROOT), "CHAOS": str(run)}
     with open(run.parent / f"{run.name}.log", "a") as log:
