@@ -1,6 +1,6 @@
 """Benchmarks of the costs that AdLoCo adds to plain training; each ends with one line of JSON.
 
-    python scripts/benchmark.py statistics | round | compile | trainers | sizes | prepare | pytorch
+    python scripts/benchmark.py statistics | round | trainers | prepare | pytorch
                                 [--repeats N] [--shapes S ...] [--batches B ...] [--trainers M ...]
 
 Alternatives are timed alternately within one process, after compilation and a first call. The timer
@@ -16,15 +16,12 @@ import gzip
 import io
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 from side_by_side import (
     SHAPES,
     InnerSteps,
@@ -145,58 +142,6 @@ class _RandomRows:
         return generator.integers(0, 256, (count, self.length + 1), dtype=np.int32)
 
 
-# The quickstart's model; rounds of 2,000 updates, so that compilation can overlap with training.
-GROWING_RUN = {
-    "num_rounds": 8,
-    "ensemble.num_trainers": 1,
-    "ensemble.num_workers": 1,
-    "merge.policy": "none",
-    "inner.steps_per_round": 2000,
-    "batching.eta": 0.05,
-    "batching.initial_batch_size": 1,
-    "batching.max_batch_size": 64,
-    "batching.buckets": (1, 2, 4, 8, 16, 32, 64),
-    "batching.batch_cap": 128,
-    "switch.mode": "accumulate",
-    "eval.every_rounds": 8,
-}
-
-
-def compilation(options: argparse.Namespace) -> dict:
-    """Compilation, cold and warm, of a run that grows from 1 to 64 and into accumulation."""
-    del options  # one run each, because compilation is timed
-    result: dict = {"case": "compile"}
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"XDG_CACHE_HOME": f"{folder}/cache"}
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-        for name in ("cold", "warm"):
-            command = [sys.executable, "-m", "adloco_jax.main", "--config", "quickstart"]
-            command += ["--workdir", f"{folder}/{name}"]
-            command += [f"--config.{key}={value}" for key, value in GROWING_RUN.items()]
-            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-            events = read(f"{folder}/{name}/ledger.jsonl")
-            compiles = [e for e in events if e["event"] == "compile"]
-            rounds = [e for e in events if e["event"] == "round"]  # of the one trainer
-            background = [e["seconds"] for e in compiles if e["where"] == "background"]
-            seconds, stalled = (
-                sum(e[field] for e in lines)
-                for lines, field in ((compiles, "seconds"), (rounds, "stall_s"))
-            )
-            result[name] = {
-                "programs": len(compiles),
-                "hits": sum(e["cache"] == "hit" for e in compiles),
-                "compile_s": round(seconds, 2),
-                "background_s": round(sum(background), 2),
-                "stall_s": round(stalled, 2),
-                "hidden": round(1 - stalled / seconds, 3),
-                "wall_s": events[-1]["wall_s"],
-                "batches": sorted({e["micro_batch_size"] for e in rounds}),
-                "most_accum": max(e["num_accum_steps"] for e in rounds),
-            }
-            print(name, result[name])
-    return result
-
-
 def trainers(options: argparse.Namespace) -> dict:
     """Inner steps of 1, 2, 4 and 8 trainers of one worker each, at equal work in all.
 
@@ -221,38 +166,6 @@ def trainers(options: argparse.Namespace) -> dict:
             for name, run in runs.items()
         },
         "mib_of_one": round(one / 2**20),
-    }
-
-
-def sizes(options: argparse.Namespace) -> dict:
-    """A round of 1, 10 and 100 trainers with 1,000 workers: as many each, or nearly all one's."""
-    params, num_workers = {"w": np.zeros((64, 64), np.float32)}, 1000
-    how = {"inner_tx": optax.adamw(1e-3), "outer_tx": optax.sgd(0.7, momentum=0.9, nesterov=True)}
-    step = jax.jit(
-        functools.partial(
-            adloco_jax.outer_step, loss_fn=lambda params, x: (x @ params["w"]).mean(), **how
-        )
-    )
-    batch, runs, temp = np.ones((1, num_workers, 1, 64), np.float32), {}, {}
-    for count in (1, 10, 100):
-        for name, sizes in (
-            ("equal", [num_workers // count] * count),
-            ("unequal", [*[1] * (count - 1), num_workers - count + 1]),
-        ):
-            ensemble = adloco_jax.init(
-                params, num_trainers=count, num_workers=num_workers, sizes=sizes, **how
-            )
-            program = step.lower(ensemble, batch).compile()
-            runs[f"{count} {name}"] = functools.partial(program, ensemble, batch)
-            state = sum(leaf.nbytes for leaf in jax.tree.leaves(ensemble))
-            size = program.memory_analysis().temp_size_in_bytes
-            temp[f"{count} {name}"] = round(size / state, 2)
-    times = interleave(runs, options.repeats)
-    report("1,000 workers, one update of a 64 x 64 matrix", times)
-    return {
-        "case": "sizes",
-        "time_over_one_trainer": {name: ratio(times, name, "1 equal") for name in runs},
-        "temporary_memory_over_state": temp,
     }
 
 
@@ -309,9 +222,7 @@ def pytorch(options: argparse.Namespace) -> dict:
 CASES = {
     "statistics": statistics,
     "round": round_overhead,
-    "compile": compilation,
     "trainers": trainers,
-    "sizes": sizes,
     "prepare": preparation,
     "pytorch": pytorch,
 }
