@@ -25,7 +25,6 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from faults import differences, state_of
 from side_by_side import (
     SHAPES,
     InnerSteps,
@@ -50,7 +48,6 @@ from timing import interleave, machine, per_second
 import adloco_jax
 from adloco_jax.data.disk import replaced_file
 from adloco_jax.engine.optimizers import inner_transform, labeller
-from adloco_jax.engine.spec import Kernel
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.models.configured import build_network
 from adloco_jax.run.ledger import read
@@ -106,44 +103,14 @@ class Figures:
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
-    """Inner steps with other settings, to compare with the steps as shipped."""
-
-    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the config
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the compiler
-    kernel: Kernel | None = None
-    inner_tx: Callable[..., optax.GradientTransformation] | None = None
-    num_workers: int | None = None
-    batch: int | None = None
-
-
-def _half_moments(settings) -> optax.GradientTransformation:
-    """AdamW whose first moment is bfloat16."""
-    inner = settings.inner
-    how = {"b1": inner.beta1, "b2": inner.beta2, "weight_decay": inner.weight_decay}
-    return optax.adamw(1.0, **how, mu_dtype=jnp.bfloat16)
-
-
-# In order of worth: what no GPU has measured yet comes first.
-ANYWHERE = {
-    "attention by XLA": Variant(kernel="xla"),
-    "no command buffers": Variant(options={"xla_gpu_enable_command_buffer": ""}),
-    "first moment in bfloat16": Variant(inner_tx=_half_moments),
-    # XLA merges small products of one input by itself: queries, keys, values; gate and up.
-    "all products of one input merged": Variant(options={"xla_gpu_dot_merger_threshold_mb": 4096}),
-    "`JAX_OPTIMIZATION_LEVEL=O1`": Variant(options={"optimization_level": "O1"}),
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class Steps:
     """The inner steps that are measured: `num_workers` with `batch` sequences each, at once."""
 
     shape: Shape
     batch: int
     num_workers: int
-    changes: dict[str, Any]
-    variants: Mapping[str, Variant]
+    clip_norm: float | None
+    variants: Mapping[str, tuple[int, int]]  # other batches and numbers of workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,22 +120,9 @@ class Size:
     steps: Mapping[str, Steps]
     repeats: int
     update: Shape  # of the update that is compared with a CPU's
-    resumed: tuple[str, dict[str, Any]]  # the config of the run that is resumed, its changes
     trained: dict[str, Any]  # changes of configs/growing_pool.py
     num_tokens: int  # of an arm
 
-
-# MicroLlama's run on Python's standard library, with 2 layers, so that the saved and compared
-# states are small. Its batches are constant, because with deterministic operations jax 0.11.2 fails
-# on the program of a batch-size test (on one H200 it failed on this run, too).
-_SHORT_RUN: dict[str, Any] = {"num_rounds": 4, "model.num_layers": 2, "data.source": "stdlib"}
-_SHORT_RUN |= dict.fromkeys(("data.path", "data.name", "data.heldout_split", "model.init_from"), "")
-_SHORT_RUN |= {"data.tokenizer": "bytes", "data.num_sequences": 500, "eval.num_sequences": 8}
-_SHORT_RUN |= {f"ensemble.num_{name}": 2 for name in ("trainers", "workers")}
-_SHORT_RUN |= {"inner.steps_per_round": 4, "batching.initial_batch_size": 2}
-_SHORT_RUN |= {"batching.max_batch_size": 4, "batching.batch_cap": 8, "merge.every_rounds": 3}
-_SHORT_RUN |= {"batching.test": "constant"}
-RESUMED = {"resume": "--xla_gpu_deterministic_ops=true", "resume, default operations": ""}
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 1000,
@@ -191,39 +145,29 @@ FULL = Size(
             dataclasses.replace(SHAPES["growing_pool"], num_steps=16),
             batch=16,
             num_workers=8,
-            changes={"inner.clip_norm": 1.0},
-            variants={
-                "one worker": Variant(num_workers=1),
-                "one worker with 128 sequences": Variant(num_workers=1, batch=128),
-                **ANYWHERE,
-            },
+            clip_norm=1.0,
+            variants={"one worker": (16, 1), "one worker with 128 sequences": (128, 1)},
         ),
         "microllama": Steps(
             dataclasses.replace(SHAPES["microllama"], num_steps=8),
             batch=8,
             num_workers=1,
-            changes={},
-            variants={
-                "logits of 8 sequences at once": Variant({"model.loss_chunk": 8}),
-                "32 sequences, logits of 8": Variant({"model.loss_chunk": 8}, batch=32),
-                **ANYWHERE,
-            },
+            clip_norm=None,
+            variants={},
         ),
     },
     repeats=5,
     update=Shape(_SMALL | {"mlp_width": 512}, 128, 2),
-    resumed=("microllama", _SHORT_RUN),
     trained={},
     num_tokens=100_000_000,
 )
 TINY = Size(
     steps={
-        name: Steps(Shape(_TOY, 16, 2), 2, steps.num_workers, steps.changes, steps.variants)
+        name: dataclasses.replace(steps, shape=Shape(_TOY, 16, 2), batch=2)
         for name, steps in FULL.steps.items()
     },
     repeats=2,
     update=Shape(_TOY, 16, 2),
-    resumed=("../probes/faults", {"num_rounds": 4}),
     trained={"model.width": 16, "model.num_heads": 2, "model.num_kv_heads": 1}
     | {"model.num_layers": 1, "model.mlp_width": 32, "model.vocab_size": 257}
     | {"data.sequence_length": 32, "inner.steps_per_round": 4, "inner.warmup_updates": 2},
@@ -235,7 +179,7 @@ TINY = Size(
 
 
 def acceptance(figures: Figures, size: Size, options: argparse.Namespace) -> None:
-    """Compare a round with a CPU's, and a run that was stopped with an uninterrupted one."""
+    """Compare a round with a CPU's."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import gpu; gpu.save_round(*sys.argv[2:])"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code, str(Path(__file__).parent), f"{folder}/cpu.npz"]
@@ -249,15 +193,7 @@ def acceptance(figures: Figures, size: Size, options: argparse.Namespace) -> Non
             with np.load(f"{folder}/cpu.npz") as other:
                 return compare(own, dict(other))
 
-        with ThreadPoolExecutor(len(RESUMED)) as pool:
-            runs = {
-                name: pool.submit(resume, *size.resumed, flags=flags)
-                for name, flags in RESUMED.items()
-                if name not in figures.known
-            }
-            figures.measure("update", update)
-            for name, run in runs.items():
-                figures.measure(name, run.result)
+        figures.measure("update", update)
         there.kill()
 
 
@@ -307,29 +243,6 @@ def compare(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray])
     }
 
 
-def resume(config: str, changes: dict[str, Any], *, flags: str) -> str:
-    """Compare a run that is stopped and resumed in another process with an uninterrupted run."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if jax.default_backend() == "gpu":
-        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    with tempfile.TemporaryDirectory() as folder:
-        environment["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
-
-        def run(name: str, **more: object) -> Path:
-            command = train(config, Path(folder) / name, changes | more)
-            said = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False
-            )
-            if said.returncode:
-                raise RuntimeError(last_line(said.stderr) or f"ended with {said.returncode}")
-            return Path(folder) / name
-
-        whole = state_of(run("whole"))
-        run("resumed", num_rounds=2)
-        differ = differences(state_of(run("resumed")), whole)
-    return f"no: differs in {differ}" if differ else "yes, every bit"
-
-
 def train(config: str, workdir: Path, changes: dict[str, Any], *more: str) -> list[str]:
     """The command that trains a shipped config with changes."""
     command = [sys.executable, "-m", "adloco_jax.main", f"--workdir={workdir}"]
@@ -346,33 +259,20 @@ def speed(name: str) -> Callable[[Figures, Size, argparse.Namespace], None]:
         tokens_BL = jnp.zeros((1, 1), jnp.int32)
         params = jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
         figures.write(flops_per_token=flops_per_token(steps.shape, params))
-        shipped = compiled(steps, Variant())
+        shipped = compiled(steps, steps.batch, steps.num_workers)
 
-        def beside(name: str, run: InnerSteps) -> dict:
+        def beside(run: InnerSteps) -> dict:
             """Tokens/s of a program, and how many times as fast it is as the one shipped."""
-            times = interleave({"shipped": shipped, name: run}, size.repeats)
-            rates = {
-                each: per_second(call.num_tokens, times[each])
-                for each, call in (("shipped", shipped), (name, run))
-            }
-            return {"tokens_per_s": rates[name], "ratio": rates[name][1] / rates["shipped"][1]}
+            calls = {"shipped": shipped, "this": run}
+            times = interleave(calls, size.repeats)
+            own, base = (per_second(calls[n].num_tokens, times[n]) for n in ("this", "shipped"))
+            return {"tokens_per_s": own, "ratio": own[1] / base[1]}
 
-        figures.measure("shipped", lambda: beside("shipped", shipped))
-        missing = [each for each in steps.variants if each not in figures.known]
-        for first in range(0, len(missing), _AT_ONCE):  # timed, should the rest not be reached
-            some = missing[first : first + _AT_ONCE]
-            # XLA has chosen its kernels with nothing beside it, and remembers most of them.
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
-                runs = [pool.submit(compiled, steps, steps.variants[each]) for each in some]
-            for each in some:
-                run = runs.pop(0)
-                figures.measure(each, lambda each=each, run=run: beside(each, run.result()))
-                del run  # with its memory
+        figures.measure("shipped", lambda: beside(shipped))
+        for each, sizes in steps.variants.items():
+            figures.measure(each, lambda sizes=sizes: beside(compiled(steps, *sizes)))
 
     return part
-
-
-_AT_ONCE = 4  # programs that are compiled at the same time
 
 
 def torch(figures: Figures, size: Size, options: argparse.Namespace) -> None:
@@ -391,17 +291,10 @@ def torch(figures: Figures, size: Size, options: argparse.Namespace) -> None:
             library.cuda.empty_cache()
 
 
-def compiled(steps: Steps, variant: Variant) -> InnerSteps:
-    """Compile the inner steps with a variant's settings."""
-    settings = settings_of(steps.shape, **(steps.changes | variant.changes))
-    sizes = (variant.batch or steps.batch, variant.num_workers or steps.num_workers)
-    return InnerSteps(
-        settings,
-        random_tokens(steps.shape, *sizes),
-        kernel=variant.kernel,
-        inner_tx=variant.inner_tx and variant.inner_tx(settings),
-        options=variant.options or None,
-    )
+def compiled(steps: Steps, batch: int, num_workers: int) -> InnerSteps:
+    """Compile the inner steps with a batch and a number of workers."""
+    settings = settings_of(steps.shape, **{"inner.clip_norm": steps.clip_norm})
+    return InnerSteps(settings, random_tokens(steps.shape, batch, num_workers))
 
 
 # Changes of the config growing_pool with 35 M parameters, for which all arms have AdamW. One worker
@@ -488,16 +381,6 @@ def curve(command: Sequence[str], workdir: Path, limit_s: float) -> dict:
     }
 
 
-def finetune(figures: Figures, size: Size, options: argparse.Namespace) -> None:
-    """Time rounds of configs/finetune.py from the checkpoint `--weights`."""
-    changes = {"model.init_from": options.weights, "data.source": "stdlib", "num_rounds": 3}
-    changes |= {"inner.steps_per_round": 20, "eval.num_sequences": 16, "checkpoint.every_s": 1e6}
-    workdir = options.work / "finetune"
-    figures.measure(
-        "run", lambda: curve(train("finetune", workdir, changes), workdir, options.limit)
-    )
-
-
 Part = Callable[[Figures, Size, argparse.Namespace], None]
 # In order of worth, each with its seconds; together at most 12 minutes. PyTorch's programs take a
 # minute or more to compile, so they come after what is ours.
@@ -507,7 +390,6 @@ PARTS: dict[str, tuple[Part, float]] = {
     "microllama": (speed("microllama"), 100),
     "training": (training, sum(SHARES_S.values())),
     "torch": (torch, 95),
-    "finetune": (finetune, 25),
 }
 
 
@@ -527,12 +409,12 @@ def read_all(folder: Path) -> dict[str, dict]:
 _RAISED = re.compile(r"[\w.]*(Error|Exception)\b|[A-Z_]{5,}: ")  # no reason in words
 
 
-def _cell(figure: dict | None, form: str, **more: object) -> str:
+def _cell(figure: dict | None, form: str) -> str:
     """Format a figure, or say why there is none."""
     if not figure:
         return "not measured"
     if "error" not in figure:
-        return form.format(**figure, **more)
+        return form.format(**figure)
     if _RAISED.match(figure["error"]):
         return "failed, with the error in `studies/gpu`"
     return f"not measured: {figure['error']}"
@@ -564,20 +446,13 @@ def speed_table(found: Mapping[str, dict]) -> list[str]:
             text = f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
             cells.append(text if library in beside else _cell(beside, "-"))
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    names = dict.fromkeys(name for steps in FULL.steps.values() for name in steps.variants)
-    lines += ["", f"| with | {' | '.join(TITLES)} |", "|---|---|---|"]
-    form = "{ratio:.3f} ({tokens_per_s[1]:,.0f}{share})"
-    for name in names:
-        cells = []
-        for part in TITLES:
-            if name not in FULL.steps[part].variants:
-                cells.append("-")
-                continue
-            figure = found[part].get(name)
-            share = ""
-            if figure and "tokens_per_s" in figure:
-                share = f", {_share(found[part], figure):.3f}"
-            cells.append(_cell(figure, form, share=share))
+    known = found["growing_pool"]
+    lines += ["", "| growing_pool with | as shipped = 1 | tokens/s | share of the peak |"]
+    lines += ["|---|---|---|---|"]
+    for name in FULL.steps["growing_pool"].variants:
+        figure = known.get(name, {})
+        cells = [_cell(figure, "{ratio:.3f} | {tokens_per_s[1]:,.0f}")]
+        cells.append(f"{_share(known, figure):.3f}" if "tokens_per_s" in figure else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -637,15 +512,10 @@ def comparisons(known: dict) -> list[str]:
 
 
 def acceptance_lines(known: dict) -> list[str]:
-    """How far a round is from a CPU's, and what a resumed run is."""
+    """How far a round is from a CPU's."""
     update = known.get("update") or {}
     text = ", ".join(f"{name} {value:.1e}" for name, value in update.items() if name != "error")
-    lines = [f"- A round beside a CPU's, relative differences: {text or _cell(update, '')}."]
-    for name, words in zip(RESUMED, ("deterministic", "default"), strict=True):
-        found = known.get(name)
-        text = found if isinstance(found, str) else _cell(found, "")
-        lines.append(f"- Resumed bit for bit, {words} operations: {text}.")
-    return lines
+    return [f"- A round beside a CPU's, relative differences: {text or _cell(update, '')}."]
 
 
 def front(found: Mapping[str, dict]) -> str:
@@ -735,7 +605,7 @@ def run_part(part: str, options: argparse.Namespace, limit_s: float) -> int:
     own = {"part": part, "limit": max(1.0, limit_s - 5)}
     given = vars(options) | own
     command = [sys.executable, __file__, *(["--tiny"] if options.tiny else [])]
-    names = ("out", "work", "rows", "tokenizer", "weights", "part", "limit")
+    names = ("out", "work", "rows", "tokenizer", "part", "limit")
     command += [f"--{name}={given[name]}" for name in names if given[name] is not None]
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -751,10 +621,10 @@ def run_part(part: str, options: argparse.Namespace, limit_s: float) -> int:
 def measure_all(options: argparse.Namespace) -> int:
     """Measure the parts that are not done; return an exit code."""
     end_s = time.monotonic() + 60 * options.minutes
-    needs = {"training": ("rows", "tokenizer"), "finetune": ("weights",)}
     waiting = {}
     for part, (_, seconds) in PARTS.items():
-        lacks = [f"--{name}" for name in needs.get(part, ()) if getattr(options, name) is None]
+        needs = ("rows", "tokenizer") if part == "training" else ()
+        lacks = [f"--{name}" for name in needs if getattr(options, name) is None]
         done = Figures(options.out / f"{part}.json").known.get("done")
         if lacks or done:
             print(f"{part}: {'done' if done else ' '.join(['skipped', *lacks])}")
@@ -776,11 +646,10 @@ def measure_all(options: argparse.Namespace) -> int:
         figures = Figures(options.out / f"{part}.json")
         if code != 0:
             figures.write(stopped=f"exit code {code} after {time.monotonic() - start_s:.0f} s")
-    return 0 if all(read_all(options.out)[part].get("done") for part in FIRST) else 1
+    return 0 if all(read_all(options.out)[part].get("done") for part in PARTS) else 1
 
 
 _LEAST_S = 10
-FIRST = ("acceptance", "growing_pool", "microllama", "training", "torch")
 
 
 def main() -> int:
@@ -790,7 +659,6 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu"), help="runs and programs")
     parser.add_argument("--rows", type=Path, help="folder of rows, for the part training")
     parser.add_argument("--tokenizer", help="the tokenizer of the rows")
-    parser.add_argument("--weights", help="a checkpoint, for the part finetune")
     parser.add_argument("--minutes", type=float, default=12.0, help="for all parts together")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU")
     parser.add_argument("--tables", type=Path, nargs="?", const=ROOT / "studies" / "GPU.md")

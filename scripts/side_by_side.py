@@ -14,14 +14,12 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses the same GPU
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 from timing import interleave, per_second
@@ -32,7 +30,7 @@ from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.engine.programs import needed_bytes
-from adloco_jax.engine.spec import Kernel, here
+from adloco_jax.engine.spec import here
 from adloco_jax.models import hf
 from adloco_jax.models.configured import InitFn, build_network
 from adloco_jax.run.choose import Mode
@@ -68,10 +66,10 @@ SHAPES = {
 }
 
 
-def functions_of(settings: Settings, kernel: Kernel | None = None) -> tuple[InitFn, LossFn]:
-    """The model's `init_fn` and loss as a run on this device has them; `kernel`: attention's."""
+def functions_of(settings: Settings) -> tuple[InitFn, LossFn]:
+    """The model's `init_fn` and loss as a run on this device has them."""
     model, mode = configured_model(settings, here()), Mode(True, bool(settings.model.remat))
-    return model.init_fn, model.loss_of(mode, kernel or model.attention(1))
+    return model.init_fn, model.loss_of(mode, model.attention(1))
 
 
 class InnerSteps:
@@ -84,9 +82,6 @@ class InnerSteps:
         params: PyTree | None = None,
         *,
         parallelism: int | None = None,
-        kernel: Kernel | None = None,
-        inner_tx: optax.GradientTransformation | None = None,
-        options: dict[str, Any] | None = None,
     ):
         """Compile the inner steps.
 
@@ -95,13 +90,10 @@ class InnerSteps:
           tokens_SRBL: The tokens that each call trains on, int32 [S, R, B, L + 1].
           params: One model's parameters to start from; None draws them from key 0.
           parallelism: How many workers compute as one batch; None: as a run on this device.
-          kernel: The implementation of attention; None: as a run on this device.
-          inner_tx: The optimizer without clipping; None: that of the settings.
-          options: Options of the compiler.
         """
-        init_fn, loss_fn = functions_of(settings, kernel)
+        init_fn, loss_fn = functions_of(settings)
         label_params, num_workers = labeller(settings.model.arch), tokens_SRBL.shape[1]
-        inner_tx = inner_transform(settings.inner, label_params, inner_tx)
+        inner_tx = inner_transform(settings.inner, label_params)
         ensemble = adloco_jax.init(
             init_fn(jax.random.key(0)) if params is None else params,
             num_trainers=num_workers,
@@ -128,8 +120,7 @@ class InnerSteps:
             )
 
         jitted = jax.jit(steps, donate_argnums=0)
-        lowered = jitted.lower(self._workers, *self._inputs)
-        self._program = lowered.compile(compiler_options=options)
+        self._program = jitted.lower(self._workers, *self._inputs).compile()
 
     @property
     def needed_bytes(self) -> int:
