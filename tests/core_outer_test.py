@@ -241,20 +241,15 @@ def test_a_skipped_update_is_the_same_on_an_accelerator(as_on_a_gpu):
     assert_close(on_a_gpu, on_a_cpu, rtol=1e-6)
 
 
-def root_loss(params, batch_B):
-    return jnp.mean(jnp.sqrt(jnp.square(batch_B * params)))
+def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped():
+    """The gradient of a root at zero is NaN."""
 
+    def root_loss(params, batch_B):
+        return jnp.mean(jnp.sqrt(jnp.square(batch_B * params)))
 
-def steep_loss(params, batch_B):
-    return jnp.mean(1e25 * batch_B * params)
-
-
-@pytest.mark.parametrize(("loss_fn", "value"), [(root_loss, 0.0), (steep_loss, 1.0)])
-def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped(loss_fn, value):
-    """The gradient of a root at zero is NaN; the squared norm of a steep gradient overflows."""
     ensemble = ensemble_of([1], np.float32(1.0), inner_tx=SGD, outer_tx=PLAIN)
-    start, batch_TRB = start_round(ensemble), np.full((1, 1, 2), value, np.float32)
-    after, loss_TR, skipped_TR = inner_steps(start, batch_TRB, loss_fn, inner_tx=SGD)
+    start, batch_TRB = start_round(ensemble), np.zeros((1, 1, 2), np.float32)
+    after, loss_TR, skipped_TR = inner_steps(start, batch_TRB, root_loss, inner_tx=SGD)
     assert np.isfinite(loss_TR).all() and skipped_TR.tolist() == [[True]]
     assert same(states_of(after, 0), states_of(start, 0))
 
