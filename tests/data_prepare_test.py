@@ -214,7 +214,7 @@ def test_what_was_unused_for_longest_leaves_the_cache(monkeypatch, tmp_path):
         os.utime(root / name, (time.time() - days * 86400,) * 2)
     files.trim_cache()
     left = [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file()]
-    assert left == ["README", "checkpoints/c/x", "data/d/train.npy"]
+    assert left == ["checkpoints/c/x", "data/d/train.npy"]
     monkeypatch.setenv("ADLOCO_CACHE_GB", "0")
     files.trim_cache()  # what was used today stays
     assert not (root / "checkpoints/c").exists() and (root / "data/d").exists()

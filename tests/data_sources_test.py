@@ -289,9 +289,6 @@ def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_pat
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["a.html"], r"a\.html: \.html is no plain text; .*data\.source=text"),
-        (["a.tar.gz"], r"a\.tar\.gz: \.tar is no plain text; unpack it, or compress it with gzip"),
-        (["a.jsonl.bz2"], r"\.bz2 is no plain text; unpack it, or"),
         (["a.csv", "b.md"], r"files of several kinds \(a\.csv, b\.md\); .*set data\.source"),
     ],
 )

@@ -22,7 +22,6 @@ import numpy as np
 from adloco_jax.data import hub, prepared, rows, sources
 from adloco_jax.data.files import (
     File,
-    RemoteFile,
     cache_folder,
     find,
     identity,
@@ -46,12 +45,6 @@ _SOURCE_OF = {
     **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
     **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
 }
-# Endings of files that contain other data beside text, which a model would learn, too.
-_MARKUP, _PACKED = "html htm xhtml xml ipynb rtf".split(), "zip tar bz2 xz zst 7z".split()
-_BINARY = "xls xlsx ods feather orc avro npy npz pkl h5 db sqlite pdf docx odt epub".split()
-_REFUSED = dict.fromkeys(_MARKUP, "convert it, or set data.source=text, which reads it as it is")
-_REFUSED |= dict.fromkeys(_PACKED, "unpack it, or compress it with gzip")
-_REFUSED |= dict.fromkeys(_BINARY, "convert it")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,25 +120,18 @@ class Corpus:
         ):
             cut += f"; {counted(number, noun)} {why}" if number else ""
         copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
-        around = {*self.tokenizer.prefix, *self.tokenizer.suffix} - {self.tokenizer.eot_id}
-        unseen = ""
-        if around and self.tokens_per_byte is not None and kind != "chat":
-            unseen = (
-                f"; rows have no {self.tokenizer.decode(sorted(around))}, which transformers adds"
-                " to a text unless add_special_tokens=False"
-            )
         if manifest.unread:
             copies += f"\nnot read: {', '.join(manifest.unread)}"
+        tokenizer = self.tokenizer
         files = counted(sum(record.bytes is not None for record in manifest.files), "file")
         return (
             f"data: {files if files[0] != '0' else manifest.files[-1].name};"
             f" {counted(manifest.documents[0], kind)} to train on, {manifest.documents[1]}"
             f" held out{copies}\n"
-            f"tokenizer: {self.tokenizer.name}, {self.tokenizer.vocab_size} ids{unseen}"
-            f"{self._end_of_answers()}\n"
+            f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._end_of_answers()}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
             f" model will see, for instance{of_class}:\n"
-            f"  | {readable(row, self.tokenizer, max_chars=240)}"
+            f"  | {readable(row, tokenizer, max_chars=240)}"
         )
 
     def _end_of_answers(self) -> str:
@@ -243,25 +229,22 @@ def _kept_rows(
             raise
         note(f"{_where_of(data)}: the hub does not answer; using the rows made last")
         return made
-    with contextlib.ExitStack() as stack:
-        folder, manifest = Path(), None
-        if DATA_SOURCES[data.source].version is not None:
-            try:
-                folder = cache_folder("data") / job.key
-                manifest = rows.prepare(job, folder, note=note)
-            except OSError as error:
-                note(f"rows cannot be kept for later runs ({error})")
-        if manifest is None:
-            # The memory-mapped arrays stay readable after the folder is deleted.
-            temporary = tempfile.TemporaryDirectory(prefix="adloco-rows-")
-            folder = Path(stack.enter_context(temporary)) / job.key
+    if DATA_SOURCES[data.source].version is not None:
+        try:
+            folder = cache_folder("data") / job.key
             manifest = rows.prepare(job, folder, note=note)
-        else:
             size = sum(file.stat().st_size for file in folder.iterdir())
             note(
                 f"rows are kept for later runs, {size / 1e6:.1f} MB; to delete them: rm -r"
                 f" {shlex.quote(str(folder))}"
             )
+            return manifest, prepared.open_rows(folder, manifest)
+        except OSError as error:
+            note(f"rows cannot be kept for later runs ({error})")
+    # The memory-mapped arrays stay readable after the folder is deleted.
+    with tempfile.TemporaryDirectory(prefix="adloco-rows-") as temporary:
+        folder = Path(temporary) / job.key
+        manifest = rows.prepare(job, folder, note=note)
         return manifest, prepared.open_rows(folder, manifest)
 
 
@@ -282,16 +265,10 @@ def check_corpus(data: DataSettings, model: ModelSettings, run: Path | None = No
         job = make_job(data, tokenizer, commit="any")  # any commit, so that the hub is not asked
         if job.is_on_hub:
             return [f"{_where_of(data)}: whether the hub has it, and its content"]
-        sides = job.parts()
-        if any(isinstance(part.file, RemoteFile) for side in sides for part in side):
+        if job.num_bytes_here is None:
             return [f"{_where_of(data)}: its content"]
-        for parts, where in zip(sides, reversed(job.where), strict=True):
-            documents = (
-                document
-                for part in parts
-                if isinstance(part.file, Path)
-                for document in job.documents(part, part.file, where)
-            )
+        for parts, where in zip(job.parts(), reversed(job.where), strict=True):
+            documents = (d for part in parts for d in job.documents(part, part.file, where))
             if parts and next(documents, None) is None:
                 raise DataError(rows.no_text(where))
     return [f"{_where_of(data)}: {AFTER_FIRST}"]
@@ -302,10 +279,8 @@ def is_small(data: DataSettings, model: ModelSettings, run: Path | None = None) 
     source = DATA_SOURCES[data.source]
     if source.is_folder or "path" not in source.needs:
         return True
-    job = make_job(data, tokenizer_of(data, model, run=run), commit="any")
-    files: list[Any] = [] if job.is_on_hub else [part.file for side in job.parts() for part in side]
-    is_here = bool(files) and all(isinstance(file, Path) for file in files)
-    return is_here and sum(os.path.getsize(str(file)) for file in files) <= _SMALL_BYTES
+    size = make_job(data, tokenizer_of(data, model, run=run), commit="any").num_bytes_here
+    return size is not None and size <= _SMALL_BYTES
 
 
 def _where_of(data: DataSettings) -> str:
@@ -318,7 +293,7 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     The files are in reading order. There are none if the source of the text needs no path.
     """
     source, where = DATA_SOURCES[data.source], _where_of(data)
-    on_hub = source.is_hub and is_on_hub(data.path, key="data.path", endings=sources.FILE_ENDINGS)
+    on_hub = source.is_hub and is_on_hub(data.path, key="data.path")
     if source.is_hub and (data.heldout_path if on_hub else data.name or data.heldout_split):
         raise ConfigError(
             f"{where}: data.heldout_path is for files, data.name and data.heldout_split are for"
@@ -354,21 +329,16 @@ def source_of(path: str) -> str:
     """Return the `data.source` that reads a path, by its files' endings; hf for a name on the hub.
 
     Raises:
-      ConfigError: If the files are of several kinds, or of a kind that is not plain text.
+      ConfigError: If the files are of several kinds.
       DataError: If the path leads to no file and is not the name of a data set.
     """
     if prepared.is_prepared(path):
         return "tokens"
-    known = {*_SOURCE_OF, *_REFUSED, "txt"}
-    if _ending(path) not in known and is_on_hub(path, key="data.path"):
+    if is_on_hub(path, key="data.path"):
         return "hf"
     kinds = {}
     for name in find(path, key="data.path"):
-        ending = _ending(name)
-        if ending in _REFUSED:
-            raise ConfigError(
-                f"data.path={path}: {name}: .{ending} is no plain text; {_REFUSED[ending]}"
-            )
+        ending = name.lower().removesuffix(".gz").rpartition(".")[2]
         kinds.setdefault(_SOURCE_OF.get(ending, "text"), name)
     if any(name.endswith(".arrow") for name in kinds.values()):
         return "hf"  # a data set that the library `datasets` saved; it also has files in JSON
@@ -378,10 +348,6 @@ def source_of(path: str) -> str:
             " or set data.source"
         )
     return next(iter(kinds))
-
-
-def _ending(name: str) -> str:
-    return name.lower().removesuffix(".gz").rpartition(".")[2]
 
 
 def column_of_texts(data: DataSettings) -> str:

@@ -30,16 +30,8 @@ _KINDS = ("s3", "gs", "az", "hf", "https", "http")
 # What the servers call the properties of a file that differ after its content has changed.
 _VERSIONS = ("blob_id", "content-md5", "etag", "generation", "last-modified", "last_modified")
 _VERSIONS += ("lastmodified", "updated", "versionid")
+_OF_FILES = (".arrow", ".csv", ".gz", ".json", ".jsonl", ".model", ".parquet", ".tsv", ".txt")
 _KEPT_S = 24 * 60 * 60  # how long what was used stays in the cache
-_README = """What adloco_jax keeps for later runs. All of it may be deleted; runs make it again.
-
-data         rows of tokens, made from text
-programs     compiled programs; runs execute them, so let nobody else write here
-checkpoints  copies of models and tokenizers from addresses
-
-At the start of a run, what was not used for longest is deleted above 100 GB; the environment
-variable ADLOCO_CACHE_GB sets another limit.
-"""
 _SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
 
 
@@ -87,8 +79,8 @@ def trim_cache() -> None:
     if not re.fullmatch(r"\d+(\.\d+)?", gigabytes):
         raise ConfigError(f"ADLOCO_CACHE_GB={gigabytes}: expected a number of gigabytes")
     with contextlib.suppress(OSError):  # no such folder; not this user's; another process deletes
-        root, entries = cache_folder(""), []
-        for entry in root.glob("*/*"):
+        entries = []
+        for entry in cache_folder("").glob("*/*"):
             found = [path.stat() for path in (entry, *entry.rglob("*")) if path.is_file()]
             last_s = max((max(stat.st_atime, stat.st_mtime) for stat in found), default=0.0)
             entries.append((last_s, sum(stat.st_size for stat in found), entry))
@@ -101,8 +93,6 @@ def trim_cache() -> None:
             else:
                 entry.unlink(missing_ok=True)
             above -= size
-        root.mkdir(parents=True, exist_ok=True)
-        (root / "README").write_text(_README)
 
 
 def is_address(path: str) -> bool:
@@ -120,16 +110,14 @@ def _local_path(name: str, *, key: str) -> Path:
     return path
 
 
-def is_on_hub(name: str, *, key: str, endings: Sequence[str] = ()) -> bool:
+def is_on_hub(name: str, *, key: str) -> bool:
     """Whether a value of the config's `key` is no path here, and may be a name on the hub.
 
-    `endings` are those of files, which no name on the hub has. Raises DataError if the path cannot
-    be followed.
+    Raises DataError if the path cannot be followed.
     """
-    if not hub.NAME.fullmatch(name):
+    if not hub.NAME.fullmatch(name) or name.endswith(_OF_FILES):
         return False
-    path = _local_path(name, key=key)
-    return not path.exists() and path.suffix not in endings
+    return not _local_path(name, key=key).exists()
 
 
 # -- Find files ------------------------------------------------------------------------------
@@ -305,7 +293,6 @@ def fetched(
     one_of: Sequence[str],
     key: str,
     hint: str = "",
-    endings: Sequence[str] = (),
     revision: str | None = None,
 ) -> Iterator[Path]:
     """Yield a path, or the copy in the user's cache of a remote folder or a repository on the hub.
@@ -318,7 +305,6 @@ def fetched(
       one_of: Patterns, in order of preference; files of the first that matches are copied.
       key: The config's key, for messages.
       hint: What the message advises if no file matches a pattern of `one_of`.
-      endings: As in `is_on_hub`.
       revision: As in `hub.download`.
 
     Raises:
@@ -329,7 +315,7 @@ def fetched(
         folder = _copied(name, wanted, one_of=one_of, key=key, hint=hint)
         with _named(folder, name.rstrip("/")):
             yield folder
-    elif not is_on_hub(name, key=key, endings=endings):
+    elif not is_on_hub(name, key=key):
         yield _local_path(name, key=key)
     else:
         where = f"{key}={name}"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from adloco_jax.data import chats, prepared, sources
 from adloco_jax.data.disk import file_sha256, replaced_folder
-from adloco_jax.data.files import local_copy
+from adloco_jax.data.files import File, is_address, local_copy
 from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
@@ -73,7 +73,14 @@ class Job:
         """Whether the text is a data set on the hub."""
         return bool(self.request["path"])
 
-    def documents(self, part: Part, path: Path | None, where: str) -> Iterator[Document]:
+    @property
+    def num_bytes_here(self) -> int | None:
+        """Size of the files of text if all are on this machine; else None."""
+        files = [*self.request["files"], *self.request["heldout_files"]]
+        is_elsewhere = self.is_on_hub or any(is_address(name) for name, *_ in files)
+        return None if is_elsewhere else sum(size for _, size, *_ in files)
+
+    def documents(self, part: Part, path: File | None, where: str) -> Iterator[Document]:
         """Yield the documents of a part, whose file is at `path`; see `sources.documents_of`."""
         given = {"where": where, "num_classes": self.num_classes, "tokenizer": self.encoder}
         return sources.documents_of(part.read(path), self.data, **given)
@@ -263,11 +270,21 @@ def _is_enough(job: Job, found: _Tokenised, side: int) -> bool:
 
 
 def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise documents; return all tokens (`_TOKEN`), and a `_DOCUMENT` for each."""
+    """Tokenise documents; return the tokens to keep (`_TOKEN`), and a `_DOCUMENT` for each."""
     texts, encoder = [document.text for document in documents], job.encoder
+    answers = [document.answers for document in documents]
     about = np.zeros(len(texts), _DOCUMENT)
-    if job.data.is_chat:
-        ids, pieces, marks = _cut(documents, job, about)
+    if job.data.is_chat:  # cut to the length of a row, to nothing if no token counts
+        aligned = [encoder.encode_aligned(text) for text in texts]
+        ids = [chat for chat, _ in aligned]
+        marks = [
+            chats.counted(offsets, parts.spans)[: job.row_length]
+            for (_, offsets), parts in zip(aligned, answers, strict=True)
+        ]
+        marks = [mark if mark.any() else mark[:0] for mark in marks]
+        pieces = [chat[: len(mark)] for chat, mark in zip(ids, marks, strict=True)]
+        about["num_bytes"] = [parts.num_bytes for parts in answers]
+        about["cut"] = [0 < len(p) < len(chat) for p, chat in zip(pieces, ids, strict=True)]
     else:
         ids = encoder.encode_batch(texts)
         pieces = [np.append(i, np.int32(encoder.eot_id)) for i in ids]
@@ -278,6 +295,8 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
     about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
     about["label"] = [document.label for document in documents]
     about["bad"] = [document.fault != "" for document in documents]
+    about["only_last"] = [parts.only_last for parts in answers]
+    about["rejected"] = [parts.is_rejected for parts in answers]
     about["side"] = side
     about["length"] = [len(piece) for piece in pieces]
     about["counted"] = [mark.sum() for mark in marks]
@@ -291,28 +310,6 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
             f"need 0 to {encoder.vocab_size - 1}"
         )
     return tokens, about
-
-
-def _cut(
-    documents: Sequence[Document], job: Job, about: np.ndarray
-) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """Tokenise chats and cut them to the length of a row, to nothing if no token counts.
-
-    Returns their ids, these cut, and which of the latter count.
-    """
-    ids, pieces, marks = [], [], []
-    for document, of_chat in zip(documents, about, strict=True):
-        answers = document.answers
-        chat, offsets = job.encoder.encode_aligned(document.text)
-        counted = chats.counted(offsets, answers.spans)[: job.row_length]
-        length = len(counted) if counted.any() else 0
-        ids.append(chat)
-        pieces.append(chat[:length])
-        marks.append(counted[:length])
-        of_chat["num_bytes"] = answers.num_bytes
-        of_chat["only_last"], of_chat["rejected"] = answers.only_last, answers.is_rejected
-        of_chat["cut"] = 0 < length < len(chat)
-    return ids, pieces, marks
 
 
 def _file_record(name: str, path: Path | None, num_documents: int) -> FileRecord:

@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
     name: str
     file: File | None
-    read: Callable[[Path | None], Iterable[Row]]
+    read: Callable[[File | None], Iterable[Row]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +303,7 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a parquet file; read only columns that the config names."""
     import pyarrow.parquet
 
-    with _arrow_faults(file), _opened(file) as content:
+    with _faults(file, pyarrow.ArrowException), _opened(file) as content:
         rows = pyarrow.parquet.ParquetFile(content)
         columns, unread = _read_columns(rows.schema_arrow.names, data, str(file))
         yield from _arrow_records(rows.iter_batches(1024, columns=columns), file, unread)
@@ -313,7 +313,7 @@ def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of an Arrow file or stream; `datasets` saves streams."""
     import pyarrow.ipc
 
-    with _arrow_faults(file), _opened(file) as content:
+    with _faults(file, pyarrow.ArrowException), _opened(file) as content:
         if content.peek(6)[:6] == b"ARROW1":
             rows = pyarrow.ipc.open_file(content)
             batches = map(rows.get_batch, range(rows.num_record_batches))
@@ -335,14 +335,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-@contextlib.contextmanager
-def _arrow_faults(file: Path) -> Iterator[None]:
-    import pyarrow
-
-    with _faults(file, pyarrow.ArrowException):
-        yield
 
 
 @contextlib.contextmanager
@@ -472,8 +464,6 @@ _BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record | DataError
     **{".parquet": parquet_documents, ".arrow": arrow_documents},
 }
 
-
-FILE_ENDINGS = (*_BY_ENDING, ".gz")
 
 # -- The table -------------------------------------------------------------------------------
 

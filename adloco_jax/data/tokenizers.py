@@ -28,7 +28,6 @@ GENERATION = "generation_config.json"
 _END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
-_FILES = (".json", ".model")
 # The files of a repository on the hub that are downloaded: a vocabulary, in order of preference,
 # and the files that describe it.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
@@ -172,7 +171,7 @@ def _load(name: str, text_length: int | None, template: str, key: str) -> Tokeni
     if name == "bytes":
         return _bytes_tokenizer(text_length, template)
     hint = "data.tokenizer names another, such as bytes"
-    options: Any = {"one_of": _VOCABULARIES, "key": key, "endings": _FILES, "hint": hint}
+    options: Any = {"one_of": _VOCABULARIES, "key": key, "hint": hint}
     with fetched(name, _HUB_FILES, **options) as path:
         if not path.exists():
             raise DataError(f"{key}={name}: no such file or folder")
