@@ -56,7 +56,7 @@ def plans_of(control, settings):
 
 
 def groups_of(control, settings):
-    spec = types.SimpleNamespace(machine=here(), model_shards=1, by_position=False)
+    spec = types.SimpleNamespace(machine=here(), model_shards=1)
     return batches.group_trainers(control, plans_of(control, settings), spec)
 
 

@@ -720,11 +720,11 @@ def test_a_learner_out_of_memory_halves_its_micro_batches_and_says_so(monkeypatc
     def peak(programs, key, sizes):
         return Peak(2**62 if key.micro_batch_size > 2 and known == "from the compiler" else 0, 0)
 
-    def running(programs, sub, group, work):
+    def running(programs, sub, group, calls):
         ran.append(group.plan.micro_batch_size)
         if ran[-1] > 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
-        return inner_round(programs, sub, group, work)
+        return inner_round(programs, sub, group, calls)
 
     here = Here(monkeypatch, lambda *_: "response")
     sizes = {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4, "buckets": (4,)}

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import VOCAB, Table, bigram_loss, config_of, corpus, init_fn, settings_of, spec_of
+from toy import VOCAB, Table, corpus, settings_of, spec_of
 from toy_runs import events, run
 from trees import assert_close, assert_equal
 
-from adloco_jax.config import validate
 from adloco_jax.core.types import init
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine import programs as programs_module
@@ -22,8 +21,7 @@ from adloco_jax.engine.programs import Programs, lower, needed_bytes
 from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
-from adloco_jax.run import plan as plan_module
-from adloco_jax.run import program
+from adloco_jax.run.choose import program_peaks
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -66,36 +64,23 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
     assert traced - ({"start_round"} - functions) == functions
 
 
-def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch):
+def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path):
     """All trainers grow alike: a batch in each of two buckets, then an accumulated one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "build_model", lambda *_, **__: (init_fn, bigram_loss))
     growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
-    config = config_of(**growing, num_tokens=123_456)
-    text = plan_module.plan(config, memory=True)
-    assert list(tmp_path.iterdir()) == []
-    listed = text.partition("by the compiler's analysis:\n")[2].partition("\npeak: ")[0]
-    planned = [line.rsplit(maxsplit=2)[0].strip() for line in listed.splitlines()]
+    settings = settings_of(**growing)
+    programs, control = Programs(spec_of(settings)), start(settings, 4)
+    planned = program_peaks(control, programs, settings.batching, settings.switch)
     ensemble = "M=3 R=4 B=0 workers=2,1,1"
-    assert sorted(planned) == sorted(
-        [
-            *(f"{kind} {ensemble}" for kind in ("stats", "start", "outer")),
-            *("steps M=1 R=4 B=2", "steps M=1 R=4 B=4", "loss M=1 R=1 B=4"),
-            *("steps M=1 R=4 B=4 accumulating", f"start {ensemble} accumulating"),
-        ]
-    )
-    for part in (
-        "\nprograms: 8 for 3 trainers and 4 workers",
-        "\npeak: ",
-        "; until 123,456 tokens or round 4, rounds of 3 updates",
-        "the run ends with the round that reaches 123,456 tokens or round 4\n",
-        "\nlength: at least ",
-    ):
-        assert part in text
-    run(tmp_path / "r", validate(config))
-    accumulated = [e["num_accum_steps"] for e in events(tmp_path / "r", "round")]
+    assert {*planned, "steps M=1 R=4 B=2"} == {
+        *(f"{kind} {ensemble}" for kind in ("stats", "start", "outer")),
+        *("steps M=1 R=4 B=2", "steps M=1 R=4 B=4", "loss M=1 R=1 B=4"),
+        *("steps M=1 R=4 B=4 accumulating", f"start {ensemble} accumulating"),
+    }
+    run(tmp_path, settings)
+    accumulated = [e["num_accum_steps"] for e in events(tmp_path, "round")]
     assert accumulated == [1] * 6 + [4] * 6
-    assert sorted(e["key"] for e in events(tmp_path / "r", "compile")) == sorted(planned)
+    compiled = [e["key"] for e in events(tmp_path, "compile")]
+    assert sorted(compiled) == sorted({*planned, "steps M=1 R=4 B=2"})
 
 
 def undecided(control, stats, plans):
@@ -112,7 +97,6 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
         trainer.requested_batch_size = batch_size
     rows, ended = corpus(), []
     spec = spec_of(settings)
-    assert spec.by_position
     params = {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
     for sequential in (False, True):
         chosen = dataclasses.replace(spec, sequential=sequential)

@@ -302,7 +302,7 @@ class Learner:
         parts = request.micro_batch_size // plan.micro_batch_size
         rate_TR, reads_R3 = inputs.rate_T.repeat(parts)[:, None], np.array([key], np.int32)
         calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
-        _, workers, [measured], _ = inner_round(self.programs, alone, group, [(group, calls)])
+        _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
         ended = workers.replace(inner_state_R=None)
         sent = _send(params_M, ended, request.precision(spec), request.is_single)
         if not spec.reset_inner_state:

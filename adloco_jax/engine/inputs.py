@@ -68,8 +68,6 @@ class Group(NamedTuple):
     sizes: tuple[int, ...]  # number of each trainer's workers
     devices: tuple[int, int] | None = None  # first device and number of devices; None: all
     plan: RoundPlan = RoundPlan(0, 1, 0)  # sizes of the trainers' round, if the group runs one
-    pool: int | None = None  # workers of the run if `ProgramSpec.by_position`; else None
-    positions: tuple[int, ...] = ()  # those of the group's workers in arrays of the whole pool
 
     @property
     def layout(self) -> Layout:
@@ -82,8 +80,8 @@ class Group(NamedTuple):
 
     def steps_key(self) -> ProgramKey:
         """Make the key of the group's inner steps, which depend on the workers only."""
-        pool, size = self.pool or sum(self.sizes), self.plan.micro_batch_size
-        return ProgramKey("steps", (pool,), size, self.plan.num_accum_steps > 1, self.devices)
+        sizes, accumulates = (sum(self.sizes),), self.plan.num_accum_steps > 1
+        return ProgramKey("steps", sizes, self.plan.micro_batch_size, accumulates, self.devices)
 
 
 class StatsRows(NamedTuple):
@@ -151,21 +149,12 @@ def group_trainers(
     control: Control, plans: Mapping[int, RoundPlan], spec: ProgramSpec
 ) -> list[Group]:
     """Divide each of `classes` by plan: trainers with the same plan form a group."""
-    groups, pool = [], control.reads()
+    groups = []
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
             trainers = [m for m in group.trainers if plans[m] == plan]
-            part = _group(control, trainers, group.devices)._replace(plan=plan)
-            if spec.by_position:
-                positions = tuple(map(pool.index, control.reads(trainers)))
-                part = part._replace(pool=len(pool), positions=positions)
-            groups.append(part)
+            groups.append(_group(control, trainers, group.devices)._replace(plan=plan))
     return groups
-
-
-def whole_pool(control: Control) -> Group:
-    """Make one group of all trainers and all workers of the run, in the order of the ensemble."""
-    return _group(control, control.trainers)
 
 
 def round_keys(
@@ -175,12 +164,7 @@ def round_keys(
     keys = []
     if measures_gradients(batching):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
-    groups = group_trainers(control, plans, spec)
-    if spec.by_position:
-        steps, pool = [group.steps_key() for group in groups], whole_pool(control)
-        accumulates = any(key.accumulates for key in steps)
-        return [*keys, pool.key("start", accumulates=accumulates), *steps, pool.key("outer")]
-    for group in groups:
+    for group in group_trainers(control, plans, spec):
         steps = group.steps_key()
         if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
             keys.append(group.key("start", accumulates=steps.accumulates))
@@ -326,9 +310,6 @@ def _positions(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndar
     workers = np.arange(sum(group.sizes))
     if count == 1:
         return [(workers, ())]
-    if group.pool:
-        places = enumerate(group.positions)
-        return [(workers[i : i + 1], (np.array(place, np.int32),)) for i, place in places]
     return [(workers[at::count], (np.array(at, np.int32),)) for at in range(count)]
 
 

@@ -31,7 +31,6 @@ from adloco_jax.engine.inputs import (
     make_round_inputs,
     programs_ahead,
     reads,
-    whole_pool,
 )
 from adloco_jax.engine.programs import Programs, merge_positions, merged, replace, spawned, taken
 from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
@@ -59,10 +58,9 @@ class Metrics(NamedTuple):
     stall_s: float  # seconds within `step_s` in which the round waited for compilation
 
 
-# For each group of trainers whose workers ran the same programs, losses and skips [T, R] by call.
-Measured: TypeAlias = list[tuple[Group, list[tuple[Array, Array]]]]
-# For each group that was synchronised together, norms of pseudo-gradients [M] by synchronisation.
-Norms: TypeAlias = list[tuple[Group, list[Array]]]
+# For each group: losses and skips [T, R] by call, and norms of pseudo-gradients [M] by
+# synchronisation.
+Measured: TypeAlias = list[tuple[Group, list[tuple[Array, Array]], list[Array]]]
 OnCall: TypeAlias = Callable[[float, Array], None] | None
 """Called with the share of the run that is done and losses; None: nobody is called."""
 
@@ -126,16 +124,16 @@ class LocalEngine:
         self._shares = iter(shares[1:].tolist())
         self._unreported.clear()
         self._begun, self._clock_s = state, self._now_s()
-        ensemble, measured, norms = self._dispatch(state, round_inputs)
+        ensemble, measured = self._dispatch(state, round_inputs)
         self._flushed.clear()
         control, decisions = decide(control, by_trainer(round_inputs.stats_rows, stats), plans)
         if not is_over(control, settings):
             self.look_ahead(control)
         self._report(0)
-        jax.block_until_ready(norms)
+        jax.block_until_ready([norms for _, _, norms in measured])
         step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
         lines = {m: round_inputs.lines[m] | spent[m] for m in plans}
-        outcomes = _outcomes(measured, norms)
+        outcomes = _outcomes(measured)
         state = State(ensemble, control)
         return end_round(state, lines, outcomes, decisions, step_s=step_s, stall_s=stall_s)
 
@@ -175,33 +173,26 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: the run, which made the programs, closes them."""
 
-    def _dispatch(
-        self, state: State, round_inputs: RoundInputs
-    ) -> tuple[Ensemble, Measured, Norms]:
+    def _dispatch(self, state: State, round_inputs: RoundInputs) -> tuple[Ensemble, Measured]:
         """Dispatch the programs of a round's updates to the devices, and do not wait for them."""
-        ensemble, measured, norms = state.ensemble, [], []
-        work = list(zip(round_inputs.groups, round_inputs.calls, strict=True))
-        stacks = [(group, [(group, calls)]) for group, calls in work]
-        if self.spec.by_position:
-            stacks = [(whole_pool(state.control), work)]
-        for stack, inputs in stacks:
-            at = state.control.positions(stack.trainers)
-            sub, workers, stack_measured, stack_norms = inner_round(
-                self.programs, _take(ensemble, at), stack, inputs, self._note
+        ensemble, measured = state.ensemble, []
+        for group, calls in zip(round_inputs.groups, round_inputs.calls, strict=True):
+            at = state.control.positions(group.trainers)
+            sub, workers, pairs, norms = inner_round(
+                self.programs, _take(ensemble, at), group, calls, self._note
             )
             inner_state_R, workers = workers.inner_state_R, workers.replace(inner_state_R=None)
             if self.spec.outer.own_params:
                 sub = sub.replace(params_R=workers.params_R)
             else:
-                sub, norm_M = self.programs.call(stack.key("outer"), sub, workers)
-                stack_norms.append(norm_M)
+                sub, norm_M = self.programs.call(group.key("outer"), sub, workers)
+                norms.append(norm_M)
             ensemble = self._put(ensemble, at, sub.replace(inner_state_R=inner_state_R))
-            measured += zip([group for group, _ in inputs], stack_measured, strict=True)
-            norms.append((stack, stack_norms))
-        if len(stacks) > 1:
+            measured.append((group, pairs, norms))
+        if len(measured) > 1:
             at = ensemble.round.sharding
             ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
-        return ensemble, measured, norms
+        return ensemble, measured
 
     def _note(self, loss_TR: Array) -> None:
         self._unreported.append((next(self._shares), loss_TR))
@@ -350,15 +341,14 @@ def by_trainer(stats_rows: Sequence[StatsRows], measured: Sequence[GradientStats
     return stats
 
 
-def _outcomes(measured: Measured, norms: Norms) -> dict[int, Outcome]:
-    outcomes, norm_of = {}, {}
-    for stack, parts in norms:
+def _outcomes(measured: Measured) -> dict[int, Outcome]:
+    outcomes = {}
+    for group, pairs, norms in measured:
         # The norm of all fragments joined; in float64, so that one fragment keeps its float32 norm.
-        norm_M = np.linalg.norm(np.asarray(jax.device_get(parts), np.float64), axis=0).tolist()
-        norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
-    for group, pairs in measured:
-        for m, loss_SW, skipped_SW in _split(group, *by_update(group, pairs)):
-            outcomes[m] = Outcome(loss_SW, skipped_SW, norm_of[m])
+        norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
+        parts = _split(group, *by_update(group, pairs))
+        for (m, loss_SW, skipped_SW), norm in zip(parts, norm_M, strict=True):
+            outcomes[m] = Outcome(loss_SW, skipped_SW, norm)
     return {m: outcomes[m] for m in sorted(outcomes)}
 
 

@@ -16,8 +16,6 @@ from adloco_jax.core.types import Ensemble, GradientStats, Workers
 from adloco_jax.engine.inputs import Call, Group, StatsRows
 from adloco_jax.engine.programs import Programs
 
-_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields that only gradient accumulation uses
-
 
 class Outcome(NamedTuple):
     """What one trainer's round gave: losses, skipped updates, and the outer gradient's norm."""
@@ -52,47 +50,39 @@ def measure(programs: Programs, params_M: PyTree, test: StatsRows) -> GradientSt
 def inner_round(
     programs: Programs,
     sub: Ensemble,
-    stack: Group,
-    work: Sequence[tuple[Group, Sequence[Call]]],
+    group: Group,
+    calls: Sequence[Call],
     on_call: Callable[[Array], object] = lambda loss_TR: None,
-) -> tuple[Ensemble, Workers, list[list[tuple[Array, Array]]], list[Array]]:
-    """Dispatch a round of workers whose arrays are one stack (AdLoCo algorithm 1, lines 6-15).
+) -> tuple[Ensemble, Workers, list[tuple[Array, Array]], list[Array]]:
+    """Dispatch a round of a group's workers (AdLoCo algorithm 1, lines 6-15).
 
-    `work` has the groups that run the same program, with all their calls. The result: the ensemble
-    without the workers' arrays, the workers, losses and skipped updates by group and call [T, R],
-    and the norms of the fragments' outer gradients, [M] (Streaming DiLoCo).
+    The result: the ensemble without the workers' arrays, the workers, losses and skipped updates by
+    call [T, R], and the norms of the fragments' outer gradients, [M] (Streaming DiLoCo).
     """
-    spec = programs.spec
-    accumulates = any(group.steps_key().accumulates for group, _ in work)
+    spec, steps = programs.spec, group.steps_key()
     workers = Workers(sub.params_R, sub.inner_state_R)
     sub = sub.replace(params_R=None, inner_state_R=None)
-    if not spec.outer.own_params or accumulates or spec.reset_inner_state:
+    if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
         bare = sub.replace(outer_state_M=None, round=None, average_M=None)
         if spec.outer.own_params:
             bare = bare.replace(params_M=None, params_R=workers.params_R)
         kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}
-        workers = programs.call(stack.key("start", accumulates=accumulates), bare).replace(**kept)
+        start = group.key("start", accumulates=steps.accumulates)
+        workers = programs.call(start, bare).replace(**kept)
     measured, norms = [], []
-    for group, calls in work:
-        steps, pairs = group.steps_key(), []
-        unused = {} if steps.accumulates else dict.fromkeys(_SUMS)
-        sums = {name: getattr(workers, name) for name in unused}
-        workers = workers.replace(**unused)
-        num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
-        for i, inputs in enumerate(calls):
-            fragment, rest = divmod(i + 1, num_calls)
-            if spec.outer.own_params and not rest:
-                key = steps._replace(kind="fragment", sizes=group.sizes)
-                sub, workers, pair, norm_M = programs.call(
-                    key, sub, workers, *inputs[:-1], np.int32(fragment - 1)
-                )
-                norms.append(norm_M)
-            else:
-                workers, *pair = programs.call(steps, workers, *inputs[:-1], *inputs.position)
-            pairs.append(tuple(pair))
-            on_call(pair[0])
-        workers = workers.replace(**sums)
-        measured.append(pairs)
+    num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
+    for i, inputs in enumerate(calls):
+        fragment, rest = divmod(i + 1, num_calls)
+        if spec.outer.own_params and not rest:
+            key = steps._replace(kind="fragment", sizes=group.sizes)
+            sub, workers, pair, norm_M = programs.call(
+                key, sub, workers, *inputs[:-1], np.int32(fragment - 1)
+            )
+            norms.append(norm_M)
+        else:
+            workers, *pair = programs.call(steps, workers, *inputs[:-1], *inputs.position)
+        measured.append(tuple(pair))
+        on_call(pair[0])
     return sub, Workers(workers.params_R, workers.inner_state_R), measured, norms
 
 

@@ -154,16 +154,6 @@ class ProgramSpec:
     base: PyTree | None = None  # shapes and dtypes of frozen weights, which the loss gets as `base`
 
     @property
-    def by_position(self) -> bool:
-        """Whether a call of `steps` runs one worker, by its position: one program for all.
-
-        True if workers run in turn, each on all devices, and keep no parameters between
-        synchronisations.
-        """
-        is_one = len(self.machine.devices) == self.model_shards
-        return self.sequential and is_one and not self.outer.own_params
-
-    @property
     def steps_per_round(self) -> int:
         """S, the micro-batches of a round without accumulation."""
         return self.num_micro_batches * self.outer.fragments
