@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from adloco_jax.study import chart, results
+from adloco_jax.study import chart
 from adloco_jax.study.chart import Curve, text
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from studies import track  # noqa: E402
+from studies import results, track  # noqa: E402
 from studies.tables import by_method  # noqa: E402
 
 OUT = ROOT / "docs" / "images"

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from adloco_jax.study import results
+from studies import results
 from studies.published import NANOGPT_CHAR_LOSS, SCALING_ORDER, Row
 
 STUDIES = Path(__file__).parent

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import numpy as np
 
 from adloco_jax.errors import UserError
-from adloco_jax.study import results
-from adloco_jax.study.compare import front, to_reach
+from adloco_jax.study.compare import to_reach
 from adloco_jax.study.summary import markdown_table
+from studies import results
 
 CHOICE = ("method", "setting", "updates", "synchronisations", "tokens", "trials that did")
 SPENT = ("method", "sequential steps", "synchronisations", "tokens", "MB", "seeds that did", "p")
@@ -146,6 +146,15 @@ def permutation_p(these: Sequence[float], theirs: Sequence[float]) -> float:
     return sum(value >= difference(these) - 1e-9 for value in found) / len(found)
 
 
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The Pareto front of points, where low is good, sorted by the first coordinate."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(set(points)):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
 def fronts(
     costs: Mapping[str, dict[int, Cost | None]], baseline: str = "DiLoCo"
 ) -> list[tuple[str, ...]]:
@@ -201,7 +210,7 @@ def main() -> int:
     """Print the tables of each target loss; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("table", choices=TABLES)
-    parser.add_argument("results", type=Path, help="of adloco compare --results")
+    parser.add_argument("results", type=Path, help="a record")
     parser.add_argument("--target", type=float, nargs="+", required=True, help="nats per token")
     options = parser.parse_args()
     try:

@@ -50,6 +50,7 @@ order.
 import argparse
 import dataclasses
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,10 +58,10 @@ from ml_collections import ConfigDict
 
 from adloco_jax.cli.compare import execute
 from adloco_jax.configs import microllama
-from adloco_jax.study import results
 from adloco_jax.study.cluster import Cluster
-from adloco_jax.study.compare import Comparison
-from studies import compare_quick, methods, tables
+from adloco_jax.study.compare import Comparison, Trial, curve, runs_of
+from adloco_jax.study.curves import read_run
+from studies import compare_quick, methods, results, tables
 from studies.methods import Changes
 
 TEXTS = {
@@ -165,6 +166,23 @@ def ends(front: str) -> list[dict]:
     return [{**line, "variant": EARLIER[line["variant"]]} for line in lines]
 
 
+def make(comparison: Comparison, folder: Path, record: Path, *, command: str) -> None:
+    """Make the runs that a record lacks; each gets its line there, and its folder goes."""
+
+    def keep(run: Trial, was_made: bool) -> None:
+        events = read_run(run.workdir).events
+        points = curve(events, comparison.simulated)
+        changes = comparison.variants[run.variant]
+        results.append(record, run, changes=changes, curve=points, events=events)
+        shutil.rmtree(run.workdir)
+        print(run.variant, run.seed, flush=True)
+
+    # Another process may write lines meanwhile.
+    runs = runs_of(comparison, folder)
+    missing = (run for run in runs if results.key(run) not in results.read(record))
+    execute(missing, on_end=keep, command=command)
+
+
 def main() -> None:
     """Make the missing runs of a track; print what each method spent."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -188,13 +206,7 @@ def main() -> None:
         baseline=next(iter(variants)),
         seeds=given.seeds or track.seeds,
     )
-    execute(
-        made,
-        Path("runs") / given.name,
-        on_end=lambda run, was_made: was_made and print(run.variant, run.seed, flush=True),
-        command=f"python -m studies.track {given.name}",
-        results_file=record,
-    )
+    make(made, Path("runs") / given.name, record, command=f"python -m studies.track {given.name}")
     lines, kind = [*results.read(record).values()], "claims"
     if given.name in ENDS:
         lines, kind = lines + ends(given.name), "front"

@@ -13,10 +13,10 @@ from adloco_jax.cli import compare as compare_command
 from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import compare, curves, results, summary
+from adloco_jax.study import compare, curves, summary
 from adloco_jax.study.cluster import Cluster
-from adloco_jax.study.compare import Comparison, curve, front, markdown, runs_of
-from studies import tables, track
+from adloco_jax.study.compare import Comparison, curve, markdown, runs_of
+from studies import results, tables, track
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,7 +95,7 @@ def test_the_runs_of_the_track_are_those_of_its_records(name, tmp_path):
 
 def test_the_tracks_command_makes_what_is_named_and_prints_its_rows(monkeypatch, capsys):
     made = []
-    monkeypatch.setattr(track, "execute", lambda comparison, *_, **how: made.append(comparison))
+    monkeypatch.setattr(track, "make", lambda comparison, *_, **how: made.append(comparison))
     words = ["muon", "--only", "DiLoCo", "one worker", "--seeds", "31"]
     monkeypatch.setattr("sys.argv", ["track", *words])
     track.main()
@@ -126,18 +126,6 @@ def spent(loss, tokens, syncs, moved, source="only"):
 
 
 POINT = {"loss": 3.1, "tokens": 9, "syncs": 2, "bytes": 8, "updates": 5, "time_s": 0.5, "rounds": 1}
-
-
-def test_a_line_of_results_has_the_last_rounds_training_loss(tmp_path):
-    run, path = runs_of(comparison(), tmp_path)[0], tmp_path / "new" / "results.jsonl"
-    for last in (2.5, None):  # null: not finite
-        events = ledger(rounds=[(1, 0, 2, 5), (2, 0, 1, 5), (2, 1, 1, 5)])
-        for line, loss in zip(events[1:], (4.0, 3.5, last), strict=True):
-            line["train_loss"] = loss
-        events.append({"event": "end", "wall_s": 1.0})
-        results.append(path, run, changes={}, curve=[POINT], events=events)
-        (found,) = results.read(path).values()
-        assert found["train_loss"] == (last and 3.0) and found["curve"] == [POINT]
 
 
 @pytest.mark.parametrize(
@@ -202,18 +190,12 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     assert json.loads((tmp_path / "comparison.json").read_text()) == table
     text = (tmp_path / "comparison.md").read_text()
     assert text == markdown(table) and all(f"| {name} |" in text for name in losses)
-    title, ran, conclusion, drawn_as, *_ = text.split("\n\n")
+    title, ran, *_ = text.split("\n\n")
     assert title == f"# Comparison {summary.markdown(tmp_path.name)}"
     assert ran == (
         "4 runs: 2 variants with seeds 0, 1. Trained: 2026-11-23, on 1 x cpu, jax 0.10.2. Model:"
         " llama of 10 parameters. Data: stdlib, rows of 16 tokens."
     )
-    assert conclusion == (
-        "**To reach the final loss of DiLoCo, AdLoCo needed the fewest synchronisations of the"
-        " others, 2 against 3: 0.67 times the synchronisations, 0.67 times the bytes moved, 0.67"
-        " times the tokens, 0.67 times the simulated seconds (medians over seeds).**"
-    )
-    assert drawn_as.endswith("(front.svg)")
 
 
 def test_what_is_not_finite_is_no_point():
@@ -231,30 +213,21 @@ def test_a_variants_name_is_plain_text_in_a_table():
 
 def test_the_front_is_what_no_other_beats_in_both():
     points = [(3, 1), (1, 5), (2, 5), (2, 2), (4, 1), (0, 9)]
-    assert front(points) == [(0, 9), (1, 5), (2, 2), (3, 1)]
-
-
-def execute(what, folder):
-    """Whether all runs are finished; and for each run that was reached, whether it was made now."""
-    made = []
-
-    def note(run, by_this):
-        made.append((run.variant, by_this))
-
-    file = folder / "results.jsonl"
-    return compare_command.execute(what, folder, on_end=note, results_file=file), made
+    assert tables.front(points) == [(0, 9), (1, 5), (2, 2), (3, 1)]
 
 
 def test_a_run_whose_line_was_not_written_gets_it_and_its_folder_goes(tmp_path, monkeypatch):
     one = comparison(variants={"DiLoCo": {}}, seeds=(3,))
-    (run,), file = runs_of(one, tmp_path), tmp_path / "results.jsonl"
+    (run,), record = runs_of(one, tmp_path), tmp_path / "new" / "record.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(results, "append", raising(KeyboardInterrupt))
-        execute(one, tmp_path)
-    assert results.read(file) == {} and run.workdir.exists()
+        track.make(one, tmp_path, record, command="")
+    assert results.read(record) == {} and run.workdir.exists()
+    monkeypatch.setattr(compare_command, "train", raising(AssertionError))
     for _ in range(2):
-        assert execute(one, tmp_path) == (True, [("DiLoCo", False)])
-        assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo"]
+        track.make(one, tmp_path, record, command="")
+        (line,) = results.read(record).values()
+        assert line["variant"] == "DiLoCo" and len(line["curve"]) == 3
         assert not run.workdir.exists()
 
 

@@ -239,9 +239,7 @@ def _compare(parser: Parser) -> None:
     add("config", metavar="CONFIG", help=text)
     add("--workdir", **_FOLDER, help="the folder; a comparison in it is continued")
     add("--processes", **_INT, default=1, help="processes that divide the runs (default: 1)")
-    text = "file with a JSON line for each finished run; the run's folder is deleted"
-    add("--results", **_FILE, help=text)
-    add("--only-run", **_FLAG, help="do not write tables and figures")
+    add("--only-run", **_FLAG, help="write no tables and no report")
 
 
 def _report(parser: Parser) -> None:

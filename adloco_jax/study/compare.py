@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -19,11 +19,8 @@ from adloco_jax.config import unknown_key_fault, validate
 from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import OPTIONS
-from adloco_jax.study import chart, results
-from adloco_jax.study.chart import Axis, Curve, Figure
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import COSTS, heldout_points, last, serial_updates
-from adloco_jax.study.results import Trial
 from adloco_jax.study.summary import markdown as plain
 from adloco_jax.study.summary import markdown_table, short
 
@@ -40,13 +37,6 @@ CHARGED = (
     " attempts, each with the state transfer to workers that join a trainer; where the consensus"
     " is an average of trainers, gathering them is counted too (its time is not)."
 )
-_DECADES = 30  # ratio of largest to smallest value from which an axis is logarithmic
-# A panel of the front for each question: what is across and up.
-_QUESTIONS = {
-    "What do fewer synchronisations cost in tokens?": ("syncs", "tokens"),
-    "What do fewer bytes cost in tokens?": ("bytes", "tokens"),
-    "What do fewer synchronisations cost in time?": ("syncs", "time_s"),
-}
 
 
 @dataclass(frozen=True)
@@ -62,6 +52,15 @@ class Comparison:
     """Nats per token."""
     seeds: Sequence[int] = (0, 1, 2)
     simulated: Cluster = Cluster(num_params=300_000_000, sequence_length=1024)
+
+
+class Trial(NamedTuple):
+    """One run of a comparison: a variant with a seed, its config and its folder."""
+
+    variant: str
+    seed: int
+    config: ConfigDict
+    workdir: Path
 
 
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
@@ -140,15 +139,12 @@ def to_reach(points: Sequence[dict], loss: float) -> dict[str, float] | None:
     return {name: high[name] + share * (low[name] - high[name]) for name in low}
 
 
-def tabulate(
-    comparison: Comparison, folder: str | Path, *, results_file: Path | None = None
-) -> dict:
+def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     """Compute the comparison's table from the runs' ledgers, as plain values, ready for JSON.
 
     Args:
       comparison: The comparison.
       folder: The folder of the comparison's runs, all of which have finished.
-      results_file: Lines of finished runs, whose folders are then not needed.
 
     Returns:
       - `name`, `baseline`, `seeds` and `target_losses` of the comparison;
@@ -162,17 +158,14 @@ def tabulate(
       DataError: If a run is missing or not finished.
     """
     curves: dict[str, dict[int, list[dict[str, float]]]] = {}
-    starts, recorded = [], results.read(results_file) if results_file is not None else {}
+    starts = []
     for run in runs_of(comparison, folder):
-        line: dict[str, Any] | None = recorded.get(results.key(run))
-        if line is None:
-            path = run.workdir / "ledger.jsonl"
-            events = read(path) if path.exists() else []
-            if finish(events) is None:
-                raise DataError(f"{run.workdir}: not finished; run the comparison again")
-            line = {"start": last(events, "start"), "curve": curve(events, comparison.simulated)}
-        curves.setdefault(run.variant, {})[run.seed] = line["curve"]
-        starts.append(line["start"])
+        path = run.workdir / "ledger.jsonl"
+        events = read(path) if path.exists() else []
+        if finish(events) is None:
+            raise DataError(f"{run.workdir}: not finished; run the comparison again")
+        curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
+        starts.append(last(events, "start"))
     baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
     rows = {
         name: {
@@ -207,8 +200,6 @@ def markdown(table: dict) -> str:
     parts = [
         f"# Comparison {plain(table['name'])}",
         plain(table["ran"]),
-        f"**{plain(_conclusion(table))}**",
-        "![What each variant spent to reach one and the same loss](front.svg)",
         f"{table['charged']} Seconds are simulated {table['simulated']}.",
         f"Held-out loss (nats/token) and costs of the whole runs: {shown}.",
         markdown_table([["variant", "loss", *MEASURES.values()], *losses]),
@@ -222,13 +213,13 @@ def markdown(table: dict) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(comparison: Comparison, folder: str | Path, *, results_file: Path | None = None) -> dict:
+def write(comparison: Comparison, folder: str | Path) -> dict:
     """Write `tabulate`'s table to the folder, as `comparison.json` and `comparison.md`; return it.
 
     Raises:
       DataError: If a run is missing or not finished.
     """
-    table = tabulate(comparison, folder, results_file=results_file)
+    table = tabulate(comparison, folder)
     text = json.dumps(table, indent=2, allow_nan=False)
     (Path(folder) / "comparison.json").write_text(text + "\n", encoding="utf-8")
     (Path(folder) / "comparison.md").write_text(markdown(table), encoding="utf-8")
@@ -249,29 +240,6 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
         f" {recorded('jax')}. Model: {base.model.arch} of {recorded('num_params')} parameters."
         f" Data: {base.data.path or base.data.source or 'stdlib'}, rows of"
         f" {base.data.sequence_length} tokens."
-    )
-
-
-def _conclusion(table: dict) -> str:
-    baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
-    costs = {
-        name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
-        for name, row in table["rows"].items()
-    }
-    charged = costs.pop(baseline)
-    reached = {name: cost for name, cost in costs.items() if cost["syncs"] is not None}
-    if charged["syncs"] is None or not reached:
-        return f"No other variant reached the final loss of {baseline} in half of its seeds."
-    least = min(reached, key=lambda name: (reached[name]["syncs"], reached[name]["tokens"]))
-    prices = [
-        f"{reached[least][measure] / charged[measure]:.2f} times the {MEASURES[measure]}"
-        for measure in spent
-        if charged[measure]
-    ]
-    return (
-        f"To reach the final loss of {baseline}, {least} needed the fewest synchronisations of the"
-        f" others, {short(reached[least]['syncs'])} against {short(charged['syncs'])}:"
-        f" {', '.join(prices)} (medians over seeds)."
     )
 
 
@@ -320,82 +288,3 @@ def _described(spread: dict, shown: Callable[[float], str]) -> str:
         "-" if spread[name] is None else shown(spread[name]) for name in ("low", "median", "high")
     )
     return low if low == high else f"{middle} ({low} to {high})"
-
-
-def figure(table: dict, *, command: str) -> Figure:
-    """Draw what each variant spent to reach a target loss: one dot for each, two costs per panel.
-
-    The target is the lowest of those that most variants reached with more than half of their seeds.
-    Without one, the figure has no panels. The caption states the command line.
-    """
-    rows, losses = table["rows"], table["target_losses"]
-    spent = [{name: row["to_target"][i] for name, row in rows.items()} for i in range(len(losses))]
-    reached = [
-        {name: cost for name, cost in costs.items() if cost["tokens"]["median"] is not None}
-        for costs in spent
-    ]
-    best = max(range(len(losses)), key=lambda index: (len(reached[index]), -losses[index]))
-    colors = {name: chart.look(number).split()[0] for number, name in enumerate(rows)}
-    panels = []
-    for question, (x, y) in _QUESTIONS.items() if reached[best] else ():
-        costs = reached[best]
-        edge = front([(cost[x]["median"], cost[y]["median"]) for cost in costs.values()])
-        curves = [Curve([a for a, _ in edge], [b for _, b in edge], "other thin")]
-        for name, cost in costs.items():
-            spans = {"x": [_range(cost[x])], "y": [_range(cost[y])]}
-            curves += chart.points(**spans, color=colors[name], label=chart.shortened(name))
-        across, up = (_axis(key, [cost[key] for cost in costs.values()]) for key in (x, y))
-        panels.append(chart.chart(across, up, curves, title=question, height=300))
-    return chart.document(
-        panels,
-        title=f"What each variant of {table['name']} spent to reach {losses[best]:g} nats/token",
-        caption=f"{_caption(table, losses[best], reached[best])} Made by: {command}",
-        width=700,
-        right_px=180,
-    )
-
-
-def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
-    if not costs:
-        losses = ", ".join(f"{loss:g}" for loss in table["target_losses"])
-        return f"No variant reached {losses} nats/token in half of its seeds."
-    shown = (
-        f"What each variant had spent when its consensus first reached {loss:g} nats/token on"
-        f" held-out text: median of {counted(len(table['seeds']), 'seed')}, bars from the lowest"
-        " to the highest; down and left is better. Grey: the front, the variants that no other"
-        f" beats in both. {table['charged']} Seconds are simulated {table['simulated']}."
-    )
-    missing = [name for name in table["rows"] if name not in costs]
-    return shown + (f" Not reached by half of the seeds: {'; '.join(missing)}." if missing else "")
-
-
-def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto front of points, where low is good, sorted by the first coordinate."""
-    best: list[tuple[float, float]] = []
-    for point in sorted(set(points)):
-        if not best or point[1] < best[-1][1]:
-            best.append(point)
-    return best
-
-
-def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
-    """Make the axis of a cost: linear, or logarithmic if the costs span decades."""
-    values = [value for spread in spreads for value in _range(spread)]
-    positive = [value for value in values if value > 0]
-    is_log = bool(positive) and max(positive) > _DECADES * min(positive)
-    axis = chart.axis(
-        MEASURES[measure],
-        values if is_log else [0.0, *values],
-        base=10 if is_log else 0,
-        whole=measure != "time_s",
-        margin=0.05,
-        max_ticks=4,
-    )
-    if is_log and len(positive) < len(values):  # a variant may also communicate nothing
-        axis = axis._replace(low=axis.low / 3, ticks=[0.0, *axis.ticks])
-    return axis
-
-
-def _range(spread: dict) -> tuple[float, float, float]:
-    high = spread["median"] if spread["high"] is None else spread["high"]
-    return spread["low"], spread["median"], high

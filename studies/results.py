@@ -1,4 +1,4 @@
-"""A results file of a comparison: a line of JSON for each finished run, with all that tables need.
+"""A record of a comparison: a line of JSON for each finished run, with all that tables need.
 
 The run's folder can then be deleted, and the file committed. Runs with a line are not made again.
 """
@@ -6,13 +6,12 @@ The run's folder can then be deleted, and the file committed. Runs with a line a
 import contextlib
 import hashlib
 import json
-import math
 import operator
 import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from ml_collections import ConfigDict
 from pydantic import Field
@@ -20,10 +19,10 @@ from pydantic import Field
 from adloco_jax.data.formats import Count, Format, checked
 from adloco_jax.errors import DataError
 from adloco_jax.settings import OPTIONS, default_of
-from adloco_jax.study.curves import lines, training_points
+from adloco_jax.study.compare import Trial
+from adloco_jax.study.curves import last
 
 _PATHS = ("data.path", "data.heldout_path")
-_NOTED = ("merge", "refusal", "spawn")
 
 
 class _Point(Format):
@@ -54,15 +53,6 @@ class _Line(Format):
     curve: Annotated[list[_Point], Field(min_length=1)]
 
 
-class Trial(NamedTuple):
-    """One run of a comparison: a variant with a seed, its config and its folder."""
-
-    variant: str
-    seed: int
-    config: ConfigDict
-    workdir: Path
-
-
 def digest(config: ConfigDict) -> str:
     """Hash of the keys in which a config differs from the defaults, without paths of data.
 
@@ -74,12 +64,12 @@ def digest(config: ConfigDict) -> str:
 
 
 def key(run: Trial) -> tuple[str, int, str]:
-    """The key of a run in a results file: its variant, its seed, and the digest of its config."""
+    """The key of a run in a record: its variant, its seed, and the digest of its config."""
     return run.variant, run.seed, digest(run.config)
 
 
 def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Read a results file, if there is one: its lines by `key`.
+    """Read a record, if there is one: its lines by `key`.
 
     Raises:
       DataError: If a line cannot be read.
@@ -105,25 +95,17 @@ def append(
     curve: list[dict[str, float]],
     events: list[dict],
 ) -> None:
-    """Add the line of a finished run to the results file, which is created if missing.
+    """Add the line of a finished run to the record, which is created if missing.
 
-    `changes` are the variant's keys, and `curve` the result of `compare.curve`. `train_loss` is the
-    mean training loss in the last round (nats/token; null if not finite).
+    `changes` are the variant's keys, and `curve` the result of `compare.curve`.
     """
-    start, end = lines(events, "start")[-1], lines(events, "end")[-1]
-    train_loss = training_points(events)[-1]["value"]
+    start = last(events, "start")
     line = dict(zip(("variant", "seed", "config"), key(run), strict=True)) | {
         "changes": dict(changes),
-        "wall_s": end["wall_s"],
+        "wall_s": last(events, "end")["wall_s"],
         "start": {name: start.get(name) for name in ("time", "devices", "jax", "num_params")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "train_loss": round(train_loss, 5) if math.isfinite(train_loss) else None,
         "curve": [{name: round(value, 5) for name, value in point.items()} for point in curve],
-        "events": [
-            {name: value for name, value in event.items() if not name.endswith("_s")}
-            for event in events
-            if event["event"] in _NOTED
-        ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
