@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 from adloco_jax.config import completed, default_config, validate
-from adloco_jax.data import Corpus, prepared, rows
+from adloco_jax.data import load_corpus, prepared, rows
 from adloco_jax.data.corpus import make_job
-from adloco_jax.data.sampling import MAX_GUARD_ROWS, order_of
+from adloco_jax.data.sampling import MAX_GUARD_ROWS
 from adloco_jax.data.tokenizers import load_tokenizer
 
 
@@ -22,16 +22,18 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     encoder = load_tokenizer(data["tokenizer"], template=data["template"])
     limit = MAX_GUARD_ROWS + settings.eval.num_sequences
     output = Path(output).expanduser().absolute()
-    before = {"date": ""}
+    data_settings = settings.data
     if prepared.is_prepared(output):
         print(f"{output}: exists; comparing its settings with the options")
-        before["date"] = prepared.read_prepared(output).request.get("date", "")
-    job = make_job(settings.data.model_copy(update=before), encoder, num_heldout_rows=limit)
-    manifest = rows.prepare(job, output)
-    arrays, length = prepared.open_rows(output, manifest), settings.data.sequence_length
-    order = order_of(settings, len(arrays[0]), where=str(output))
-    train, heldout = prepared.document_rows(arrays)
-    print(Corpus(train, heldout, encoder, manifest, order, manifest.tokens_per_byte).describe())
+        date = prepared.read_prepared(output).request.get("date", "")
+        data_settings = data_settings.model_copy(update={"date": date})
+    rows.prepare(make_job(data_settings, encoder, num_heldout_rows=limit), output)
+    groups = {
+        "data": settings.data.model_copy(update={"source": "tokens", "path": str(output)}),
+        "model": settings.model.model_copy(update={"vocab_size": encoder.vocab_size}),
+    }
+    print(load_corpus(settings.model_copy(update=groups)).describe())
+    length = settings.data.sequence_length
     keys = {  # config keys that these rows determine
         "data.source": "tokens",
         "data.path": output,

@@ -208,10 +208,9 @@ def load_corpus(
         arrays[::4] = [array[: data.num_sequences] for array in arrays[::4]]  # rows and answers
         used = [prepared.num_documents(*arrays[side::2]) for side in (0, 1)]
         manifest = manifest.model_copy(update={"documents": used})
-    rows_of: list[np.ndarray | DocumentRows] = [*arrays[:2]]
+    train, heldout = arrays[:2]
     if data.row_parts > 1:
-        rows_of = [*prepared.document_rows(arrays)]
-    train, heldout = rows_of
+        train, heldout = (DocumentRows(*arrays[side::2]) for side in (0, 1))
     order = order_of(settings, len(train), where=where)
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
     return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)

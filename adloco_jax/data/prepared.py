@@ -154,12 +154,6 @@ class DocumentRows:
         return rows
 
 
-def document_rows(arrays: Sequence[np.ndarray]) -> tuple[DocumentRows, DocumentRows]:
-    """Return the rows to train on and the held-out rows of `arrays`, in the order of `ARRAYS`."""
-    train, heldout = map(DocumentRows, arrays[:2], arrays[2:4], arrays[4:] or (None, None))
-    return train, heldout
-
-
 def num_documents(tokens: np.ndarray, starts: np.ndarray | None = None, *answers: Any) -> int:
     """Count the documents of rows from their arrays, as in `DocumentRows`; labelled ones have none.
 

@@ -159,21 +159,17 @@ def _document(
 ) -> Document:
     if isinstance(row, DataError):
         raise row
+    require_columns(row.columns, _used(data), row.where)
+    text, answers = row.columns.get(data.text_column), chats.Answers()
     if data.is_chat:
-        require_columns(row.columns, _used(data), row.where)
         text, answers = chats.read(row.columns, row.where, data, tokenizer)
         answers = answers._replace(unread=answers.unread.union(row.unread))
-        row = Record(row.where, {data.text_column: text})
-        return Document(_text(row, data.text_column), answers=answers)
-    text = _text(row, data.text_column)
+    text = _require_text(text, f"{row.where}: {data.text_column!r}")
     if num_classes is not None:
         return Document(text, _label(row, text, data, num_classes))
-    return Document(chats.without_end(text, [tokenizer.decode([tokenizer.eot_id])]))
-
-
-def _text(row: Record, column: str) -> str:
-    require_columns(row.columns, {column: "text_column"}, row.where)
-    return _require_text(row.columns[column], f"{row.where}: {column!r}")
+    if not data.is_chat:  # a chat's template closes it
+        text = chats.without_end(text, [tokenizer.decode([tokenizer.eot_id])])
+    return Document(text, answers=answers)
 
 
 def _require_text(text: Any, where: str) -> str:
@@ -186,7 +182,6 @@ def _require_text(text: Any, where: str) -> str:
 
 
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
-    require_columns(row.columns, {data.label_column: "label_column"}, row.where)
     label = row.columns[data.label_column]
     if not text or type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
