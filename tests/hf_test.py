@@ -13,6 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from nets import config_of
 from safetensors.numpy import load_file, save_file
 
 from adloco_jax.data.tokenizers import load_tokenizer
@@ -149,19 +150,21 @@ def test_shards_an_index_and_buffers_of_old_versions_are_one_checkpoint(folder, 
     assert_same(hf.load(folder).params, params)
 
 
+# A family's attributes, and what config.json says of them.
 FAMILIES = {
-    "llama": {"mlp_bias": True, "rope_scaling": RopeScaling(2.0)},
-    "mistral": {"window": 9, "head_size": 6},
-    "qwen2": {"qkv_bias": True, "tied": True},
-    "qwen3": {"qk_norm": True, "qkv_bias": True, "out_bias": True},
+    "llama": ({"mlp_bias": True, "rope_scaling": RopeScaling(2.0)}, {}),
+    "mistral": ({"window": 9, "head_size": 6}, {"sliding_window": 9, "head_dim": 6}),
+    "qwen2": ({"qkv_bias": True, "tied": True}, {"tie_word_embeddings": True}),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_comes_back_and_keeps_what_config_json_says_besides(tmp_path, family):
-    network = NETWORK.clone(**FAMILIES[family])
+    attributes, config = FAMILIES[family]
+    network = NETWORK.clone(**attributes)
     params, folder = drawn(network), tmp_path / "out"
-    hf.save(params, folder, network=network)
+    given = config and config_of(network, family, **config)
+    hf.save(params, folder, network=network, config=given)
     edit_config(folder, eos_token_id=[3, 4], torch_dtype=..., generation={"top_k": 3})
     loaded, names = hf.load(folder), set(load_file(folder / "model.safetensors"))
     assert loaded.network == network and loaded.config["model_type"] == family

@@ -30,6 +30,7 @@ def add_qwen3(model) -> None:
     """Adds a tiny Qwen3 with a byte-level tokenizer."""
     import jax
     import tokenizers
+    from nets import config_of
 
     from adloco_jax.models import Llama, hf
     from adloco_jax.models.layers import param_shapes
@@ -41,8 +42,8 @@ def add_qwen3(model) -> None:
     params = jax.tree.map(
         lambda leaf: 0.02 * jax.random.normal(key, leaf.shape), param_shapes(network)
     )
-    hf.save(params, model, network=network)
-    assert json.loads((model / "config.json").read_text())["model_type"] == "qwen3"
+    config = config_of(network, "qwen3", head_dim=6, tie_word_embeddings=True)
+    hf.save(params, model, network=network, config=config)
     backend = tokenizers.ByteLevelBPETokenizer()
     ends = ["<|endoftext|>", "<|im_end|>"]
     backend.train_from_iterator(["Text of one's own. " * 40], vocab_size=300, special_tokens=ends)

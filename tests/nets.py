@@ -9,6 +9,7 @@ import numpy as np
 from adloco_jax.models import Bert, Llama, classification_loss, next_token_loss
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import LayerKind, RopeScaling
+from adloco_jax.models.weight_maps import LLAMA as WEIGHTS
 
 SIZES = dict(vocab_size=13, width=16, num_layers=2, num_heads=4, mlp_width=20, max_length=16)
 LLAMA, BERT = SIZES | {"num_kv_heads": 2}, SIZES | {"num_classes": 3}
@@ -38,6 +39,12 @@ def make_params(model, seed=0):
         return jnp.asarray(rng.normal(mean, 0.3, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, param_shapes(model))
+
+
+def config_of(model, family, **keys):
+    """The content of config.json for a Llama of another family."""
+    sizes = {key: getattr(model, ours) for key, (ours, _) in WEIGHTS.sizes.items()}
+    return {"model_type": family} | sizes | keys
 
 
 def make_rows(model, batch=BATCH, length=LENGTH):

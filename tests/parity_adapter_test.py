@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nets import config_of
 
 from adloco_jax.errors import DataError
 from adloco_jax.models import Llama, hf
@@ -42,22 +43,43 @@ def of_torch(model):
         return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
 
-def saved(folder, network, plain):
+PLAIN_CONFIG = config_of(PLAIN, "qwen2")
+GEMMA_CONFIG = config_of(
+    GEMMA,
+    "gemma3_text",
+    head_dim=4,
+    tie_word_embeddings=True,
+    pad_token_id=None,
+    query_pre_attn_scalar=4,
+    layer_types=["sliding_attention", "full_attention"],
+    sliding_window=4,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
+
+
+def saved(folder, network, plain, config=PLAIN_CONFIG):
     """Random parameters; the folder has the base, and the adapter beside it."""
     shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), shapes["params"])
     adapter, base = split_adapter(params)
-    hf.save(base, folder / "base", network=plain)
+    hf.save(base, folder / "base", network=plain, config=config)
     how: Any = {"network": network, "base": hf.base_of(str(folder / "base"))}
     hf.save_adapter(adapter, folder / "adapter", None, **how)
     return params
 
 
-@pytest.mark.parametrize(("plain", "layers"), [(PLAIN, "attention"), (GEMMA, "all")])
-def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, plain, layers):
+@pytest.mark.parametrize(
+    ("plain", "config", "layers"),
+    [(PLAIN, PLAIN_CONFIG, "attention"), (GEMMA, GEMMA_CONFIG, "all")],
+    ids=["plain", "gemma"],
+)
+def test_peft_loads_an_export_and_what_it_writes_is_read(tmp_path, plain, config, layers):
     network = plain.clone(adapter=Adapter(3, 5.0, layers))
-    params = saved(tmp_path, network, plain)
+    params = saved(tmp_path, network, plain, config)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter"))
     wanted = logits(network, params)
@@ -133,6 +155,7 @@ def test_an_adapter_begins_as_in_peft(tmp_path):
         jax.tree.map(np.asarray, PLAIN.init(jax.random.key(0), jnp.asarray(TOKENS))["params"]),
         tmp_path,
         network=PLAIN,
+        config=PLAIN_CONFIG,
     )
     config = peft.LoraConfig(r=64, target_modules=["down_proj"], task_type="CAUSAL_LM")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

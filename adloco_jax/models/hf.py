@@ -328,13 +328,13 @@ def save(
     """Write a model in Hugging Face layout, as `transformers` loads it without any key amiss.
 
     An existing `folder` is replaced when everything is written. `dtype` is "float32", which is
-    lossless, or "bfloat16". Of `config`, the `config.json` of the checkpoint from which the model
-    comes, what it says of the tokenizer, of generation and for other programs is kept. Weights of
-    more than `shard_size` are divided into several files with an index.
+    lossless, or "bfloat16". `config` is the `config.json` of the checkpoint from which the model
+    comes, in which sizes that have changed are replaced; without it the model is a Llama or a BERT.
+    Weights of more than `shard_size` are divided into several files with an index.
 
     Raises:
-      ConfigError: If no architecture has a weight map for this model, or if no model of
-        `transformers` has its attributes.
+      ConfigError: If no architecture has a weight map for this model, or if no model of this family
+        has its attributes.
       OSError: If the folder cannot be written.
     """
     folder, names = Path(folder), weight_map(network)
@@ -343,14 +343,20 @@ def save(
             f"{folder}: {type(network).__name__} has no Hugging Face names; give its Architecture"
             " a weight_map"
         )
-    own = {name: getattr(network, ours) for name, (ours, _) in names.sizes.items()}
-    own |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
-    own |= {} if tokenizer is None else tokenizer.token_ids
-    config = dict(config or own)
-    if _differing(network, names, config):  # such as a longer context, or other classes
-        config = own | {key: config[key] for key in config if key.endswith("token_id")}
+    sizes = {key: (ours, getattr(network, ours)) for key, (ours, _) in names.sizes.items()}
+    if config:
+        changed = _differing(network, names, config)  # such as a longer context
+        config = {**config, **{key: size for key, (ours, size) in sizes.items() if ours in changed}}
+        if "num_classes" in changed:  # which names of classes would contradict
+            config = {key: value for key, value in config.items() if "label2" not in key}
+    else:
+        config = {key: size for key, (_, size) in sizes.items()}
+        config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
+        config |= {} if tokenizer is None else tokenizer.token_ids
     if differing := _differing(network, names, config):
-        raise ConfigError(f"{folder}: no model of transformers has {', '.join(differing)}")
+        have = ", ".join(f"{name}={value}" for name, value in differing.items())
+        kind = config["model_type"]
+        raise ConfigError(f"{folder}: no {kind} has {have}; give the config.json of such a model")
     # The tokenizer is another one if the checkpoint had none.
     ends = np.ravel(config.get("eos_token_id", [])).tolist()
     if tokenizer is not None and ends and tokenizer.eot_id not in ends:
@@ -445,13 +451,13 @@ def _arrays(params: PyTree, named: Iterable[Tensor]) -> dict[str, np.ndarray]:
     return {tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path])) for tensor in named}
 
 
-def _differing(network: nn.Module, names: WeightMap, config: dict) -> list[str]:
-    """List the attributes of a model that differ from those that a `config.json` describes."""
-    return [
-        f"{name}={getattr(network, name)}"
-        for name, value in names.attributes(config).items()
+def _differing(network: nn.Module, names: WeightMap, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a model that differ from those that a `config.json` describes."""
+    return {
+        name: getattr(network, name)
+        for name, value in names.attributes(dict(config)).items()
         if getattr(network, name) != value and name != "pad_id"  # it follows the tokenizer
-    ]
+    }
 
 
 def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:

@@ -254,49 +254,25 @@ def _normalised_bert(content: dict, fault: Fault) -> dict:
 
 
 def _extra_llama(model: Llama) -> dict:
-    windows = {kind.window for kind in model.kinds if kind.window is not None}
-    family = "llama" if not windows else "mistral" if len({*model.kinds}) == 1 else "ministral"
-    if model.qk_norm or model.qkv_bias != model.out_bias:
-        family = "qwen3" if model.qk_norm else "seed_oss" if model.mlp_bias else "qwen2"
-    if any(kind.rope_theta is None for kind in model.kinds):
-        family = "smollm3"
-    if model.out_norms:
-        family = "gemma3_text"
-    is_gemma = family == "gemma3_text"
-    rope = _rope_parameters(LayerKind(model.rope_theta, model.rope_scaling))
-    found: dict[str, Any] = {
-        "model_type": family,
+    """Describe a Llama; models of other families keep the config.json that they came with."""
+    rope = {"rope_theta": model.rope_theta, "rope_type": "default"}
+    if (scaling := model.rope_scaling) is not None:
+        rope["rope_type"] = "llama3" if scaling.original_length else "linear"
+        rope |= zip(_ROPES[rope["rope_type"]], scaling, strict=False)
+    return {
+        "model_type": "llama",
         "head_dim": model.head_size or model.width // model.num_heads,
-        "sliding_window": max(windows, default=None),
-        "use_sliding_window": bool(windows),
         "attention_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,
         "hidden_act": "silu",
         # transformers 5 reads the rotary base here; transformers 4 reads the key `rope_theta`.
         "rope_parameters": rope,
-        "rope_scaling": rope if model.rope_scaling and not is_gemma else None,
+        "rope_scaling": rope if scaling else None,
         "tie_word_embeddings": model.tied,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": model.pad_id,
     }
-    if model.layer_kinds or is_gemma:
-        found["layer_types"] = [_TYPES[kind.window is not None] for kind in model.kinds]
-        found["no_rope_layers"] = [int(kind.rope_theta is not None) for kind in model.kinds]
-    if is_gemma:
-        sliding = next((kind for kind in model.kinds if kind.window), LayerKind(1e4))
-        ropes = dict(zip(_TYPES, (rope, _rope_parameters(sliding)), strict=True))
-        found |= {"rope_parameters": ropes, "query_pre_attn_scalar": int(model.query_size or 0)}
-        del found["no_rope_layers"], found["hidden_act"]
-    return found
-
-
-def _rope_parameters(kind: LayerKind) -> dict:
-    rope = {"rope_theta": kind.rope_theta, "rope_type": "default"}
-    if (scaling := kind.rope_scaling) is not None:
-        rope["rope_type"] = "llama3" if scaling.original_length else "linear"
-        rope |= zip(_ROPES[rope["rope_type"]], scaling, strict=False)
-    return rope
 
 
 def _extra_bert(model: Bert) -> dict:
