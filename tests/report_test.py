@@ -66,6 +66,8 @@ def test_the_table_says_what_was_lost_with_learners(tmp_path):
     assert "learners        1 lost, 1 late, 0 rejected, 1 refused\n" in table
     assert f"participation   {share} workers' rounds counted\n" in table
     assert "goodput" not in table  # seconds of the learners' processes were not written
+    page = Page(report.write([tmp_path], tmp_path / "report").read_text(encoding="utf-8"))
+    assert "2" + "1" + "lost" + "its process" in "".join(page.text.split("\n"))
 
 
 def a_round(trainer, up_s, step_s, *, tokens=100, counted=2):
@@ -184,7 +186,7 @@ def test_one_run_leaves_a_page_and_the_totals(single):
     assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 5
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
-    num_charts = {"costs": 5, "trainers": 1, "training": 1, "batches": 2, "test": 2, "time": 1}
+    num_charts = {"costs": 5, "trainers": 1, "training": 1, "batches": 2, "test": 2}
     assert len(page.charts) == sum(num_charts.values())
     command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     assert page.text.count(command) == 1

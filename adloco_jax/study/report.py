@@ -276,12 +276,11 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
-    parts = {"Training loss and learning rate": run_figures.training(run)}
+    parts = {"Batches, their test, and training": run_figures.rounds(run)}
     if samples := [e for e in curves.lines(run.events, "eval") if e.get("sample")]:
         rows = [{"round": str(e["round"]), "continued": e["sample"][1]} for e in samples]
         caption = f"How the consensus continues this held-out text: {samples[-1]['sample'][0]}"
         parts["Samples"] = page.table(caption, rows, texts=2)
-    parts["Batches and their test"] = run_figures.batches(run)
     merges = [
         {
             "round": str(e["round"]),
@@ -297,13 +296,18 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
     if merges:
         caption = "Merges, in order. Losses (nats) are on the guard rows, fixed held-out rows."
         parts["Merges"] = page.table(caption, merges)
-    if curves.lines(run.events, "learner"):
-        parts["Learners"] = run_figures.learners(run)
+    learners = [
+        {"round": str(e["round"]), "learner": str(e["learner"])}
+        | {"what": e["what"], "why": e["why"]}
+        for e in curves.lines(run.events, "learner")
+    ]
+    if learners:
+        caption = "Learners that came, left or were lost, and rounds of theirs that did not count."
+        parts["Learners"] = page.table(caption, learners, texts=4)
     if scores := benchmarks.read(run.folder):
         caption = "By lm-evaluation-harness, on the exported model."
         shown = page.table(caption, benchmarks.table(scores), texts=2)
         parts = {"Benchmarks": shown} | parts
-    parts["Time"] = run_figures.times(run)
     facts = summary.described(summary.totals(run.events))
     rows = [{"quantity": name, "value": value} for name, value in facts]
     parts["All totals"] = page.table("", rows, texts=2)
