@@ -191,8 +191,7 @@ def test_slopes_are_those_of_a_slow_float64_loss():
     np.testing.assert_allclose(flat(grads) @ flat(direction), expected, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["scan", "call"])
-@pytest.mark.parametrize("model", [Llama(**LLAMA), FAMILY])
+@pytest.mark.parametrize(("model", "form"), [(MODEL, "scan"), (FAMILY, "call")])
 def test_generation_takes_the_likeliest_or_draws(model, form):
     """As the logits of the whole text say, in which windows and two sizes of programs matter."""
     model = model.clone(max_length=48, layer_form=form)
