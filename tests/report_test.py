@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import shlex
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -240,19 +239,6 @@ def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
     summary = json.loads((many.parent / "summary.json").read_text())
     assert [run["loss"] for run in summary["a0"]] == pytest.approx([2.0, 2.1, 2.2])
     assert [(run["seed"], run["loss"]) for run in summary["b"]] == [(0, None)]
-
-
-def test_a_folder_of_runs_is_listed(tmp_path, capsys):
-    for name, rounds in (("first", ROUNDS[:3]), ("second", ROUNDS)):
-        write_run(tmp_path / name, rounds=rounds, merge=False, end=name == "second")
-    path = tmp_path / "first" / "ledger.jsonl"
-    path.write_text(path.read_text() + "{}\n")
-    os.utime(tmp_path / "first", (1, 1))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    second, first, command = capsys.readouterr().out.splitlines()
-    assert second.startswith(f"{tmp_path / 'second'}: 6 rounds, finished, held-out loss ")
-    assert first.startswith(f"{path}:")  # damaged
-    assert command == f"a report on one: adloco report {tmp_path / 'second'}"
 
 
 def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from adloco_jax.cli.names import SHIPPED, add_entries, is_run, runs_in
+from adloco_jax.cli.names import SHIPPED, add_entries, is_run
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Settings
 
@@ -41,14 +41,9 @@ def key(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Write a report on runs, or list the runs of a folder."""
-    from adloco_jax.study.report import describe_run, newest_finished, write
+    """Write a report on one or more runs."""
+    from adloco_jax.study.report import write
 
-    (folder, *others) = options.run
-    if not others and not is_run(folder) and (runs := runs_in(folder)):
-        one = newest_finished(folder) or runs[0]
-        print("\n".join([*map(describe_run, runs), f"a report on one: adloco report {one}"]))
-        return
     if options.out is None and len(options.run) > 1:
         raise ConfigError(f"{len(options.run)} runs: give --out FOLDER for their report")
     folder = options.out or Path(options.run[0]) / "report"
@@ -80,7 +75,6 @@ def export(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.data import hub
     from adloco_jax.engine.spec import here
     from adloco_jax.run.export import read_trained, save
-    from adloco_jax.run.folder import require_utf8
     from adloco_jax.study import benchmarks, card
     from adloco_jax.study.summary import SOURCES
 
@@ -88,7 +82,6 @@ def export(options: argparse.Namespace, command: str) -> None:
         raise ConfigError("--private: needs --push OWNER/NAME")
     add_entries(options.config)
     out = options.out or Path(options.run) / "export"
-    require_utf8("--out", out)
     how = {name: vars(options)[name] for name in ("dtype", "shard_size")}
     how = {name: value for name, value in how.items() if value is not None}
     chosen = how or options.merge or {options.out, options.round, options.trainer} != {None}
@@ -125,11 +118,10 @@ def generate(options: argparse.Namespace, command: str) -> None:
     add_entries(options.config)
     model = options.model
     if is_run(model):
+        refuse_fit(Path(model))
         model = str(Path(model) / "export")
         if not os.path.exists(model):
             raise ConfigError(f"{model}: not there yet; write: adloco export {options.model}")
-        if not os.path.exists(os.path.join(model, "config.json")):
-            refuse_fit(Path(options.model))
     loaded = hf.load(model, key="model")
     network, params = loaded.network, loaded.params
     if not isinstance(network, llama.Llama):
@@ -162,12 +154,6 @@ def generate(options: argparse.Namespace, command: str) -> None:
             raise ConfigError(
                 f"{model}: the tokenizer has {tokenizer.vocab_size} ids, the model"
                 f" {network.vocab_size}"
-            )
-        if options.tokens > room:
-            print(
-                f"--tokens {options.tokens}: the model reads {network.max_length} tokens and the"
-                f" prompt has {len(prompt)}; writing {room}",
-                file=sys.stderr,
             )
         tokens_BL = llama.generate(
             network,

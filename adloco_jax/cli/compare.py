@@ -12,7 +12,7 @@ from pathlib import Path
 from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.config import completed, validate
 from adloco_jax.errors import counted
-from adloco_jax.run.folder import InUse, check_workdir, finished
+from adloco_jax.run.folder import InUse, finished
 from adloco_jax.study import compare as comparisons
 from adloco_jax.study import report
 from adloco_jax.study.compare import Trial
@@ -24,7 +24,6 @@ def compare(options: argparse.Namespace, command: str) -> int:
     path = find_config(options.config)
     comparison = load_config(path, "get_comparison", comparisons.Comparison)
     folder = options.workdir or Path("runs") / path.stem
-    check_workdir(folder)
     runs = comparisons.runs_of(comparison, folder)
     folder.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()

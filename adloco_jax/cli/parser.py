@@ -245,8 +245,7 @@ def _compare(parser: Parser) -> None:
 def _report(parser: Parser) -> None:
     """Draws a report on one or more runs: a page that a browser opens offline.
 
-    Lists the runs if RUN is a folder of runs. Runs that differ only in the seed are drawn as one
-    curve with a band.
+    Runs that differ only in the seed are drawn as one curve with a band.
     """
     parser.example, add = "{run}", parser.add_argument
     add("run", nargs="+", type=_run, metavar="RUN", help="a run's folder")
@@ -283,7 +282,7 @@ def _generate(parser: Parser) -> None:
     add("--prompt", default="", metavar="TEXT", help="beginning of the text")
     text = "a question, by the chat template; without TEXT: those that you type, until ^D"
     add("--chat", nargs="?", const="", metavar="TEXT", help=text)
-    add("--tokens", **_INT, default=100, help="number of tokens to write (default: 100)")
+    add("--tokens", **_INT, default=100, help="most tokens to write (default: 100)")
     add("--samples", **_INT, default=3, help="number of texts to write (default: 3)")
     text = "temperature of sampling; 0: the most likely token (default: 0.8)"
     add("--temperature", type=float, default=0.8, metavar="X", help=text)

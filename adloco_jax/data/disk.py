@@ -63,9 +63,10 @@ def local_path(path: str | Path, where: str = "") -> Path:
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
     try:
+        str(path).encode()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(path)
-    except (OSError, ValueError) as error:  # the name is too long or has a NUL
+    except (OSError, ValueError) as error:  # the name is too long, has a NUL or is not UTF-8
         raise ConfigError(f"{where}{str(path)[:200]!r}: {error}; name another") from error
     return Path(path)
 

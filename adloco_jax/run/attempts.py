@@ -15,11 +15,7 @@ import jax
 import numpy as np
 
 from adloco_jax.engine.optimizers import labeller, parameter_labels
-from adloco_jax.errors import (
-    CheckpointError,
-    ResourceError,
-    reason,
-)
+from adloco_jax.errors import CheckpointError, ResourceError, reason
 from adloco_jax.loop.adloco import Control, State
 from adloco_jax.loop.plans import is_over
 from adloco_jax.run import checkpoint, observers, processes
@@ -28,11 +24,12 @@ from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import label_lines, length_lines, run_header
 from adloco_jax.run.folder import how_to_resume, versions, write_config
-from adloco_jax.run.ledger import Ledger, open_ledger
+from adloco_jax.run.ledger import Ledger, cut, read
 from adloco_jax.run.plan import most_tokens_per_s
 from adloco_jax.run.restore import begin_control, host_record, initial_ensemble, restore
 from adloco_jax.run.samples import sampler
 from adloco_jax.run.terminal import Progress
+from adloco_jax.run.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,6 @@ def begin(
     done = settings.share_done(before.round, before.tokens_total) if before else 0.0
     progress = Progress(num_rounds, every=settings.log.every_rounds, share_done=done)
     stack.callback(progress.close)
-    begins_again = restored is None and not failures.faults
-    begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, before, progress))
     control, programs = begin_control(
         run,
@@ -98,14 +93,12 @@ def begin(
     most = most_tokens_per_s(spec) if is_known else math.nan
     clock_s = start_s - earlier_s
     recorder = observers.Recorder(settings, engine, ledger, progress, clock_s, loss, most)
-    ended = bool(end) and settings.share_done(end["rounds"], end["tokens_total"]) >= 1
-    ended = ended and is_over(control, settings)
+    ended = end is not None and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again
         used = {"start_s": time.perf_counter() - start_s, "stall_s": programs.stall_s}
         observers.write_start(run, ledger, control, damage, failures.faults, **used)
     notes = [f"damaged, and set aside: {line}" for line in damage]
     notes += [f"resuming after round {control.round}"] if control.round else []
-    notes += ["stopped before its first save: the run begins again"] if begins_again else []
     if spec.machine.platform != "cpu":
         notes.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
     notes.append(run.heldout.describe(run.model.num_classes))
@@ -138,7 +131,7 @@ def begin(
 def _open_ledger(
     run: Run, stack: contextlib.ExitStack, control: Control | None, progress: Progress
 ) -> Ledger:
-    """Record the config again, and open the ledger; only process 0 writes either."""
+    """Record the config again, open the ledger and its trackers; only process 0 writes."""
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
     made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
@@ -146,7 +139,18 @@ def _open_ledger(
     made_with["base_fingerprint"] = run.model.base.fingerprint
     made_with["made_by"] = "fit" if run.by_fit else "train"
     write_config(run.workdir, run.settings, **made_with)
-    return open_ledger(run.workdir, run.settings.log, control, stack, progress.note)
+    path = run.workdir / "ledger.jsonl"
+    cut(path, control)
+    ledger = stack.enter_context(Ledger(path))
+
+    def drop(name: str, at_round: int, cause: str) -> None:
+        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
+        progress.note(f"log.{name} is off from here on: {cause}")
+
+    trackers = Trackers(run.settings.log, run.workdir, read(path), drop)
+    ledger.listeners.append(trackers)
+    stack.callback(trackers.close)
+    return ledger
 
 
 def after_failure(

@@ -44,19 +44,9 @@ class InUse(ConfigError):
     """Error: another process runs in the folder."""
 
 
-def require_utf8(option: str, path: Path) -> None:
-    """Raise ConfigError if a path is not UTF-8, which some libraries that write there need."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{option} {str(path)[:200]!r}: not UTF-8; name another") from error
-
-
 def check_workdir(workdir: str | Path) -> None:
     """Raise ConfigError, with what to do, if a run cannot be stored in a folder."""
-    folder = Path(workdir)
-    require_utf8("workdir", folder)
-    local_path(workdir, "workdir ")
+    folder = local_path(workdir, "workdir ")
     for name in ("ledger.jsonl", "config.json", "checkpoints"):
         if (folder / name).is_symlink():
             raise ConfigError(

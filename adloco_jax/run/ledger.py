@@ -1,7 +1,7 @@
 """The ledger: the log of a run in the file `ledger.jsonl`, one JSON object a line for each event.
 
 All tables, figures and comparisons of runs are made from it. A killed process can leave an
-incomplete last line, which `read` ignores and `Ledger` removes.
+incomplete last line, which `read` ignores and `cut` removes.
 """
 
 import contextlib
@@ -18,8 +18,6 @@ from adloco_jax.data.formats import Format, checked
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control
 from adloco_jax.run.events import EVENTS
-from adloco_jax.run.trackers import Trackers
-from adloco_jax.settings import LogSettings
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
 # Events that are written again when rounds are run again.
@@ -39,14 +37,8 @@ class Ledger(contextlib.AbstractContextManager):
         """
         self._path = Path(path)
         self.listeners: list[Callable[[dict], object]] = []
-        content = _content(self._path)
-        rest = content[content.rfind(b"\n") + 1 :]  # the last line if it has no newline
         with write_errors(self._path):
             self._file = open(path, "ab", buffering=0)
-            if rest and _parse(rest) is None:
-                self._file.truncate(len(content) - len(rest))
-            elif rest:
-                self._file.write(b"\n")
         self._lock = threading.Lock()  # another thread compiles programs, and writes lines on them
 
     def write(self, event: str, **fields: object) -> None:
@@ -124,32 +116,6 @@ def _fault(event: dict, rounds: int) -> str:
     return f"{name}: members, weights and loss_before differ in length" if len(lengths) > 1 else ""
 
 
-def open_ledger(
-    workdir: Path,
-    log: LogSettings,
-    control: Control | None,
-    stack: contextlib.ExitStack,
-    note: Callable[[str], None],
-) -> Ledger:
-    """Open the ledger of a run and its trackers; first `cut` it if `control` was restored.
-
-    `stack` closes both; `note` is told if a tracker is dropped after an error.
-    """
-    path = workdir / "ledger.jsonl"
-    cut(path, control)
-    kept = read(path) if path.exists() else []
-
-    def drop(name: str, at_round: int, cause: str) -> None:
-        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
-        note(f"log.{name} is off from here on: {cause}")
-
-    trackers = Trackers(log, workdir, kept, drop)
-    ledger = stack.enter_context(Ledger(path))
-    ledger.listeners.append(trackers)
-    stack.callback(trackers.close)
-    return ledger
-
-
 def finish(events: Iterable[dict]) -> dict | None:
     """Return the `end` line of a finished run; None if it is unfinished or was started again."""
     marks = [event for event in events if event["event"] in ("start", "end")]
@@ -159,8 +125,8 @@ def finish(events: Iterable[dict]) -> dict | None:
 def cut(path: str | os.PathLike[str], control: Control | None) -> None:
     """Remove the lines on rounds after a checkpoint (None: on all), before the run resumes.
 
-    The file is replaced atomically. Lines on starts, learners, compilations, checkpoints and ends
-    stay: they are not written again.
+    An incomplete last line is removed, too. The file is replaced atomically. Lines on starts,
+    learners, compilations, checkpoints and ends stay: they are not written again.
 
     Raises:
       CheckpointError: If lines on rounds before the checkpoint are missing.
@@ -180,24 +146,20 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
             last = rounds.get(trainer, event["round"])
         return event["round"] > last
 
-    content = _content(Path(path))
-    lines = [(text, _parse(text)) for text in io.BytesIO(content)]
+    content = Path(path).read_bytes() if Path(path).exists() else b""
+    lines = [(text, event) for text in content.splitlines() if (event := _parse(text))]
     found = dict.fromkeys(rounds, 0)
-    found |= {e["trainer"]: e["round"] for _, e in lines if e and e["event"] == "round"}
+    found |= {e["trainer"]: e["round"] for _, e in lines if e["event"] == "round"}
     for trainer, last in rounds.items():
         if found[trainer] < last:
             raise CheckpointError(
                 f"{path}: has {found[trainer]} rounds of trainer {trainer}, the checkpoint has"
                 f" {last}; {_ADVICE}"
             )
-    kept = b"".join(text for text, event in lines if event is None or not is_later(event))
+    kept = b"".join(text + b"\n" for text, event in lines if not is_later(event))
     if kept != content:
         with write_errors(Path(path)), replaced_file(Path(path)) as file:
             file.write(kept)
-
-
-def _content(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
 
 
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:

@@ -60,8 +60,8 @@ class Recorder:
     evaluated_round: int = -1  # the round after which `loss` was measured and recorded
     tokens: int = 0  # tokens of the rounds that this process has run
     seconds: float = 0.0  # seconds of these rounds, without compilation
-    # Ledger fields and loss of each trainer's newest round; with learners their rounds end apart.
-    _newest: dict[int, tuple[dict, float]] = field(default_factory=dict)
+    # Ledger fields of each trainer's newest round; with learners their rounds end apart.
+    _newest: dict[int, dict] = field(default_factory=dict)
     _unshown: np.ndarray = field(default_factory=lambda: np.zeros(2))  # tokens, seconds
 
     def __call__(self, state: State, boundary: Boundary) -> None:
@@ -76,13 +76,13 @@ class Recorder:
         seconds = {"step_s": round(metrics.step_s, 6), "stall_s": round(metrics.stall_s, 6)}
         rows = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
         for line, decision, outcome in rows:
-            measured: dict[str, Any] = {"train_loss": outcome.mean_loss}
-            measured["pseudo_grad_norm"] = outcome.pseudo_grad_norm
             within = outcome.losses(self.settings.log.every_updates)
-            measured["train_losses"] = [(line["updates_before"] + n, loss) for n, loss in within]
-            self._newest[line["trainer"]] = line, outcome.mean_loss
             whole = line | _decided(decision, self.settings.inner)
-            self.ledger.write("round", **whole, **measured, **seconds)
+            whole["train_loss"] = outcome.mean_loss
+            whole["pseudo_grad_norm"] = outcome.pseudo_grad_norm
+            whole["train_losses"] = [(line["updates_before"] + n, loss) for n, loss in within]
+            self._newest[line["trainer"]] = whole
+            self.ledger.write("round", **whole, **seconds)
             if skipped := line["skipped_updates"]:
                 where = {"round": line["round"], "trainer": line["trainer"]}
                 self.ledger.write("fault", kind="skipped_updates", **where, updates=skipped)
@@ -96,13 +96,9 @@ class Recorder:
     def show(self, state: State, boundary: Boundary) -> None:
         """Write a line about the round to the terminal, with the last measured held-out loss."""
         control = state.control
-        lines, losses = zip(
-            *(self._newest[trainer] for trainer in sorted(self._newest)), strict=True
-        )
         tokens, seconds = self._unshown
         text = describe_round(
-            lines,
-            losses,
+            [self._newest[trainer] for trainer in sorted(self._newest)],
             heldout=self.loss,
             num_trainers=len(control.trainers),
             pool=self.settings.ensemble.num_workers,
@@ -121,7 +117,7 @@ class Recorder:
             self.ledger.sync()
         return {
             "loss": self.loss if np.isfinite(self.loss) else None,
-            "wall_s": time.perf_counter() - self.start_s,
+            "wall_s": self.wall_s(),
         }
 
     def wall_s(self) -> float:
@@ -280,11 +276,7 @@ class Checkpoints:
             self._save(state)
         self.saver.wait()
         self.recorder.write_end(state.control, "preempted")
-        when = f"after round {index}"
-        if within:
-            saved = checkpoint.list_rounds(folder)[:1]
-            after = "its start" if saved == [index] else "the last checkpoint"
-            when = f"within round {index + 1}, and resumes from {after if saved else 'the start'}"
+        when = f"within round {index + 1}" if within else f"after round {index}"
         raise Preempted(f"{folder.parent}: stopped by a signal {when}; {checkpoint.last(folder)}")
 
     def _is_time(self) -> bool:

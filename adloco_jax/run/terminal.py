@@ -1,6 +1,5 @@
 """Write the terminal output of a run: lines about rounds and events, above a progress bar."""
 
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +14,6 @@ from adloco_jax.errors import counted
 from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import BatchingSettings
 
-_LONG_S = 60.0  # a longer run says without a bar, after its first updates, how long it will take
-_COMPILING_S = 8.0  # without a bar, seconds from one line about compilation to the next
 _MOST_LISTED = 2  # with more sizes of batches, the line of a round has the range
 # The line for each kind of change at the end of a round.
 _CHANGES = {
@@ -56,7 +53,7 @@ class Progress:
         self._num_rounds = num_rounds
         self._every = every
         self._bar = None
-        self._next_call_s = self._next_compile_s = 0.0
+        self._next_call_s = 0.0
         self.begin(share_done)
         # The words beside the bar.
         self._shown = dict.fromkeys(("round", "loss", "speed", "left", "compiling"), "")
@@ -76,38 +73,26 @@ class Progress:
         self._stalled_s, self._first_share = stalled_s, share_done
         self._begin_s = time.perf_counter() - stalled_s()
 
-    def _left_s(self, share: float) -> float:
-        """Estimate the seconds that are left, at the mean pace since `begin`."""
+    def _left(self, share: float) -> str:
+        """Estimate the time that is left, at the mean pace since `begin`."""
         seconds = time.perf_counter() - self._stalled_s() - self._begin_s
-        return (1 - share) * seconds / max(share - self._first_share, 1e-9)
+        left_s = (1 - share) * seconds / max(share - self._first_share, 1e-9)
+        return f"{tqdm.format_interval(left_s)} left"
 
     def call(self, share_done: float, losses: Array | np.ndarray) -> None:
-        """Move the bar within a round, at most ten times a second, to a share of the whole run.
-
-        Without a bar a line says once, after the first updates, how long a long run will take.
-        """
+        """Move the bar within a round, at most ten times a second, to a share of the whole run."""
         now_s, share = time.perf_counter(), min(share_done, 1.0)
-        if now_s < self._next_call_s:
-            return
-        left_s = self._left_s(share)
-        left = f"{tqdm.format_interval(left_s)} left"
-        if self._bar is None:
-            self._next_call_s = math.inf
-            if left_s > _LONG_S:
-                self.note(f"{share:.1%} of the run, {left}")
+        if self._bar is None or now_s < self._next_call_s:
             return
         self._next_call_s = now_s + 0.1
         made = np.asarray(losses)[np.isfinite(losses)]
         loss = np.mean(made) if made.size else np.nan
-        self._draw(share, loss=f"loss {loss:.4g}", left=left)
+        self._draw(share, loss=f"loss {loss:.4g}", left=self._left(share))
 
     def compiling(self, event: Compiling | Compiled) -> None:
-        """Show that a program is being compiled; without a bar, in a line every few seconds."""
-        words = f"compiling {event.number} of {event.of}" if isinstance(event, Compiling) else ""
-        self._draw(compiling=words)
-        if self._bar is None and words and time.perf_counter() >= self._next_compile_s:
-            self._next_compile_s = time.perf_counter() + _COMPILING_S
-            self.note(words)
+        """Show beside the bar that a program is being compiled."""
+        is_begun = isinstance(event, Compiling)
+        self._draw(compiling=f"compiling {event.number} of {event.of}" if is_begun else "")
 
     def _draw(self, share: float | None = None, **words: str) -> None:
         if self._bar is not None:
@@ -127,7 +112,7 @@ class Progress:
     def round(self, index: int, share_done: float, text: str, speed: str = "") -> None:
         """Move the bar after a round (from 1), and write `text` about it if a line is due."""
         share = min(share_done, 1.0)
-        left = f"{tqdm.format_interval(self._left_s(share))} left"
+        left = self._left(share)
         known = self._num_rounds is not None
         number = f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the run)"
         self._draw(share, left=left, speed=speed, round=f"round {number.partition(' ')[0]}")
@@ -148,7 +133,6 @@ def say(line: str) -> None:
 
 def describe_round(
     lines: Sequence[dict],
-    losses: Sequence[float],
     *,
     heldout: float,
     num_trainers: int,
@@ -159,6 +143,7 @@ def describe_round(
     `lines` are the trainers' ledger lines, `num_trainers` those that are left after the round,
     `pool` the workers once all have started.
     """
+    losses = [line["train_loss"] for line in lines]
     loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
     sizes = {(line["micro_batch_size"], line["num_accum_steps"]) for line in lines}
     batch = " ".join(f"{size}x{accum}".removesuffix("x1") for size, accum in sorted(sizes))

@@ -87,11 +87,11 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     """
     import wandb
 
-    name, number = _name(history)
+    first = next(event for event in history if event["event"] == "start")
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT", "adloco-jax"),
-        id=number,
-        name=name,
+        id=hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
+        name=first["run"],
         config=history[-1]["config"],
         dir=str(workdir),
         resume="allow",
@@ -105,23 +105,14 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
             rows: list[dict] = [
                 named | {"updates": step} for step, named in losses_by_update(event)
             ]
-            if numbers := _numbers_and_text(event):
-                rows.append(numbers | {"round": event["round"]})
+            text = {event["event"]: json.dumps(event)} if event["event"] in _AS_TEXT else {}
+            if shown := {**scalars(event), **text}:
+                rows.append(shown | {"round": event["round"]})
             for row, step in zip(rows, steps, strict=False):
                 if step >= first_step:
                     run.log(row, step=step)
 
         yield send
-
-
-def _name(history: Sequence[dict]) -> tuple[str, str]:
-    first = next(event for event in history if event["event"] == "start")
-    return first["run"], hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]
-
-
-def _numbers_and_text(event: dict) -> dict[str, float | str]:
-    text = {event["event"]: json.dumps(event)} if event["event"] in _AS_TEXT else {}
-    return {**scalars(event), **text}
 
 
 LOGGERS = {"tensorboard": tensorboard, "wandb": wandb}

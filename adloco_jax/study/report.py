@@ -120,17 +120,6 @@ def newest_finished(folder: str | os.PathLike[str], *, but: Path | None = None) 
     return None
 
 
-def describe_run(run: str | os.PathLike[str]) -> str:
-    """Describe a run on one line: folder, rounds, whether it has ended, and held-out loss."""
-    try:
-        read = curves.read_run(run)
-    except DataError as error:
-        return str(error)
-    found = summary.totals(read.events)
-    loss = "" if found["loss"] is None else f", held-out loss {summary.number(found['loss'])}"
-    return f"{run}: {counted(found['rounds'], 'round')}, {_state(read)}{loss}"
-
-
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
     read = [curves.read_run(run) for run in runs]
     for run in read:
