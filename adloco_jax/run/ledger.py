@@ -87,33 +87,22 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
             f"{path}: cannot read the ledger ({error.strerror}); "
             f"name the folder of a run, one that holds ledger.jsonl"
         ) from error
-    events, rounds = [], 0
+    events = []
     for number, line in enumerate(io.BytesIO(content), start=1):
-        if (event := _parse(line)) is not None:
-            fault = _fault(event, rounds)
-            events.append(event)
-        elif line.endswith(b"\n"):
-            fault = f"expected a JSON object with the key 'event', found {line[:40]!r}"
-        else:
+        event = _parse(line)
+        if event is None and not line.endswith(b"\n"):
             break
-        if fault:
-            raise DataError(f"{path}:{number}: {fault}; {_ADVICE}")
-        rounds = max(rounds, events[-1]["round"]) if events[-1]["event"] == "round" else rounds
+        try:
+            if event is None:
+                raise ValueError(
+                    f"expected a JSON object with the key 'event', found {line[:40]!r}"
+                )
+            kind = event["event"]
+            checked(event, EVENTS.get(kind, Format), kind, ValueError)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: {error}; {_ADVICE}") from error
+        events.append(event)
     return events
-
-
-def _fault(event: dict, rounds: int) -> str:
-    name = event["event"]
-    try:
-        checked(event, EVENTS.get(name, Format), name, ValueError)
-    except ValueError as error:
-        return str(error)
-    # Trainers may run at their own pace: round 3 of one may follow round 5 of another.
-    first, last = (1, rounds + 1) if name == "round" else (0, rounds)
-    if name in _DETERMINISTIC_EVENTS and not first <= event["round"] <= last:
-        return f"{name}.round: have {event['round']} after round {rounds}"
-    lengths = {len(event[key]) for key in ("members", "weights", "loss_before") if key in event}
-    return f"{name}: members, weights and loss_before differ in length" if len(lengths) > 1 else ""
 
 
 def finish(events: Iterable[dict]) -> dict | None:

@@ -17,35 +17,27 @@ from adloco_jax.settings import LogSettings
 
 Send = Callable[[dict], None]
 
-# The fields of an event's ledger line that are sent as scalars, numbered by rounds.
-_SCALARS = {
-    "round": "train_loss requested_batch_size micro_batch_size num_accum_steps workers"
-    " learning_rate noise signal test_value pseudo_grad_norm",
-    "eval": "loss perplexity accuracy tokens_total bytes_total syncs_total updates_total",
-    "merge": "barrier loss_after",
-    "memory": "host_peak_bytes",
-}
 _AS_TEXT = ("merge", "refusal", "spawn", "fault")
+_AS_NUMBERS = ("round", "eval", "merge", "memory")
+_PLACES = ("round", "trainer", "into")
 
 
 def scalars(event: dict) -> dict[str, float]:
-    """Map the names of the numbers in a ledger line that trackers show to their finite values.
+    """Map names of the numbers in a ledger line to their finite values.
 
     Names are `<field>/trainer_<id>`, `<field>/consensus`, `<field>/<kind of event>`, and
     `device_peak_bytes/<device number>`.
     """
     kind, trainer = event["event"], event.get("trainer")
-    is_consensus = trainer == "consensus"
-    who = kind if trainer is None else "consensus" if is_consensus else f"trainer_{trainer}"
-    fields = _SCALARS.get(kind, "").split()
-    # Totals are the run's, equal on all trainers' lines, so they go with the consensus only.
-    fields = [name for name in fields if is_consensus or not name.endswith("_total")]
-    named = {f"{name}/{who}": event.get(name) for name in fields}
+    if kind not in _AS_NUMBERS:
+        return {}
+    who = kind if trainer is None else trainer if trainer == "consensus" else f"trainer_{trainer}"
+    named = {f"{name}/{who}": value for name, value in event.items() if name not in _PLACES}
     if event.get("step_s"):
         named[f"tokens_per_s/{who}"] = event["tokens"] / event["step_s"]
     for device, peak in enumerate(event.get("device_peak_bytes", ())):
         named[f"device_peak_bytes/{device}"] = peak
-    return {name: value for name, value in named.items() if value is not None}
+    return {name: value for name, value in named.items() if isinstance(value, int | float)}
 
 
 def losses_by_update(event: dict) -> list[tuple[int, dict[str, float]]]:
@@ -147,7 +139,7 @@ class Trackers:
             with self._dropped_if_it_raises(name, event.get("round", 0)):
                 if is_start:
                     self._open(name, event)
-                elif event["event"] in (*_SCALARS, *_AS_TEXT):
+                elif event["event"] in (*_AS_NUMBERS, *_AS_TEXT):
                     self._opened[name][1](event)
 
     def close(self) -> None:
