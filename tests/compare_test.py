@@ -164,7 +164,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     )
     for run in runs_of(what, tmp_path):
         with pytest.raises(DataError, match="not finished"):
-            compare.tabulate(what, tmp_path)
+            markdown(what, tmp_path)
         own = list(enumerate(losses[run.variant][run.seed], start=1))
         evals = [(i, spent(loss, 320 * i, i, 80 * i)) for i, loss in own]
         run.workdir.mkdir(parents=True)
@@ -172,30 +172,29 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
             for line in ledger(rounds=[(i, 0, 2, 5) for i, _ in own], evals=evals):
                 written.write(**line)
             written.write("end", reason="finished", rounds=3, tokens_total=0, wall_s=1.0)
-    table = compare.write(what, tmp_path)
-
-    def spread(found):
-        return [found["low"], found["high"], found["reached"]]
-
-    theirs, ours = (table["rows"][name] for name in losses)
-    assert spread(theirs["final"]["loss"]) == [3, 4, 2]
-    assert theirs["final"]["loss"]["median"] == 4  # the higher of the two middle values
-    assert theirs["to_target"][0]["updates"]["median"] is None  # not reached: more than all
-    assert spread(theirs["final"]["tokens"]) == [640, 960, 2]
-    assert spread(ours["to_target"][0]["tokens"]) == [320, 640, 2]
-    assert spread(ours["to_target"][1]["updates"]) == [7.5, 12.5, 2]  # half way between two
-    assert spread(theirs["to_target"][0]["updates"]) == [15, None, 1]
-    assert spread(ours["to_target"][2]["tokens"]) == [None, None, 0]
-    assert spread(ours["to_baseline"]["syncs"]) == [1, 2, 2]  # 3 and 4, seed by seed
-    assert json.loads((tmp_path / "comparison.json").read_text()) == table
-    text = (tmp_path / "comparison.md").read_text()
-    assert text == markdown(table) and all(f"| {name} |" in text for name in losses)
-    title, ran, *_ = text.split("\n\n")
+    title, ran, _, _, final, _, to_baseline, *targets = markdown(what, tmp_path).split("\n\n")
     assert title == f"# Comparison {summary.markdown(tmp_path.name)}"
     assert ran == (
         "4 runs: 2 variants with seeds 0, 1. Trained: 2026-11-23, on 1 x cpu, jax 0.10.2. Model:"
         " llama of 10 parameters. Data: stdlib, rows of 16 tokens."
     )
+
+    def cells(table, name, *columns):
+        header, _, *rows = [line[2:-2].split(" | ") for line in table.splitlines()]
+        (row,) = (row for row in rows if row[0] == name)
+        return [row[header.index(column)] for column in columns]
+
+    # The median is the higher of the two middle values.
+    assert cells(final, "DiLoCo", "loss", "tokens") == [
+        "4.000 (3.000 to 4.000)",
+        "960 (640 to 960)",
+    ]
+    assert cells(to_baseline, "AdLoCo", "synchronisations") == ["2 (1 to 2)"]  # 3 and 4
+    to_3, to_2_5, to_0 = targets[1::2]
+    assert cells(to_3, "DiLoCo", "sequential steps", "seeds that did") == ["- (15 to -)", "1 of 2"]
+    assert cells(to_3, "AdLoCo", "tokens") == ["640 (320 to 640)"]
+    assert cells(to_2_5, "AdLoCo", "sequential steps") == ["12.5 (7.5 to 12.5)"]  # half way
+    assert cells(to_0, "AdLoCo", "tokens", "seeds that did") == ["-", "0 of 2"]
 
 
 def test_what_is_not_finite_is_no_point():

@@ -104,16 +104,13 @@ def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
     assert "synchronised    0 times, blocking, summed over trainers; 0 bytes moved\n" in table
 
 
-def test_a_finished_run_names_the_next_commands(tmp_path, capsys):
-    first, run = write_run(tmp_path / "first"), write_run(tmp_path / "runs of mine")
+def test_a_finished_run_names_the_next_command(tmp_path, capsys):
+    run = write_run(tmp_path / "runs of mine")
     (run / "export").mkdir()
     (run / "export" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    write_run(tmp_path / "crashed", end=False)
-    (write_run(tmp_path / "damaged") / "ledger.jsonl").write_text("no JSON\n")
     report.conclude(run)
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
-    both = f"adloco report {first} '{run}' --out '{tmp_path}/first-runs of mine'"
-    assert commands == [f"next: adloco generate '{run}' --prompt \"The\"", f"next: {both}"]
+    assert commands == [f"next: adloco generate '{run}' --prompt \"The\""]
 
 
 class Page(HTMLParser):
@@ -227,13 +224,13 @@ def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
     assert f"not drawn: {HOSTILE}." in page.text
 
 
-def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
+def test_many_runs_are_a_table_that_is_the_legend(many):
     page = Page(many.read_text(encoding="utf-8"))
     assert "2.1000 nats, a0, after 17.9 k tokens and 7 synchronisations." in page.text
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # the final losses
     assert "Never evaluated, so not drawn: b." in page.text
     assert "gathering them is counted too" in page.text
-    assert len(page.charts) == 5 + 2
+    assert len(page.charts) == 5
     keys = {value for name, value in page.attributes if name == "data-k"}
     assert keys == {"1", "2"} and page.source.count('<tr data-k="') == 2
     summary = json.loads((many.parent / "summary.json").read_text())

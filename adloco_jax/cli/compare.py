@@ -49,7 +49,9 @@ def compare(options: argparse.Namespace, command: str) -> int:
     if not (is_whole or make_runs()):
         print("the other runs are in another process's hands")
         return max(codes, default=0)
-    print(comparisons.markdown(comparisons.write(comparison, folder)))
+    tables = comparisons.markdown(comparison, folder)
+    (folder / "comparison.md").write_text(tables, encoding="utf-8")
+    print(tables)
     labels = [run.variant for run in runs]
     page = report.write([run.workdir for run in runs], folder / "report", labels=labels)
     print(f"report: {page}")

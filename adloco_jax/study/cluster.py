@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adloco_jax.study.curves import SPENDING, last, lines
+from adloco_jax.study.curves import SPENDING, last, lines, serial_updates
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,16 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
             ready_s |= dict.fromkeys(waiting, met_s + link_s + latency_s)
         ended_s[event["round"]] = max(ready_s.values())
     return ended_s
+
+
+def timed(points: Sequence[dict], events: Sequence[dict], cluster: Cluster) -> list[dict]:
+    """Add sequential steps (`updates`) and simulated seconds (`time_s`) to points of a curve."""
+    updates, end_s = serial_updates(events), run_seconds(events, cluster)
+    return [
+        point
+        | {"updates": updates.get(point["round"], 0), "time_s": end_s.get(point["round"], 0.0)}
+        for point in points
+    ]
 
 
 def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:

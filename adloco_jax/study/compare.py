@@ -5,10 +5,9 @@ and bytes are counted as in the report (`curves.heldout_points`).
 """
 
 import copy
-import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +18,8 @@ from adloco_jax.config import unknown_key_fault, validate
 from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import OPTIONS
-from adloco_jax.study.cluster import Cluster, run_seconds
-from adloco_jax.study.curves import COSTS, heldout_points, last, serial_updates
+from adloco_jax.study.cluster import Cluster, timed
+from adloco_jax.study.curves import heldout_points, last
 from adloco_jax.study.summary import markdown as plain
 from adloco_jax.study.summary import markdown_table, short
 
@@ -107,18 +106,11 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
     Raises:
       DataError: If no evaluation is left.
     """
-    end_s = run_seconds(events, simulated)
-    updates = serial_updates(events)
     points = [
-        {cost: found[cost] for cost in COSTS}
-        | {
-            "loss": found["value"],
-            "updates": updates.get(found["round"], 0),
-            "time_s": end_s.get(found["round"], 0.0),
-            "rounds": found["round"],
-        }
-        for found in heldout_points(events)
-        if math.isfinite(found["value"])
+        {"loss": point["value"], "rounds": point["round"]}
+        | {cost: point[cost] for cost in MEASURES if cost != "rounds"}
+        for point in timed(heldout_points(events), events, simulated)
+        if math.isfinite(point["value"])
     ]
     if not points:
         raise DataError("the ledger has no evaluation with a finite loss")
@@ -139,20 +131,11 @@ def to_reach(points: Sequence[dict], loss: float) -> dict[str, float] | None:
     return {name: high[name] + share * (low[name] - high[name]) for name in low}
 
 
-def tabulate(comparison: Comparison, folder: str | Path) -> dict:
-    """Compute the comparison's table from the runs' ledgers, as plain values, ready for JSON.
+def markdown(comparison: Comparison, folder: str | Path) -> str:
+    """Compute the comparison's tables from the ledgers of its runs in a folder, in Markdown.
 
-    Args:
-      comparison: The comparison.
-      folder: The folder of the comparison's runs, all of which have finished.
-
-    Returns:
-      - `name`, `baseline`, `seeds` and `target_losses` of the comparison;
-      - `ran`, `simulated`, `charged`: sentences on runs, cluster and counted synchronisations;
-      - `rows`: for each variant its `final` loss and costs, and the costs (`to_reach`)
-        `to_target`, a list by target loss, and `to_baseline`, the final loss of the baseline with
-        the same seed. Each value is summarised over seeds: `median`, `low`, `high`, and `reached`,
-        the number of `seeds` that have it.
+    For each variant they have the final loss and costs, and the costs (`to_reach`) to the final
+    loss of the baseline with the same seed, and to each target loss: medians and ranges over seeds.
 
     Raises:
       DataError: If a run is missing or not finished.
@@ -166,64 +149,27 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
             raise DataError(f"{run.workdir}: not finished; run the comparison again")
         curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
         starts.append(last(events, "start"))
-    baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
-    rows = {
-        name: {
-            "final": _over_seeds([points[-1] for points in seeds.values()], "loss"),
-            "to_target": [
-                _costs(seeds, dict.fromkeys(seeds, loss)) for loss in comparison.target_losses
-            ],
-            "to_baseline": _costs(seeds, baseline),
-        }
-        for name, seeds in ((name, curves[name]) for name in comparison.variants)
-    }
-    return {
-        "name": Path(folder).resolve().name,
-        "ran": _ran(comparison, starts),
-        "baseline": comparison.baseline,
-        "target_losses": list(comparison.target_losses),
-        "seeds": list(comparison.seeds),
-        "simulated": str(comparison.simulated),
-        "charged": CHARGED,
-        "rows": rows,
-    }
-
-
-def markdown(table: dict) -> str:
-    """Format the result of `tabulate` in Markdown: medians over seeds, with ranges in brackets."""
-    rows, shown = table["rows"], f"median of {counted(len(table['seeds']), 'seed')} (range)"
-    losses = [
-        [name, _described(row["final"]["loss"], "{:.3f}".format)]
-        + [_described(row["final"][m], short) for m in MEASURES]
-        for name, row in rows.items()
-    ]
+    rows = [["variant", "loss", *MEASURES.values()]]
+    for name, seeds in curves.items():
+        ends = [points[-1] for points in seeds.values()]
+        rows.append([name, _spread(ends, "loss", "{:.3f}".format), *_costs(ends)])
+    baseline = comparison.baseline
+    final = {seed: points[-1]["loss"] for seed, points in curves[baseline].items()}
     parts = [
-        f"# Comparison {plain(table['name'])}",
-        plain(table["ran"]),
-        f"{table['charged']} Seconds are simulated {table['simulated']}.",
-        f"Held-out loss (nats/token) and costs of the whole runs: {shown}.",
-        markdown_table([["variant", "loss", *MEASURES.values()], *losses]),
-        f"What it took to reach the final loss of {plain(table['baseline'])}, seed by seed; a dash"
-        " where fewer than half of the seeds did.",
-        *_cost_tables({name: row["to_baseline"] for name, row in rows.items()}),
+        f"# Comparison {plain(Path(folder).resolve().name)}",
+        plain(_ran(comparison, starts)),
+        f"{CHARGED} Seconds are simulated {comparison.simulated}.",
+        "Held-out loss (nats/token) and costs of the whole runs: median of"
+        f" {counted(len(comparison.seeds), 'seed')} (range).",
+        markdown_table(rows),
+        f"What it took to reach the final loss of {plain(baseline)}, seed by seed; a dash where"
+        " fewer than half of the seeds did.",
+        _cost_table(curves, final),
     ]
-    for index, loss in enumerate(table["target_losses"]):
+    for loss in comparison.target_losses:
         parts.append(f"What it took to reach {loss:g} nats/token.")
-        parts += _cost_tables({name: row["to_target"][index] for name, row in rows.items()})
+        parts.append(_cost_table(curves, dict.fromkeys(comparison.seeds, loss)))
     return "\n\n".join(parts) + "\n"
-
-
-def write(comparison: Comparison, folder: str | Path) -> dict:
-    """Write `tabulate`'s table to the folder, as `comparison.json` and `comparison.md`; return it.
-
-    Raises:
-      DataError: If a run is missing or not finished.
-    """
-    table = tabulate(comparison, folder)
-    text = json.dumps(table, indent=2, allow_nan=False)
-    (Path(folder) / "comparison.json").write_text(text + "\n", encoding="utf-8")
-    (Path(folder) / "comparison.md").write_text(markdown(table), encoding="utf-8")
-    return table
 
 
 def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
@@ -248,43 +194,25 @@ def _workdir(folder: str | Path, variant: str, seed: int) -> Path:
     return Path(folder) / name / f"seed-{seed}"
 
 
-def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
-    never = dict.fromkeys(MEASURES)
-    return _over_seeds([to_reach(seeds[s], losses[s]) or never for s in seeds])
+def _cost_table(
+    curves: Mapping[str, Mapping[int, Sequence[dict]]], losses: Mapping[int, float]
+) -> str:
+    """What each variant had spent when it reached a loss, by seed."""
+    rows = [["variant", *MEASURES.values(), "seeds that did"]]
+    for name, seeds in curves.items():
+        points = [to_reach(seeds[seed], loss) for seed, loss in losses.items()]
+        num_reached = sum(point is not None for point in points)
+        rows.append([name, *_costs(points), f"{num_reached} of {len(points)}"])
+    return markdown_table(rows)
 
 
-def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> dict[str, dict]:
-    return {key: _spread([costs[key] for costs in found]) for key in (*others, *MEASURES)}
+def _costs(points: Sequence[dict | None]) -> list[str]:
+    return [_spread(points, measure, short) for measure in MEASURES]
 
 
-def _spread(values: Sequence[float | None]) -> dict:
-    """Median and range of a value over the seeds; None (a loss that was not reached) ranks last."""
-    reached = sorted(value for value in values if value is not None)
-    ranked = [*reached, *[None] * (len(values) - len(reached))]
-    return {
-        "median": ranked[len(ranked) // 2],  # the higher one of the two middle values
-        "low": ranked[0],
-        "high": ranked[-1],
-        "reached": len(reached),
-        "seeds": len(values),
-    }
-
-
-def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
-    reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
-    rows = [
-        [name, *(_described(cost[m], short) for m in MEASURES)]
-        + [f"{cost['tokens']['reached']} of {cost['tokens']['seeds']}"]
-        for name, cost in reached.items()
-    ]
-    if rows:
-        yield markdown_table([["variant", *MEASURES.values(), "seeds that did"], *rows])
-    if others := [name for name in costs if name not in reached]:
-        yield f"No seed did: {plain('; '.join(others))}."
-
-
-def _described(spread: dict, shown: Callable[[float], str]) -> str:
-    low, middle, high = (
-        "-" if spread[name] is None else shown(spread[name]) for name in ("low", "median", "high")
-    )
-    return low if low == high else f"{middle} ({low} to {high})"
+def _spread(points: Sequence[dict | None], name: str, shown: Callable[[float], str]) -> str:
+    """Median and range over the seeds; None (a loss that was not reached) ranks last."""
+    reached = sorted(point[name] for point in points if point is not None)
+    ranked = [*map(shown, reached), *["-"] * (len(points) - len(reached))]
+    middle = ranked[len(ranked) // 2]  # the higher one of the two middle values
+    return middle if ranked[0] == ranked[-1] else f"{middle} ({ranked[0]} to {ranked[-1]})"

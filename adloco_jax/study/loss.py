@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from adloco_jax.study import chart, curves
 from adloco_jax.study.chart import Curve, Panel
-from adloco_jax.study.cluster import Cluster, run_seconds
+from adloco_jax.study.cluster import Cluster, timed
 from adloco_jax.study.curves import RunRecord, Variant
 
 CLUSTER = Cluster()  # the cluster of the simulated time
@@ -18,9 +18,9 @@ _COSTS = {
     "updates": ("Sequential steps", ""),
     "syncs": ("Synchronisations", ""),
     "bytes": ("Bytes", "B"),
-    "simulated_s": ("Simulated time", ""),
+    "time_s": ("Simulated time", ""),
 }
-_LABELS = curves.COSTS | {"updates": "sequential steps", "simulated_s": "simulated time (s)"}
+_LABELS = curves.COSTS | {"updates": "sequential steps", "time_s": "simulated time (s)"}
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
@@ -51,11 +51,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
             found = curves.heldout_points(run.events, trainer=who, field=field)
         else:
             found = curves.training_points(run.events, trainer=trainer)
-        more = {
-            "updates": curves.serial_updates(run.events),
-            "simulated_s": run_seconds(run.events, CLUSTER),
-        }
-        return [p | {cost: at.get(p["round"], 0) for cost, at in more.items()} for p in found]
+        return timed(found, run.events, CLUSTER)
 
     drawn = [
         (

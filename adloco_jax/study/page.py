@@ -69,10 +69,9 @@ def verbatim(text: str) -> str:
     return f"<pre>{escaped(text)}</pre>"
 
 
-def folded(summary: str, html: str, *, is_open: bool = False) -> str:
+def folded(summary: str, html: str) -> str:
     """The HTML of a part that a click on `summary` opens and closes; in print it is always open."""
-    opened = " open" if is_open else ""
-    return f"<details{opened}>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
+    return f"<details>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
 
 def figure(html: str, caption: str) -> str:

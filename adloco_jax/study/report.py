@@ -1,6 +1,5 @@
 """The report on one or more runs: a self-contained web page, and the runs' totals as JSON."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -10,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError, counted
-from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import CHATS
 from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
@@ -19,8 +17,6 @@ from adloco_jax.study.curves import RunRecord, Variant
 from adloco_jax.study.page import Cell
 
 __all__ = ["conclude", "write"]
-
-_MAX_OPEN = 4  # variants whose trainers are shown without a click
 
 # Columns of the table of totals: the name in `_measures`, and the format.
 _TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -92,32 +88,12 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
         export = Path(workdir) / "export"
         if export.exists() and not (export / card.FILE).exists():
             card.write(export, Path(workdir))
-        for command in _next_commands(Path(workdir)):
-            print(f"next: {command}")
+        if card.task_of(export) == "text-generation":
+            data = curves.read_run(workdir).start["config"]["data"]
+            asks = "--chat" if data["text_column"] in CHATS else '--prompt "The"'
+            print(f"next: adloco generate {shlex.quote(str(workdir))} {asks}")
     except (DataError, OSError) as error:
         print(f"the report or the card was not written: {error}", file=sys.stderr)
-
-
-def _next_commands(workdir: Path) -> list[str]:
-    run, found = shlex.quote(str(workdir)), []
-    if card.task_of(workdir / "export") == "text-generation":
-        data = curves.read_run(workdir).start["config"]["data"]
-        asks = "--chat" if data["text_column"] in CHATS else '--prompt "The"'
-        found.append(f"adloco generate {run} {asks}")
-    if (other := newest_finished(workdir.parent, but=workdir)) is not None:
-        out = workdir.parent / f"{other.name}-{workdir.name}"
-        found.append(f"adloco report {shlex.quote(str(other))} {run} --out {shlex.quote(str(out))}")
-    return found
-
-
-def newest_finished(folder: str | os.PathLike[str], *, but: Path | None = None) -> Path | None:
-    """Return the finished run in a folder, other than `but`, whose ledger changed last; or None."""
-    ledgers = [path for path in Path(folder).glob("*/ledger.jsonl") if path.parent != but]
-    for path in sorted(ledgers, key=lambda path: path.stat().st_mtime, reverse=True):
-        with contextlib.suppress(DataError):
-            if finish(read(path)) is not None:
-                return path.parent
-    return None
 
 
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
@@ -140,15 +116,7 @@ def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str
         screen += run_figures.life(runs[0])
     else:
         title = f"{counted(len(variants), 'variant')}, {counted(len(runs), 'run')}"
-        lives = [
-            page.folded(
-                f"{variant.label}, seed {variant.runs[0].seed}",
-                run_figures.life(variant.runs[0]),
-                is_open=True,
-            )
-            for variant in variants
-        ]
-        parts = {"The trainers of each variant": f'<div class="lives">{"".join(lives)}</div>'}
+        parts = {}
     if any(map(curves.is_classifier, runs)):
         drawn = page.tabs("accuracy", loss.charts(variants, field="accuracy"))
         parts = {"Accuracy": page.figure(drawn, loss.caption(variants, "accuracy"))} | parts
@@ -157,10 +125,7 @@ def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str
         title,
         _lead(variants),
         screen_html=screen,
-        details_html="\n".join(
-            page.folded(*part, is_open=1 < len(variants) <= _MAX_OPEN and not number)
-            for number, part in enumerate(parts.items())
-        ),
+        details_html="\n".join(page.folded(*part) for part in parts.items()),
         num_curves=0 if len(runs) == 1 else len(variants),
     )
 
@@ -175,23 +140,16 @@ def _lead(variants: Sequence[Variant]) -> str:
     for variant in variants:
         found = [_measures(run) for run in variant.runs]
         if all(end["loss"] is not None for end in found):
-            measures = ("loss", "tokens_total", "syncs_total", "serial_updates")
+            measures = ("loss", "tokens_total", "syncs_total")
             medians = [statistics.median(end[name] for end in found) for name in measures]
             ends.append((*medians, variant.label))
     if not ends:
         return "No variant has a held-out loss in all of its runs."
-    lowest, tokens, syncs, _, label = min(ends)
-    lead = (
+    lowest, tokens, syncs, label = min(ends)
+    return (
         f"Lowest held-out loss at its end: {summary.number(lowest)} nats, {label}, after"
         f" {summary.short(tokens)} tokens and {syncs:,.0f} synchronisations."
     )
-    for at, what in ((3, "sequential steps"), (1, "tokens")):
-        if len({end[at] for end in ends}) > 1:
-            each = [f"{end[0]:.2f} after {summary.short(float(end[at]))}" for end in sorted(ends)]
-            each[0] += f" {what}"
-            more = ", …" * (len(ends) > _MAX_OPEN)
-            return f"{lead} The runs differ in length: {', '.join(each[:_MAX_OPEN])}{more}."
-    return lead
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
@@ -234,7 +192,6 @@ def _measures(run: RunRecord) -> dict:
     return found | {
         "syncs_total": found["syncs_total"] + found["consensus_syncs"],
         "bytes_total": found["bytes_total"] + found["consensus_bytes"],
-        "serial_updates": max(curves.serial_updates(run.events).values()),
     }
 
 
