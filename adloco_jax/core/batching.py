@@ -4,6 +4,7 @@ The tests read only ratios of the sums in `GradientStats`. They accept NumPy arr
 host, without a device) and JAX arrays (under `jit` and `vmap`).
 """
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -143,31 +144,19 @@ class BatchTest(NamedTuple):
     """What `request` reads. With "nothing", `stats` is None and the result is not limited."""
 
 
+def _entry(test: Callable[..., Scalar], needs: Literal["norms", "inner_products"]) -> BatchTest:
+    names = inspect.signature(test).parameters
+
+    def request(stats, **given):
+        return test(stats, **{name: value for name, value in given.items() if name in names})
+
+    return BatchTest(request, needs)
+
+
 BATCH_TESTS: dict[str, BatchTest] = {
-    "norm": BatchTest(
-        lambda stats, *, eta, num_workers, mode, batch_size, **_: norm_test(
-            stats, eta=eta, num_workers=num_workers, mode=mode, batch_size=batch_size
-        )
-    ),
-    "inner_product": BatchTest(
-        lambda stats, *, vartheta, num_workers, mode, batch_size, **_: inner_product_test(
-            stats, vartheta=vartheta, num_workers=num_workers, mode=mode, batch_size=batch_size
-        ),
-        "inner_products",
-    ),
-    "augmented": BatchTest(
-        lambda stats, *, vartheta, nu, num_workers, mode, batch_size, **_: (
-            augmented_inner_product_test(
-                stats,
-                vartheta=vartheta,
-                nu=nu,
-                num_workers=num_workers,
-                mode=mode,
-                batch_size=batch_size,
-            )
-        ),
-        "inner_products",
-    ),
+    "norm": _entry(norm_test, "norms"),
+    "inner_product": _entry(inner_product_test, "inner_products"),
+    "augmented": _entry(augmented_inner_product_test, "inner_products"),
     "constant": BatchTest(lambda stats, *, batch_size, **_: batch_size, "nothing"),
     "ramp": BatchTest(
         lambda stats, *, schedule, round_index, **_: ramp(

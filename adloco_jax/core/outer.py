@@ -42,7 +42,7 @@ from adloco_jax.core.types import (
     where_leading,
     with_dtypes,
     with_trainable,
-    without_keys,
+    without_state,
 )
 
 Aggregator: TypeAlias = Callable[..., PyTree]
@@ -245,7 +245,7 @@ def start_round(
     params_R = ensemble.params_R
     if params_R is None:
         params_R = to_workers(ensemble.params_M, ensemble.sizes)
-    workers = Workers(without_keys(params_R), ensemble.inner_state_R)
+    workers = Workers(without_state(params_R), ensemble.inner_state_R)
     if reset_tx is not None:
         workers = workers.replace(inner_state_R=jax.vmap(reset_tx.init)(trainable(params_R)))
     if accumulate:
@@ -476,7 +476,7 @@ def _send(
     tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
-    if precision == "float32" or not single_X.any():
+    if not single_X.any():
         return arrived_X
     return jax.tree.map(lambda leaf, own: leaf.at[single_X].set(own[single_X]), arrived_X, tree_X)
 
@@ -492,7 +492,6 @@ def _example_keys(key: Array, sizes: Sequence[int], batch_TRB: PyTree) -> Array:
 def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:
     """Split the batches of updates into micro-batches: [S, R, A*B, ...] -> [S*A, R, B, ...]."""
     num_updates, num_workers, examples = leaf.shape[:3]
-    micro = examples // num_accum_steps
-    leaf = leaf.reshape(num_updates, num_workers, num_accum_steps, micro, *leaf.shape[3:])
-    leaf = jnp.moveaxis(leaf, 2, 1)
-    return leaf.reshape(num_updates * num_accum_steps, num_workers, micro, *leaf.shape[4:])
+    shape = num_workers, num_accum_steps, examples // num_accum_steps, *leaf.shape[3:]
+    leaf = jnp.moveaxis(leaf.reshape(num_updates, *shape), 2, 1)
+    return leaf.reshape(num_updates * num_accum_steps, num_workers, *shape[2:])

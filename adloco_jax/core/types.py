@@ -164,7 +164,7 @@ class BatchPlan(NamedTuple):
 def trainable(params: PyTree) -> PyTree:
     """Replace all but floating-point leaves by None.
 
-    ValueError if there is none, one is complex, or one is a state that the model itself changes.
+    ValueError if there is none, or one is complex.
     """
 
     def select(leaf):
@@ -176,7 +176,6 @@ def trainable(params: PyTree) -> PyTree:
         return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None
 
     values = jax.tree.map(select, params)
-    _refuse_state(values)
     if not jax.tree.leaves(values):
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
         raise ValueError(
@@ -186,38 +185,35 @@ def trainable(params: PyTree) -> PyTree:
     return values
 
 
-def _refuse_state(values: PyTree) -> None:
-    """Raise ValueError for batch_stats of Linen, and for variables of NNX other than Param."""
+def without_state(params: PyTree) -> PyTree:
+    """Return `params`; raise ValueError if they hold random state, or state that the model changes.
 
-    def is_variable(node):
-        flax = [kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.")]
-        return "Variable" in flax and "Param" not in flax
-
-    for path, node in jax.tree.leaves_with_path(values, is_leaf=is_variable):
-        in_linen = any(getattr(part, "key", None) == "batch_stats" for part in path)
-        if jax.tree.leaves(node) and (in_linen or is_variable(node)):
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)}: state that the model changes"
-                f" ({'batch_stats' if in_linen else type(node).__name__}), not a parameter; a model"
-                " must be a function of its parameters alone: replace batch by layer normalisation"
-            )
-
-
-def without_keys(params: PyTree) -> PyTree:
-    """Return `params`; raise ValueError if they hold random state, such as that of NNX's Dropout.
-
-    It would be the same for all workers and in all updates.
+    Random state, such as that of NNX's Dropout, would be the same for all workers and in all
+    updates. Batch statistics, of Linen or NNX, are no function of the parameters.
     """
 
-    def is_random(node):
-        return any(kind.__name__ == "RngState" for kind in type(node).__mro__)
+    def kinds(node):
+        return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.")}
 
-    for path, node in jax.tree.leaves_with_path(params, is_leaf=is_random):
-        if is_random(node) or is_key(node):
+    def is_variable(node):
+        return "Variable" in kinds(node) and "Param" not in kinds(node)
+
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=is_variable):
+        where = f"params{jax.tree_util.keystr(path)}"
+        if "RngState" in kinds(node) or (not is_variable(node) and is_key(node)):
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)}: random state, which would give all workers"
-                " and updates the same numbers; leave it out (nnx.split(model, nnx.Param, ...)),"
-                " and let loss_fn take `key`"
+                f"{where}: random state, which would give all workers and updates the same numbers;"
+                " leave it out (nnx.split(model, nnx.Param, ...)), and let loss_fn take `key`"
+            )
+        in_linen = any(getattr(part, "key", None) == "batch_stats" for part in path)
+        floats = [
+            leaf for leaf in jax.tree.leaves(node) if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        if floats and (in_linen or is_variable(node)):
+            raise ValueError(
+                f"{where}: state that the model changes"
+                f" ({'batch_stats' if in_linen else type(node).__name__}), not a parameter; a model"
+                " must be a function of its parameters alone: replace batch by layer normalisation"
             )
     return params
 
@@ -340,7 +336,7 @@ def init(
 
         return jax.tree.map(copies, tree)
 
-    params = without_keys(jax.tree.map(jnp.asarray, params))
+    params = without_state(jax.tree.map(jnp.asarray, params))
     values = trainable(params)
     return Ensemble(
         params_M=stack(params, num_trainers),

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import PyTree
 
 from adloco_jax.core.arguments import takes
-from adloco_jax.core.types import GradientStats, LossFn, trainable, without_keys
+from adloco_jax.core.types import GradientStats, LossFn, trainable, without_state
 from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.optimizers import inner_transform, labeller, parameter_labels
@@ -193,7 +193,7 @@ def _of_params(name: str, init_fn: InitFn) -> list[str]:
     try:
         with own_code(name):
             params = jax.eval_shape(init_fn, jax.random.key(0))
-            trainable(without_keys(params))
+            trainable(without_state(params))
     except ConfigError as error:
         advice = "; its leaves must all be arrays: leave others out of the tree"
         return [f"{error}{advice * isinstance(error.__cause__, TypeError)}"]
