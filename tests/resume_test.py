@@ -60,8 +60,7 @@ def test_a_run_stopped_after_every_round_ends_as_the_uninterrupted_one(tmp_path,
     assert [e["round"] for e in events(tmp_path / "r", "start")] == list(range(7))
 
 
-def test_a_running_average_is_reported_and_resumed_bit_for_bit(tmp_path, monkeypatch, one_device):
-    monkeypatch.setattr(jax, "devices", lambda: one_device[:2])
+def test_a_running_average_is_reported_and_resumed_bit_for_bit(tmp_path):
     settings, seen = settings_of(**GROWING | {"outer": {"average": 0.3}}), []
 
     def on_round(state, _):

@@ -49,7 +49,7 @@ class Costs(Format):
     bytes: Count
 
 
-class RoundLine(Costs):
+class Round(Costs):
     """A trainer's round."""
 
     trainer: Count
@@ -88,7 +88,7 @@ class RoundLine(Costs):
 USES = ("computing", "uploading", "waiting", "downloading")
 
 
-class LearnerEvent(Format):
+class Learner(Format):
     """A learner joined, left, was lost, late, rejected or refused."""
 
     round: Count
@@ -216,18 +216,11 @@ class End(Format):
     updates_total: Count = 0
 
 
+# The classes by event: their names in lower case.
 EVENTS: dict[str, type[Format]] = {
-    "start": Start,
-    "round": RoundLine,
-    "learner": LearnerEvent,
-    "eval": Eval,
-    "sync": Sync,
-    "merge": Merge,
-    "refusal": Refusal,
-    "spawn": Spawn,
-    "fault": Fault,
-    "compile": Compile,
-    "memory": Memory,
-    "checkpoint": Checkpoint,
-    "end": End,
+    kind.__name__.lower(): kind
+    for kind in (
+        *(Start, Round, Learner, Eval, Sync, Merge, Refusal, Spawn),
+        *(Fault, Compile, Memory, Checkpoint, End),
+    )
 }

@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint: what is written beside its arrays, and what is read."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from adloco_jax.loop.adloco import Control, State, start
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.choose import Choice, Mode, choose, modes
+from adloco_jax.run.choose import Mode, choose, modes
 from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import EnsembleSettings
@@ -81,27 +81,26 @@ def begin_control(
     settings = run.settings
     remat = settings.model.remat if run.model.can_remat else False
     allowed = modes(remat, run.spec.machine.platform)
-    size, control = settings.batching.max_batch_size, restored.state.control if restored else None
-    if restored and control and (size is None or size == restored.host.max_batch_size_given):
-        size = control.max_batch_size
+    size = settings.batching.max_batch_size
+    if restored and size in (None, restored.host.max_batch_size_given):
+        size = restored.state.control.max_batch_size
     size = size if max_batch is None else max_batch
-
-    def chosen(allowed: Sequence[Mode]) -> Choice:
-        how = {"size": size, "allowed": allowed, "on_compile": on_compile}
-        return choose(settings, run.spec, run.model.loss_of, **how)
-
-    choice = chosen(allowed)
+    chosen = functools.partial(
+        choose, settings, run.spec, run.model.loss_of, size=size, on_compile=on_compile
+    )
+    choice = chosen(allowed=allowed)
     mode = Mode(choice.programs.spec.sequential, choice.programs.spec.remat)
     # All processes use the most frugal mode that one has chosen, the last in preference.
     last = max(processes.gather(allowed.index(mode)))
     if allowed[last] != mode:
         choice.programs.close()
-        choice = chosen([allowed[last]])
+        choice = chosen(allowed=[allowed[last]])
     choice.programs.hold(run.model.base.params)
     size = min(processes.gather(choice.max_batch_size))
-    if control is None:
+    if restored is None:
         return start(settings, size), choice.programs
-    return dataclasses.replace(control, max_batch_size=size), choice.programs
+    control = dataclasses.replace(restored.state.control, max_batch_size=size)
+    return control, choice.programs
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
