@@ -17,7 +17,6 @@ class InMemory:
     """A call runs when the driver asks for its reply."""
 
     launches = moves_states = True
-    unsent_bytes = 0
 
     def __init__(self, given):
         """Store what each learner is made of."""

@@ -13,7 +13,6 @@ from adloco_jax.elastic.decisions import (
     LearnerRecord,
     assign,
     num_parts,
-    too_large,
     updates_by_speed,
 )
 from adloco_jax.settings import EngineSettings
@@ -133,8 +132,11 @@ def test_a_speed_that_is_too_good_leaves_others_a_part():
 
 
 def test_an_update_a_thousand_times_too_large_never_counts():
-    assert too_large({0: 0.0, 1: 9e2, 2: 2e3}, 1.0) == {2}
-    assert too_large({0: 2e3}, 0.0) == set()  # nothing to compare with
+    norms = {0: 0.0, 1: 9e2, 2: 2e3, 3: math.nan}
+    each = rounds.Round(None, None, None, start_s=0.0, responses=dict.fromkeys(norms), norms=norms)
+    for usual, counted in ((1.0, {0, 1}), (0.0, {0, 1, 2})):  # 0: nothing to compare with
+        each.judge(usual)
+        assert {*each.counted} == counted
 
 
 def test_deadlines_follow_the_median_of_what_was_measured():

@@ -55,7 +55,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
         InBucket(monkeypatch, f"s3://bkt/run{seed}", fate)
         settings = settings_of(
             num_rounds=6,
-            ensemble={"num_trainers": 2, "num_workers": 4, "model_shards": 1},
+            ensemble={"num_trainers": 2, "num_workers": 2, "model_shards": 1},
             inner={"steps_per_round": 2},
             merge={"every_rounds": 3},
             engine={"kind": "bucket", "address": f"s3://bkt/run{seed}", "heartbeat_s": 4.0},
@@ -71,8 +71,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
 
 @pytest.fixture
 def short_deadlines(monkeypatch):
-    monkeypatch.setattr(store, "LEAST_LIMIT_S", 0.5)
-    monkeypatch.setattr(store, "FIRST_TIMES_S", {"response": 0.0, "byte": 0.0})
+    monkeypatch.setattr(store, "LIMIT_S", 0.5)
 
 
 @pytest.mark.usefixtures("short_deadlines")

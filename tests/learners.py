@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
+from toy_runs import events
 
 from adloco_jax.elastic import (
     bucket,
@@ -25,6 +27,7 @@ from adloco_jax.elastic.learner import Learner, Reply
 from adloco_jax.elastic.transport import TransportEntry
 from adloco_jax.errors import ResourceError
 from adloco_jax.run import processes
+from adloco_jax.run.events import USES
 
 ROOT = Path(__file__).resolve().parents[1]
 InMemory: Any = runpy.run_path(str(ROOT / "examples" / "transport.py"))["InMemory"]
@@ -106,11 +109,14 @@ class InBucket:
         self.url = folder if "://" in str(folder) else f"file://{folder}"
         self.alive = set()  # of learners that hold something of this process
         self.learners, self.dead, self.requests, self.starts, self.acts = {}, set(), [], [], []
+        self.places = {}  # incarnations that the driver has asked for, by number
+        self.joining = None  # number and incarnation
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
         monkeypatch.setattr(store, "aside", _inline)
         entry = TransportEntry(functools.partial(self.connected, bucket.connected))
         monkeypatch.setitem(transport.TRANSPORTS, "bucket", entry)  # without checks, for `fit`
         monkeypatch.setattr(processes, "every", self.every)
+        monkeypatch.setattr(bucket_learner, "random", self)
 
     def time(self):
         return time.time()
@@ -130,23 +136,26 @@ class InBucket:
     @contextlib.contextmanager
     def connected(self, connected, address, num_learners, given, is_over):
         self.given, self.log = given, Path(given.log).parent
-        self.learners, self.dead = {}, set()
+        self.learners, self.dead, self.places = {}, set(), {}
         with connected(address, num_learners, given, is_over) as made:
-            poll, self.driver = made.poll, made
+            poll, start = made.poll, made.start
 
             def stepping(calls, timeout_s):
                 self.step()
                 return poll(calls, timeout_s)
 
-            made.poll = stepping
+            def starting(number, incarnation):
+                self.places[number] = incarnation
+                return start(number, incarnation)
+
+            made.poll, made.start = stepping, starting
             yield made
 
     def step(self):
         """Let the driver and all living learners act once."""
         for act in self.acts:
             act()
-        for number, exchange in [*self.driver._exchanges.items()]:
-            handle = number, exchange.id.incarnation
+        for handle in [*self.places.items()]:
             if handle not in self.learners and handle not in self.dead:
                 self.open(handle)
         for handle, there in [*self.learners.items()]:
@@ -174,26 +183,16 @@ class InBucket:
         there = bucket_learner.BucketLearner(
             store.Store(self.url), made, self.given, self.log, run_id
         )
-        there._read_driver = functools.partial(self.only, handle, there._read_driver)
+        self.joining = handle
         with contextlib.suppress(_Waits):
             while there.handle is None:
                 there.step()
             self.learners[handle] = there
 
-    def only(self, handle, read_driver, generation):
-        """The driver's heartbeat, in which only one number is free."""
-        heartbeat = read_driver(generation)
-        if heartbeat is None:
-            return None
-        learners = [
-            each.model_copy(
-                update={
-                    "is_free": each.is_free and (each.id.learner, each.id.incarnation) == handle
-                }
-            )
-            for each in heartbeat.learners
-        ]
-        return heartbeat.model_copy(update={"learners": learners})
+    def shuffle(self, free):
+        """Leave a learner that joins the place that is meant for it."""
+        if self.joining in (places := [(each.learner, each.incarnation) for each in free]):
+            free.insert(0, free.pop(places.index(self.joining)))
 
     def fated(self, made, handle, method):
         """A method of a learner whose call may wait, fail or return something else."""
@@ -259,3 +258,27 @@ def _simulate(monkeypatch, clock, *modules):
 def num_updates(inner_state):
     """How many updates an inner state has seen since it was fresh."""
     return int(next(x for x in jax.tree.leaves(inner_state) if x.dtype.kind == "i"))
+
+
+def assert_same_rounds(elastic, local, error=None):
+    """Checks that learners decided, read and counted as one process did."""
+    measured = {"train_loss", "train_losses", "pseudo_grad_norm", "noise", "signal", "test_value"}
+    measured |= {"step_s", "stall_s", "workers_counted", "wire_bytes", "up_s"}
+    measured |= {f"{use}_s" for use in USES}
+    lines, expected = (
+        {(e["round"], e["trainer"]): e for e in events(result.workdir, "round")}
+        for result in (elastic, local)
+    )
+    assert lines.keys() == expected.keys()
+    for (number, trainer), line in lines.items():
+        other = expected[number, trainer]
+        same = line.keys() - measured
+        assert {key: line[key] for key in same} == {key: other[key] for key in same}
+        near = error or (1e-5 if number <= 4 else 1e-3)
+        assert line["train_loss"] == pytest.approx(other["train_loss"], abs=near)
+    for m, trainer in elastic.controller.trainers.items():
+        other = local.controller.trainers[m]
+        # Means of measured gradients: their float32 sums are in another order in a learner.
+        assert trainer.smoothing == pytest.approx(other.smoothing, rel=1e-2)
+        trainer.smoothing = other.smoothing
+    assert elastic.controller == local.controller

@@ -44,7 +44,6 @@ from adloco_jax.elastic.formats import (
     ResponseMessage,
     RunDescription,
     array_bytes,
-    follows,
     said,
 )
 from adloco_jax.elastic.learner import (
@@ -247,40 +246,26 @@ class BucketTransport:
 
     def __init__(self, bucket: Store, run: RunDescription, given: Given):
         self._store, self._run, self._generation, self._spec = bucket, run, run.driver, given.spec
-        self._other: DriverHeartbeat | None = None  # of a driver that `run.json` names
         self._exchanges: dict[int, _Exchange] = {}
         self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
         self._num_params, self._count = itertools.count(), itertools.count(1)
-        self._unsent: dict[str, int] = {}  # bytes of parameters that are not yet in the bucket
         self._late_s = given.settings.engine.heartbeat_s / SIGNS
         self._sign_s = math.inf  # when the sign of life under way began
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing, self._is_closed = threading.Lock(), False
         self._fault: BaseException | None = None  # an error of a thread
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of parameters that are not yet in the bucket."""
-        return sum([*self._unsent.values()])
-
     def give_sign(self) -> None:
         """Write the heartbeat, and `run.json` if it is gone; raise if another driver took over."""
         self._sign_s = time.monotonic()
         found = self._store.valid("run.json", RunDescription)
-        if not self._may_be_over(found) and found != self._run:
+        if found is not None and found.id == self._run.id and found.driver > self._generation:
+            raise ResourceError(f"{self._store.url}: another driver has taken over")
+        if found != self._run:
             self._store.put("run.json", store.to_json(self._run))
         self._write_heartbeat()
         self._sign_s = math.inf
-
-    def _may_be_over(self, found: RunDescription | None) -> bool:
-        """Whether `run.json` names a later driver; raise an error if its heartbeat changes."""
-        before, self._other = self._other, None
-        if found is not None and found.id == self._run.id and found.driver > self._generation:
-            self._other = self._store.valid(f"driver/{found.driver}.json", DriverHeartbeat)
-        if None not in (before, self._other) and before != self._other:
-            raise ResourceError(f"{self._store.url}: another driver has taken over")
-        return before is None and self._other is not None
 
     def _write_heartbeat(self, *, is_over: bool = False, has_ended: bool = False) -> None:
         with self._writing:
@@ -311,9 +296,7 @@ class BucketTransport:
         def write() -> None:
             self._store.delete(*old)
             self._store.put(name, data)
-            del self._unsent[name]
 
-        self._unsent[name] = len(data)
         self._writes = {n: w for n, w in self._writes.items() if n not in old}
         self._writes[name] = self._begin(write)
         return Params(name=name, sha256=data[:64].decode()), len(data)
@@ -411,7 +394,7 @@ class BucketTransport:
         heartbeat, exchange.look, self._returned_s = exchange.look.result(), None, time.monotonic()
         exchange.pause_s = store.longer(exchange.pause_s)
         before = exchange.heartbeat
-        if heartbeat is not None and (before is None or follows(heartbeat.count, before.count)):
+        if heartbeat is not None and (before is None or heartbeat.count > before.count):
             if before is None or heartbeat.num_responses != before.num_responses:
                 exchange.pause_s = store.FIRST_PAUSE_S
             exchange.heartbeat = heartbeat

@@ -29,7 +29,6 @@ from adloco_jax.elastic.formats import (
     RequestMessage,
     ResponseMessage,
     RunDescription,
-    follows,
 )
 from adloco_jax.elastic.learner import (
     Given,
@@ -165,10 +164,10 @@ class BucketLearner:
         self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
         bucket.hold(given.settings.engine.link)
         self._num_workers = given.settings.ensemble.num_workers
-        self._generation = 0  # number of the driver; 0: none is known yet
+        self.generation = 0  # number of the driver; 0: none is known yet
         self.handle: RequestId | None = None  # None: not in the run
-        self._num_responses = self._count = 0  # responses in this incarnation; own signs of life
-        self._driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
+        self.num_responses = self._count = 0  # responses in this incarnation; own signs of life
+        self.driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
         self._changed_s = time.monotonic()  # when it came
         self._seen = 0  # the count of the last heartbeat that was looked at
         self._writing = threading.Lock()
@@ -197,7 +196,7 @@ class BucketLearner:
             self._store.delete(self.handle.heartbeat_name())
         there, why = self._store, "left" if self.learner.leaving else "the run is over"
         self._say(
-            f"{why}: {self._num_responses} responses, {there.bytes_up} bytes up,"
+            f"{why}: {self.num_responses} responses, {there.bytes_up} bytes up,"
             f" {there.bytes_down} bytes down"
         )
 
@@ -205,7 +204,7 @@ class BucketLearner:
         """Look at the driver's heartbeat, and do the next request: "over", "done" or "nothing"."""
         if not self._find_driver():
             return "nothing"
-        if self._driver.is_over:  # a driver that is alive would write two other heartbeats
+        if self.driver.is_over:  # a driver that is alive would write two other heartbeats
             return "over" if self._silent_s() >= 2 * self._heartbeat_s / SIGNS else "nothing"
         if self.handle is None:
             return "done" if not self.learner.leaving and self._enlist() else "nothing"
@@ -216,10 +215,10 @@ class BucketLearner:
                 return "over"
             self._say(f"lost: the driver goes on without learner {number}, as it was silent")
             return "done"
-        if own.id.request <= self._num_responses:
+        if own.id.request <= self.num_responses:
             self._say_for_what(own)
             return "nothing"
-        self._do(self.handle.of(self._num_responses + 1))
+        self._do(self.handle.of(self.num_responses + 1))
         return "done"
 
     def give_sign(self) -> None:
@@ -229,18 +228,18 @@ class BucketLearner:
                 self._store.put(self.handle.heartbeat_name(), store.to_json(self._heartbeat()))
 
     def _own_requests(self) -> LearnerRequests | None:
-        return next((e for e in self._driver.learners if e.id.of(0) == self.handle), None)
+        return next((e for e in self.driver.learners if e.id.of(0) == self.handle), None)
 
     def _is_awaited(self) -> bool:
         """Whether there is a driver that still has to read a response."""
         own = self._own_requests() if self._is_alive() else None
-        return own is not None and own.num_read < self._num_responses
+        return own is not None and own.num_read < self.num_responses
 
     def _say_for_what(self, own: LearnerRequests) -> None:
         """Say for what the learner waits, if it takes long."""
         if time.monotonic() - self._idle_s < store.TELL_S or not self._is_alive():
             return
-        others = [each for each in self._driver.learners if each is not own]
+        others = [each for each in self.driver.learners if each is not own]
         late = [each.id.learner for each in others if each.id.request > each.num_read]
         whose = f"learner {late[0]}'s response" if late else "the driver"
         self._say(f"waiting for {whose if len(late) < 2 else f'responses of learners {late}'}")
@@ -249,7 +248,7 @@ class BucketLearner:
         self._count += 1
         self.learner.leaving |= processes.is_asked_to_stop()
         sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
-        return LearnerHeartbeat(count=self._count, num_responses=self._num_responses, sign=sign)
+        return LearnerHeartbeat(count=self._count, num_responses=self.num_responses, sign=sign)
 
     def _say(self, line: str) -> None:
         if line != self._said:
@@ -258,36 +257,36 @@ class BucketLearner:
 
     def _is_alive(self) -> bool:
         """Whether the driver has not ended, nor been silent until it counts as lost."""
-        return self._silent_s() < self._heartbeat_s and not self._driver.has_ended
+        return self._silent_s() < self._heartbeat_s and not self.driver.has_ended
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._changed_s
 
     def _find_driver(self) -> bool:
         """Read the heartbeat of the newest driver; return whether there is one that works."""
-        if self._generation and (heartbeat := self._read_driver(self._generation)) is not None:
+        if self.generation and (heartbeat := self._read_driver(self.generation)) is not None:
             # After a forged count the driver's own is small, but changes.
             is_back = self._silent_s() >= self._heartbeat_s and heartbeat.count != self._seen
-            if is_back or follows(heartbeat.count, self._driver.count):
-                self._changed_s, self._driver = time.monotonic(), heartbeat
+            if is_back or heartbeat.count > self.driver.count:
+                self._changed_s, self.driver = time.monotonic(), heartbeat
             self._seen = heartbeat.count
         if self.handle is None or not self._is_alive():
             self._find_newest()
-        if self._driver.has_ended and not self._driver.is_over:
+        if self.driver.has_ended and not self.driver.is_over:
             self._say("the driver has ended; waiting until it is started again")
             return False
-        if self._generation and not (self._is_alive() or self._driver.is_over):
+        if self.generation and not (self._is_alive() or self.driver.is_over):
             self._say("the driver gives no sign; waiting for it")
-        return self._generation > 0
+        return self.generation > 0
 
     def _find_newest(self) -> None:
         """Go to the driver that `run.json` names, if it has a heartbeat."""
         run = self._store.valid("run.json", RunDescription)
-        if run is None or run.id != self._run_id or run.driver == self._generation:
+        if run is None or run.id != self._run_id or run.driver == self.generation:
             return
         if (heartbeat := self._read_driver(run.driver)) is not None:
             self._resign()
-            self._generation, self._driver, self._seen = run.driver, heartbeat, heartbeat.count
+            self.generation, self.driver, self._seen = run.driver, heartbeat, heartbeat.count
             self._changed_s = time.monotonic()
 
     def _resign(self) -> None:
@@ -296,7 +295,7 @@ class BucketLearner:
             with self._writing:
                 before, self.handle = self.handle, None
             self._store.delete(
-                before.heartbeat_name(), before.of(self._num_responses).name("responses")
+                before.heartbeat_name(), before.of(self.num_responses).name("responses")
             )
 
     def _read_driver(self, generation: int) -> DriverHeartbeat | None:
@@ -304,16 +303,16 @@ class BucketLearner:
 
     def _enlist(self) -> bool:
         """Become a learner of the run, if it has room for one, and this version is the driver's."""
-        _check_version(self._store, self._driver.adloco_jax)
-        free = [each.id for each in self._driver.learners if each.is_free]
+        _check_version(self._store, self.driver.adloco_jax)
+        free = [each.id for each in self.driver.learners if each.is_free]
         random.shuffle(free)
         for handle in free:
             with self._writing:
-                self.handle, self._num_responses = handle, 0
+                self.handle, self.num_responses = handle, 0
                 if not self._store.create(handle.heartbeat_name(), self._heartbeat()):
                     self.handle = None
                     continue
-            folder = (self._workdir or Path(os.devnull)) / str(self._generation)
+            folder = (self._workdir or Path(os.devnull)) / str(self.generation)
             if self._workdir is not None:
                 folder.mkdir(parents=True, exist_ok=True)
             self.learner.enlist(handle.learner, handle.incarnation, folder)
@@ -344,7 +343,7 @@ class BucketLearner:
                 f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; waited {waited_s:.1f} s, prepared"
                 f" {worked_s - computed_s:.1f} s, computed {computed_s:.1f} s, sent {sent_s:.1f} s"
             )
-        self._num_responses = request.request
+        self.num_responses = request.request
         self.give_sign()
         if isinstance(fault, Refused):
             print(f"refused: {fault}", file=sys.stderr, flush=True)

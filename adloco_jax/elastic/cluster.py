@@ -156,7 +156,6 @@ class RayTransport:
     """The transport of a run whose learners are actors of a Ray cluster."""
 
     launches = moves_states = True
-    unsent_bytes = 0  # how much is not known
 
     def __init__(self, num_learners: int, given: Given | None):
         import ray

@@ -159,11 +159,3 @@ def updates_by_speed(
         w: max(round(share * parts), 1) * num_updates // parts if share < 8 / 9 else num_updates
         for w, share in shares.items()
     }
-
-
-def too_large(norms: Mapping[int, float], usual: float) -> set[int]:
-    """Return the workers whose update has a norm of more than `HUGE` times the usual one.
-
-    Zero: none is known, so none is too large.
-    """
-    return {worker for worker, norm in norms.items() if norm > HUGE * usual > 0}

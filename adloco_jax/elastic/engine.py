@@ -20,8 +20,8 @@ from adloco_jax.core.outer import apply_differences
 from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
-from adloco_jax.elastic.formats import Refused, Request, WorkerRequest, array_bytes
-from adloco_jax.elastic.learner import Inputs, response_form
+from adloco_jax.elastic.formats import Refused, Request, WorkerRequest
+from adloco_jax.elastic.learner import Inputs
 from adloco_jax.elastic.pool import Event, LearnerPool
 from adloco_jax.elastic.rounds import Round, check_responses
 from adloco_jax.elastic.states import InnerStates, SentParams
@@ -45,7 +45,7 @@ from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_cou
 from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.events import USES
-from adloco_jax.run.terminal import in_bytes, say
+from adloco_jax.run.terminal import say
 from adloco_jax.settings import Settings
 
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
@@ -185,15 +185,13 @@ class ElasticEngine:
             return say("no learner: waiting for one")
         come = sum(len(each.reported) for each in self.rounds.values())
         to_come = sum(len(each.awaited) for each in self.rounds.values())
-        left_bytes, left_s = self.pool.transport.unsent_bytes, 0.0
+        left_s = 0.0
         for call in self.pool.asked("run_round"):
-            learner, request = learners[call.learner], call.about
-            left_bytes += array_bytes([response_form(self.spec, request, w) for w in request.work])
-            end_s = learner.sent_s + learner.predicted_s(request.num_sequences)
+            learner = learners[call.learner]
+            end_s = learner.sent_s + learner.predicted_s(call.about.num_sequences)
             left_s = max(left_s, end_s - now_s)
-        words = f"{come} of {come + to_come} responses have come, {in_bytes(left_bytes)} to move"
-        soon = f", in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
-        say(f"round {control.round + 1}: {words}{soon}")
+        soon = f", the last in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
+        say(f"round {control.round + 1}: {come} of {come + to_come} responses have come{soon}")
 
     def _outer_updates(
         self, state: State, ended: Mapping[int, Round]
@@ -380,9 +378,7 @@ class ElasticEngine:
         if request.is_taken(self.spec):  # then it has its own
             learner.params_ids.pop(request.trainer, None)
         learner.sequence_s = seconds / request.num_sequences
-        ended_s = learner.sent_s + seconds
-        if ended_s >= self.pool.back_s:  # otherwise the response may have waited for the driver
-            learner.transfer_s.append(elapsed_s - seconds)
+        learner.transfer_s.append(elapsed_s - seconds)
         if request.trainer in self.rounds:  # otherwise the round has ended
             worker_ids = [work.worker_id for work in request.work]
             found = dict(zip(worker_ids, zip(responses, norms, strict=True), strict=True))

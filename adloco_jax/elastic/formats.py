@@ -18,10 +18,6 @@ from adloco_jax.engine.spec import ProgramSpec, num_bytes
 from adloco_jax.settings import INT32, Number
 from adloco_jax.settings import Count as Size
 
-# By how much the count of a heartbeat may grow in the time after which its owner counts as lost. A
-# forged count is not believed, or only until then.
-_MAX_STEP = 1000
-
 StateKey: TypeAlias = Annotated[tuple[Number, Number, Number], Strict(False)]
 """Which inner state is meant: trainer id, worker id, and position in its rows; a JSON list."""
 
@@ -51,11 +47,6 @@ def check_form(tree: PyTree, form: PyTree, name: str) -> None:
         like = getattr(have, "shape", None), getattr(have, "dtype", None)
         if not isinstance(have, np.ndarray) or like != (want.shape, want.dtype):
             raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
-
-
-def follows(count: int, before: int) -> bool:
-    """Whether a heartbeat's count can come after another one, seen not long ago."""
-    return before < count <= before + _MAX_STEP
 
 
 def tree_sha256(tree: PyTree) -> str:

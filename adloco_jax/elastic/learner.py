@@ -24,7 +24,6 @@ from adloco_jax.core.compress import Precision, pack, unpack
 from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.data import load_corpus
-from adloco_jax.data.formats import checked
 from adloco_jax.elastic.decisions import num_parts
 from adloco_jax.elastic.formats import (
     Hello,
@@ -141,17 +140,19 @@ class Learner:
         self._max_batch_size = INT32  # largest micro-batch for which memory may suffice
         self._needed: dict[ProgramKey, int] = {}  # bytes of a device
         self.leaving = False
-        # Since the last round: when it ended, and seconds of uploads and downloads, if known.
-        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
-        self._log = Path()
 
     def enlist(self, number: int, incarnation: int, log: str | Path) -> None:
         """Begin an incarnation, without inner states; log to the folder `log` if it exists."""
         self.held.clear()
         self._params.clear()
-        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
+        self._wait()
         self._log = Path(log) / f"{number}-{incarnation}.jsonl"
         self._note(pid=os.getpid(), learner=number, incarnation=incarnation)
+
+    def _wait(self) -> None:
+        """Begin to measure what the learner does until its next round."""
+        # When the last round ended, and seconds of uploads and downloads since, if known.
+        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
 
     def leave(self, *_: object) -> None:
         """Ask the learner to leave the run, for instance at a signal."""
@@ -187,9 +188,8 @@ class Learner:
     def check(self, request: Request, states: Collection[int]) -> None:
         """Raise Refused unless this learner can run a request that comes with some workers' states.
 
-        What the fields may be in any run, `Request` declares.
+        Only a bucket needs this: what a cluster of Ray sends is the driver's.
         """
-        request = checked(request, Request, "request", Refused)
         settings, plan = self._settings, RoundPlan(*request[2:5])
         batching, inner = settings.batching, settings.inner
         largest = max(batching.batch_cap, batching.max_batch_size or 0, *batching.buckets)
@@ -227,12 +227,10 @@ class Learner:
         """Run a trainer's round; return one response for each worker of the request.
 
         `params` (NumPy, see `sent_form`): the trainer's, or what changes those of the last round;
-        None if nothing does. Raises Refused, before anything has changed, for a request that this
-        learner cannot run.
+        None if nothing does. Raises Refused if rates, parameters or states are not the right ones.
         """
         moved_s = self.uploading_s, self.downloading_s
         free_s = max(time.monotonic() - self._free_s - sum(moved_s), 0.0)
-        self.check(request, inputs.inner_states)
         rate_T, m = inputs.rate_T, request.trainer
         if not ((rate_T >= 0) & (rate_T <= np.float32(self._settings.inner.learning_rate))).all():
             raise Refused(f"request: learning rates {rate_T.min()} to {rate_T.max()}")
@@ -248,7 +246,7 @@ class Learner:
             step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
         self._params[m] = params_M
-        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
+        self._wait()
         between_s = np.array([moved_s[0], free_s, moved_s[1]])
         return [responses[0]._replace(between_s=between_s), *responses[1:]]
 
@@ -296,7 +294,7 @@ class Learner:
             stats_R = measure(self.programs, params_M, test)
         alone = _alone(params_M)
         if not spec.reset_inner_state:
-            before_R = jax.tree.map(lambda leaf: leaf[None], self.held[key])
+            before_R = jax.tree.map(lambda leaf: leaf[None], self._held(key))
             alone = alone.replace(inner_state_R=before_R)
         rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
         parts = request.micro_batch_size // plan.micro_batch_size

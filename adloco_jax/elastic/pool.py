@@ -57,7 +57,6 @@ class LearnerPool:
         self._calls: dict[Any, PendingCall] = {}
         self._connection = contextlib.ExitStack()
         self._looked_s = time.monotonic()  # when the driver last looked for responses
-        self.back_s = 0.0  # when it could look again after a time in which it could not
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
         self.wire_bytes = 0  # sent to learners and received from them, until the engine resets it
         self._has_started = False
@@ -157,7 +156,6 @@ class LearnerPool:
         """Move the deadlines of all learners by the seconds that the driver could not look."""
         if seconds <= _POLL_S:
             return
-        self.back_s = self._looked_s
         for learner in self.learners.values():
             learner.asked_s = None if learner.asked_s is None else learner.asked_s + seconds
             learner.due_s = None if learner.due_s is None else learner.due_s + seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adloco_jax.elastic.decisions import LearnerRecord, too_large
+from adloco_jax.elastic.decisions import HUGE, LearnerRecord
 from adloco_jax.elastic.formats import Refused, Request, check_form
 from adloco_jax.elastic.learner import Response, response_form
 from adloco_jax.engine.round import Outcome
@@ -57,10 +57,9 @@ class Round:
         return reported > 0 and (not self.awaited or now_s - self.quorum_s >= rule.grace_s)
 
     def judge(self, usual: float) -> None:
-        """Decide which responses count: finite, and not too large beside the `usual` norm."""
-        finite = {worker_id: norm for worker_id, norm in self.norms.items() if not math.isnan(norm)}
-        out = too_large(finite, usual)
-        self.counted = {w: self.responses[w] for w in finite if w not in out}
+        """Decide which responses count: finite, and at most `HUGE` times a `usual` norm above 0."""
+        most = HUGE * usual or math.inf
+        self.counted = {w: self.responses[w] for w, norm in self.norms.items() if norm <= most}
 
     def spent(self, worker_id: int) -> tuple[int, int, int]:
         """Return a counted response's updates, its sequences, and those of made updates."""

@@ -12,11 +12,9 @@ import hashlib
 import json
 import math
 import re
-import statistics
 import threading
 import time
 import uuid
-from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,10 +35,7 @@ from adloco_jax.settings import bytes_per_s
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 PIECE_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
-# Of these the deadline of a request is made: seconds at least, a factor of the usual time, and that
-# before any is measured: seconds to the response, and for each byte.
-LEAST_LIMIT_S, _FACTOR, FIRST_TIMES_S = 3.0, 4.0, {"response": 0.5, "byte": 2.5e-6}
-_LARGE = 2**16  # bytes from which on a request measures the link
+LIMIT_S, BYTE_S = 5.0, 1e-5  # the deadline of a request: seconds, and more for each byte
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
@@ -94,7 +89,6 @@ class Store:
         self._counting, self.signatures = threading.Lock(), signatures.Signatures()
         self.hold("")
         self._folder: Path | None = None  # of file://
-        self._measured = defaultdict[tuple[str, str], deque[float]](lambda: deque(maxlen=16))
         folder = Path(url.removeprefix("file://"))
         if not url.startswith(("file:///", "s3://", "gs://", "az://")):
             if url and "://" not in str(folder):
@@ -114,7 +108,7 @@ class Store:
         else:
             backoff = {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2}
             retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * SECOND}
-            # http is used only if the user's endpoint says so; `answered` has shorter deadlines.
+            # http is used only if the user's endpoint says so; `_answered` has shorter deadlines.
             client = {"connect_timeout": "10s", "read_timeout": "180s", "timeout": "86400s"}
             client |= {"allow_http": True}
             how = {"retry_config": retry, "client_options": client}
@@ -137,7 +131,7 @@ class Store:
         def read(failures: int) -> bytearray | None:
             try:
                 begin = functools.partial(self._store.get, name)
-                found = self.answered("read", 0, failures, begin)
+                found = self._answered(0, failures, begin)
             except FileNotFoundError as error:
                 if any(word in str(error) for word in _NO_BUCKET):
                     raise  # not only the object is missing
@@ -148,7 +142,7 @@ class Store:
             pieces = iter(found.stream(min_chunk_size=PIECE_BYTES))
             while len(data) < size:
                 length = min(PIECE_BYTES, size - len(data))
-                data += self.answered("piece", length, failures, functools.partial(next, pieces))
+                data += self._answered(length, failures, functools.partial(next, pieces))
                 self._down.carry(length)
             return data
 
@@ -197,7 +191,7 @@ class Store:
         how = {"chunk_size": PIECE_BYTES, "max_concurrency": 2}
         put = functools.partial(self._store.put, name, data, **how)
         self._up.carry(len(data))
-        self.patiently("write", name, lambda n: self.answered("write", len(data), n, put))
+        self.patiently("write", name, lambda n: self._answered(len(data), n, put))
         self._count(up=len(data))
 
     def create(self, name: str, message: Format) -> bool:
@@ -210,7 +204,7 @@ class Store:
         def write(failures: int) -> bool:
             put = functools.partial(self._store.put, name, signed, mode="create")
             try:
-                self.answered("write", len(signed), failures, put)
+                self._answered(len(signed), failures, put)
             except AlreadyExistsError:  # perhaps by this call, whose response was lost
                 with contextlib.suppress(Refused):  # larger, so another's
                     return self.get(name, limit=len(data)) == data
@@ -224,7 +218,7 @@ class Store:
         """Delete objects, if they are there and may be deleted."""
         for name in names:  # what is left costs space only
             try:
-                self.answered("write", 0, 0, functools.partial(self._store.delete, name))
+                self._answered(0, 0, functools.partial(self._store.delete, name))
             except TimeoutError:
                 return
             except Exception:  # noqa: S110  deliberately broad: missing, or not permitted
@@ -233,7 +227,7 @@ class Store:
     def names(self) -> list[str]:
         """List the names of all objects; the list is empty if listing is not permitted."""
         with contextlib.suppress(Exception):
-            found = self.answered("read", 0, 0, lambda: self._store.list().collect())
+            found = self._answered(0, 0, lambda: self._store.list().collect())
             return sorted(each["path"] for each in found)
         return []
 
@@ -242,26 +236,18 @@ class Store:
             self.bytes_up += up
             self.bytes_down += down
 
-    def answered(self, kind: str, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
+    def _answered(self, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
         """Return what `act` returns, a request for some bytes, or raise TimeoutError.
 
-        The deadline is four times the usual time, more after failures. A request that is never
-        answered ends in its own thread.
+        The deadline doubles with each failure. A request that is never answered ends in its own
+        thread.
         """
-        answer_s, byte_s = (
-            statistics.median(self._measured[kind, what] or [first])
-            for what, first in FIRST_TIMES_S.items()
-        )
-        limit_s = LEAST_LIMIT_S + _FACTOR * (answer_s + num_bytes * byte_s)
-        limit_s *= 1 if processes.is_asked_to_stop() else min(2**failures, 4)
-        start_s, request = time.monotonic(), aside(act)
+        limit_s = LIMIT_S + num_bytes * BYTE_S
+        limit_s *= 1 if processes.is_asked_to_stop() else min(2**failures, 8)
         try:
-            result = request.result(limit_s)
+            return aside(act).result(limit_s)
         except TimeoutError as error:
             raise TimeoutError(f"no response in {limit_s:.0f} s") from error
-        what, parts = ("byte", num_bytes) if num_bytes >= _LARGE else ("response", 1)
-        self._measured[kind, what].append((time.monotonic() - start_s) / parts)
-        return result
 
     def patiently(self, kind: str, name: str, act: Callable[[int], T]) -> T:
         """Return what `act` returns for a number of failures; repeat it while it fails."""
@@ -297,19 +283,14 @@ class Store:
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
         text = str(error)  # has the address, and seconds such as 1.403
-        if isinstance(error, FileNotFoundError):
-            raise ConfigError(f"{self.url}: no such bucket; make it, or name another") from error
-        is_unknown = any(host in text for host in ("169.254.169.254", "metadata.google"))
-        if is_unknown or isinstance(error, UnauthenticatedError):
+        # Of errors without a class. Without credentials, the host's own are asked for.
+        words = "403 Forbidden", "401 Unauthorized", "os error 13", "169.254.169", "metadata.google"
+        refused = PermissionDeniedError, UnauthenticatedError, FileNotFoundError
+        if isinstance(error, refused) or any(word in text for word in words):
             raise ConfigError(
-                f"{self.url}: no valid credentials; set them in the environment, such as"
-                " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (those of a profile must be exported)"
-            ) from error
-        words = "403 Forbidden", "401 Unauthorized", "os error 13"  # of errors without a class
-        if isinstance(error, PermissionDeniedError) or any(word in text for word in words):
-            raise ConfigError(
-                f"{self.url}: no permission to {kind} objects ({_cause(error)}); the list of what"
-                " the bucket must allow is in docs/guides/sites.md"
+                f"{self.url}: cannot {kind} objects ({_cause(error)}); make the bucket, set its"
+                " credentials in the environment (docs/guides/sites.md), and allow what is listed"
+                " there"
             ) from error
         # A server that answers thus asks for another try.
         if failures >= _FIRST_TRIES and not re.search(r"status code: (429|5\d\d)", text):

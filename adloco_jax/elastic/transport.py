@@ -24,11 +24,6 @@ class Transport(Protocol):
 
     If not, such workers begin with fresh ones."""
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of parameters that are still on their way; 0 if that is not known."""
-        ...
-
     def put(self, params: PyTree, kind: Any) -> tuple[Any, int]:
         """Store a trainer's parameters, or their update, for several calls.
 

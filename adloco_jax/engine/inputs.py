@@ -25,13 +25,14 @@ from adloco_jax.loop.adloco import (
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.loop.growth import measures_gradients, with_growth
 from adloco_jax.loop.plans import (
+    is_over,
     learning_rates,
     planned,
     round_plans,
     test_count,
     update_flags,
 )
-from adloco_jax.settings import BatchingSettings, MergeSettings, Settings
+from adloco_jax.settings import BatchingSettings, Settings
 
 
 class Rows(Protocol):
@@ -186,12 +187,7 @@ def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> l
     batching = settings.batching
     keys = round_keys(control, round_plans(control, settings), batching, spec)
     later = dataclasses.replace(control, round=control.round + 1)
-    done = settings.share_done(later.round, later.tokens_total)
-    last = done >= 1
-    if settings.outer.leaves_unsynchronised:
-        owed = later.trainers if last else _members(later, settings.merge, done)
-        keys += [group.key("flush") for group in classes(later, owed, spec)]
-    if not last and measures_gradients(batching):
+    if measures_gradients(batching) and not is_over(later, settings):
         for growth in (batching.max_growth, 1):
             ahead = foreseen(with_growth(later, growth, settings), settings)
             keys += round_keys(ahead, round_plans(ahead, settings), batching, spec)
@@ -200,18 +196,13 @@ def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> l
 
 def foreseen(control: Control, settings: Settings) -> Control:
     """Predict the control at the start of the next round, as if all guard losses were equal."""
-    done = settings.share_done(control.round, control.tokens_total)
-    if members := _members(control, settings.merge, done):
-        control = after_merge(control, members)
+    done, rule = settings.share_done(control.round, control.tokens_total), settings.merge
+    if merge_due(control, rule, done):
+        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), rule)
+        control = after_merge(control, members) if members else control
     for trainer, num_workers in joining_workers(control, settings.ensemble, done):
         control = with_workers(control, trainer, num_workers)
     return control
-
-
-def _members(control: Control, merge: MergeSettings, done: float) -> tuple[int, ...]:
-    if not merge_due(control, merge, done):
-        return ()
-    return choose_members(control, dict.fromkeys(control.trainers, 0.0), merge)
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:

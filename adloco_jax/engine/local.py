@@ -86,11 +86,10 @@ class LocalEngine:
         self.state_bytes = spec.state_bytes
         self._on_call, self._is_stopped = on_call, is_stopped
         self._begun: State  # before the current round
-        self._calls_left, self._num_ended = 0, 0  # calls of `steps` in the current round
+        # Of the current round: the shares of the run at the ends of calls that are not yet
+        # reported, losses of those that are dispatched, and the number of calls.
+        self._shares, self._losses, self._num_calls = deque[float](), deque[Array](), 0
         self._clock_s, self._call_s = 0.0, math.inf  # its first call; mean seconds of a call
-        # Calls of `steps` that are not yet reported: the share of the run at their end, the losses.
-        self._unreported: deque[tuple[float, Array]] = deque()
-        self._shares: Iterator[float] = iter(())  # the shares of the calls to come
         self.rows, self.heldout = rows, heldout
         # The host's data before the current round; a caller needs them if the round fails.
         self.control_before: Control
@@ -119,10 +118,9 @@ class LocalEngine:
         first, last = (
             settings.share_done(each.round, each.tokens_total) for each in (before, control)
         )
-        self._calls_left, self._num_ended = sum(map(len, round_inputs.calls)), 0
-        shares = np.linspace(first, last, self._calls_left + 1)
-        self._shares = iter(shares[1:].tolist())
-        self._unreported.clear()
+        self._num_calls = sum(map(len, round_inputs.calls))
+        self._shares = deque(np.linspace(first, last, self._num_calls + 1)[1:].tolist())
+        self._losses.clear()
         self._begun, self._clock_s = state, self._now_s()
         ensemble, measured = self._dispatch(state, round_inputs)
         self._flushed.clear()
@@ -195,30 +193,29 @@ class LocalEngine:
         return ensemble, measured
 
     def _note(self, loss_TR: Array) -> None:
-        self._unreported.append((next(self._shares), loss_TR))
+        self._losses.append(loss_TR)
         self._report(1 if self._call_s > LONG_S else math.inf)
         if self._is_stopped() and self.left_s > LAST_S:
             raise Stopped(self._begun)
 
     def _report(self, most: float) -> None:
         """Report the calls that have ended; wait until at most `most` have not."""
-        while self._unreported:
-            share, loss_TR = self._unreported[0]
+        while self._losses:
             # Arrays have this method, but the type `jax.Array` does not declare it.
-            ready = loss_TR.is_ready()  # pyrefly: ignore[missing-attribute]
-            if not ready and len(self._unreported) <= most:
+            ready = self._losses[0].is_ready()  # pyrefly: ignore[missing-attribute]
+            if not ready and len(self._losses) <= most:
                 break
-            loss_TR.block_until_ready()
-            self._unreported.popleft()
-            self._calls_left, self._num_ended = self._calls_left - 1, self._num_ended + 1
-            self._call_s = (self._now_s() - self._clock_s) / self._num_ended
+            share, loss_TR = self._shares.popleft(), self._losses.popleft().block_until_ready()
+            num_ended = self._num_calls - len(self._shares)
+            self._call_s = (self._now_s() - self._clock_s) / num_ended
             if self._on_call:
                 self._on_call(share, loss_TR)
 
     @property
     def left_s(self) -> float:
         """Seconds that the current round will still take; NaN before a first call has ended."""
-        return self._call_s * self._calls_left if self._num_ended else math.nan
+        num_left = len(self._shares)
+        return self._call_s * num_left if num_left < self._num_calls else math.nan
 
     def _now_s(self) -> float:
         return time.perf_counter() - self.programs.stall_s
