@@ -63,6 +63,7 @@ def start_line(*, num_params=250, seed=0, learning_rate=1e-3, **changes):
         config[key] = config[key] | value if isinstance(value, dict) else value
     line = {"event": "start", "run": "quickstart", "command": COMMAND, "num_params": num_params}
     line |= {"devices": "1 x cpu", "max_batch_size": 8, "config": config, "data_fingerprint": "d"}
+    line["loss_unit"] = "nats/token"
     state_bytes = {"params": 4 * num_params, "outer_state": 0, "inner_state": 0}
     return line | {"state_bytes": state_bytes} | changes
 

@@ -34,7 +34,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         # + 125,000 of the refused merge
         "synchronised    8 times, blocking, summed over trainers; 7.51 MiB moved",
         "merges          1, 1 refused",
-        "batch growths   6, accumulating from round 4",
+        "batch growths   6",
         "programs        2 compiled, 1 from the cache; rounds waited 0.0 s",
         "memory          host 1.5 GiB peak, device 3 GiB peak, largest program 2.25 GiB",
         "wall time       0:01:15",

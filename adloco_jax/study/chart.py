@@ -16,11 +16,7 @@ import numpy as np
 
 from adloco_jax.study.summary import short
 
-# The file begins with the colours of a light page and of a dark one.
-_LIGHT, _DARK, _RULES = re.split(
-    r"(?<=\})\n(?=:root|\.c0)", Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
-)
-STYLE = f"{_LIGHT}\n@media (prefers-color-scheme: dark) {{ {_DARK} }}\n{_RULES}"
+STYLE = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
 _NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _UNITS = 4000  # range of a curve's coordinates, in both directions
@@ -254,18 +250,15 @@ def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
     The moved positions lie between 0 and `high`, as far as there is room for all.
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks: list[tuple[list[int], float]] = []  # members, and the position of the first one
+    rows, least = [0.0] * len(wanted), 0.0
     for index in order:
-        members, first = [index], wanted[index]
-        while True:
-            first = max(0.0, min(first, high - gap * (len(members) - 1)))
-            if not blocks or blocks[-1][1] + gap * len(blocks[-1][0]) <= first + 1e-9:
-                break
-            members = blocks.pop()[0] + members
-            first = sum(wanted[m] - gap * n for n, m in enumerate(members)) / len(members)
-        blocks.append((members, first))
-    rows = {m: first + gap * n for members, first in blocks for n, m in enumerate(members)}
-    return [rows[index] for index in range(len(wanted))]
+        rows[index] = max(wanted[index], least)
+        least = rows[index] + gap
+    most = high
+    for index in reversed(order):
+        rows[index] = min(rows[index], most)
+        most = rows[index] - gap
+    return rows
 
 
 def document(

@@ -17,12 +17,8 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import StateBytes, merge_cost
 from adloco_jax.run import ledger
 
-# Costs over which a curve is drawn: the key of a point, and the label of the axis.
-COSTS = {
-    "tokens": "tokens, all trainers",
-    "syncs": "synchronisations (blocking, all trainers)",
-    "bytes": "bytes moved, all trainers",
-}
+# Costs at a point of a curve, of all trainers.
+COSTS = ("tokens", "syncs", "bytes")
 
 # Events whose lines have `syncs` and `bytes` of their own.
 SPENDING = ("round", "sync", "merge", "refusal", "spawn")
@@ -137,23 +133,11 @@ def is_evaluated(run: RunRecord) -> bool:
     return any(e["trainer"] == "consensus" for e in lines(run.events, "eval"))
 
 
-def loss_unit(run: RunRecord) -> str:
-    """The unit of a run's losses, such as "nats/token"; an empty text if they have no unit."""
-    return run.start.get("loss_unit", "nats/example" if is_classifier(run) else "nats/token")
-
-
-def is_classifier(run: RunRecord) -> bool:
-    """Whether an evaluation so far has an accuracy, which only a classifier's have."""
-    return any("accuracy" in e for e in lines(run.events, "eval"))
-
-
-def heldout_points(
-    events: Sequence[dict], *, trainer: int | str = "consensus", field: str = "loss"
-) -> list[dict]:
+def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") -> list[dict]:
     """The evaluations of a trainer or of the consensus model, in order, with the costs until then.
 
-    `field` is "loss" (nats) or "accuracy" (a fraction). A point has `round`, `value` (NaN if not
-    finite), and what all trainers had spent: `tokens`, `syncs` and `bytes`, with `gathering`.
+    A point has `round`, `value` (the loss, NaN if not finite), and what all trainers had spent:
+    `tokens`, `syncs` and `bytes`, with `gathering`.
     """
     gathered = gathering(events) if trainer == "consensus" else {}
     points = []
@@ -161,7 +145,7 @@ def heldout_points(
         if e["trainer"] == trainer:
             extra = gathered.get(e["round"], {})
             costs = {cost: e[f"{cost}_total"] + extra.get(cost, 0) for cost in COSTS}
-            points.append({"round": e["round"], "value": _nan(e.get(field)), **costs})
+            points.append({"round": e["round"], "value": _nan(e["loss"]), **costs})
     return points
 
 

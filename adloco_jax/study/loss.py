@@ -1,4 +1,4 @@
-"""Charts of the loss or the accuracy of runs, over each cost such as tokens or bytes."""
+"""Charts of the loss of runs, over each cost such as tokens or bytes."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,14 @@ CLUSTER = Cluster()  # the cluster of the simulated time
 
 _DECADE = 10  # the ratio of values from which an axis is logarithmic
 
-# By key of a point: the cost's short name, and the unit of its ticks.
+# By key of a point: the cost's short name, the label of its axis, and the unit of its ticks.
 _COSTS = {
-    "tokens": ("Tokens", ""),
-    "updates": ("Sequential steps", ""),
-    "syncs": ("Synchronisations", ""),
-    "bytes": ("Bytes", "B"),
-    "time_s": ("Simulated time", ""),
+    "tokens": ("Tokens", "tokens, all trainers", ""),
+    "updates": ("Sequential steps", "sequential steps", ""),
+    "syncs": ("Synchronisations", "synchronisations (blocking, all trainers)", ""),
+    "bytes": ("Bytes", "bytes moved, all trainers", "B"),
+    "time_s": ("Simulated time", "simulated time (s)", ""),
 }
-_LABELS = curves.COSTS | {"updates": "sequential steps", "time_s": "simulated time (s)"}
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
@@ -36,8 +35,8 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
     }
 
 
-def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:
-    """Draw held-out (else training) losses, or accuracies, over each cost that a run has.
+def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
+    """Draw held-out (else training) losses over each cost that a run has.
 
     A single run has a curve for each trainer and the consensus model. Several runs have one for
     each variant, with a band over its seeds.
@@ -48,7 +47,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
         if heldout:
             who = "consensus" if trainer is None else trainer
-            found = curves.heldout_points(run.events, trainer=who, field=field)
+            found = curves.heldout_points(run.events, trainer=who)
         else:
             found = curves.training_points(run.events, trainer=trainer)
         return timed(found, run.events, CLUSTER)
@@ -69,23 +68,22 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
             for trainer, (classes, label) in trainer_looks(runs[0]).items()
         ]
         drawn += [("consensus", "", "c6 bold", whole)] if heldout else []
+    unit = " or ".join(dict.fromkeys(run.start["loss_unit"] for run in runs))
+    quantity = f"{'held-out' if heldout else 'training'} loss" + (f" ({unit})" if unit else "")
     made = {}
-    for cost, (name, unit) in _COSTS.items():
-        label = _LABELS[cost]
+    for cost, (name, label, tick_unit) in _COSTS.items():
         shown = [_curve(cost, *item) for item in drawn]
         spent = [value for curve in shown for value in curve.x]
         if not any(spent) and cost != "tokens":
             continue
         ends = [curve[-1][cost] for curve in whole if curve and curve[-1][cost]]
         base = 10 if ends and max(ends) >= _DECADE * min(ends) else 0
-        x = chart.axis(label, spent if base else [0.0, *spent], base=base, unit=unit)
+        x = chart.axis(label, spent if base else [0.0, *spent], base=base, unit=tick_unit)
         values = [v for c in shown for part in (c.y, *(c.band or ())) for v in part]
         positive = [value for value in values if 0 < value < math.inf]
-        spans = positive and max(positive) > _DECADE * min(positive)
-        base = 10 if spans and field == "loss" else 0
-        y = chart.axis(_quantity(runs, field, heldout), values, base=base, margin=0.03, max_ticks=7)
-        title = f"{field.capitalize()} over {label}"
-        made[name] = chart.chart(x, y, shown, title=title, height=430)
+        base = 10 if positive and max(positive) > _DECADE * min(positive) else 0
+        y = chart.axis(quantity, values, base=base, margin=0.03, max_ticks=7)
+        made[name] = chart.chart(x, y, shown, title=f"Loss over {label}", height=430)
     return made
 
 
@@ -103,18 +101,11 @@ def _curve(
     return Curve(x, median, classes, label, key, (low, high))
 
 
-def _quantity(runs: Sequence[RunRecord], field: str, heldout: bool) -> str:
-    if field == "accuracy":
-        return "held-out accuracy (fraction)"
-    unit = " or ".join(dict.fromkeys(map(curves.loss_unit, runs)))
-    return f"{'held-out' if heldout else 'training'} loss" + (f" ({unit})" if unit else "")
-
-
-def caption(variants: Sequence[Variant], field: str = "loss") -> str:
+def caption(variants: Sequence[Variant]) -> str:
     """The caption below the charts: what the curves show, and which variants are not drawn."""
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
-    shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
+    shown = "Held-out loss" if heldout else "Training loss (no evaluation is on record)"
     if len(runs) == 1:
         return shown + (" by trainer, and of the consensus in bold." if heldout else " by trainer.")
     shown += " of the consensus" if heldout else " averaged over the trainers of a round"

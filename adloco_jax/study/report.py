@@ -117,9 +117,6 @@ def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str
     else:
         title = f"{counted(len(variants), 'variant')}, {counted(len(runs), 'run')}"
         parts = {}
-    if any(map(curves.is_classifier, runs)):
-        drawn = page.tabs("accuracy", loss.charts(variants, field="accuracy"))
-        parts = {"Accuracy": page.figure(drawn, loss.caption(variants, "accuracy"))} | parts
     parts["How to read this page, and the commands that made it"] = _runs_table(variants, command)
     return page.page(
         title,

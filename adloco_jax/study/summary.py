@@ -73,7 +73,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     final = last([e for e in events if e.get("trainer") == who], "eval")
     gathered = gathering(events).get(final.get("round", 0), {})
     loss, classes = final.get("loss"), final.get("classes")
-    unit = start.get("loss_unit", "nats/example" if classes else "nats/token")
+    unit = start["loss_unit"]
     tokens_per_byte = start.get("tokens_per_byte") if unit == "nats/token" else None
     nats_per_byte = None if loss is None or tokens_per_byte is None else loss * tokens_per_byte
     guesses = start["config"]["model"]["vocab_size"] if tokens_per_byte is not None else 0
@@ -84,7 +84,6 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     in_learners = [e for e in rounds if "workers_counted" in e]
     happened = [e["what"] for e in lines(events, "learner")]
     expected, counted = (sum(e[n] for e in in_learners) for n in ("workers", "workers_counted"))
-    accumulating = [e["round"] for e in rounds if e["num_accum_steps"] > 1]
     return {
         "rounds": max((e["round"] for e in rounds), default=0),
         "tokens_total": sum(e.get("tokens", 0) for e in spent),
@@ -96,7 +95,6 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "num_merges": len(lines(events, "merge")),
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
-        "first_accumulating_round": min(accumulating, default=None),
         **{f"learners_{what}": happened.count(what) for what in _STRUCK},
         # Worker rounds in learners: the expected number, and the number that counted.
         "worker_rounds": expected,
@@ -161,55 +159,45 @@ def _written_with(event: dict) -> tuple:
 
 def described(totals: dict) -> list[tuple[str, str]]:
     """The totals of a run as text, in pairs of a name and a value."""
-    t = totals | {
-        "moved": in_bytes(totals["bytes_total"]),
-        "gathered": in_bytes(totals["consensus_bytes"]),
-        "compiled": totals["num_programs"] - totals["num_programs_cached"],
-        "waited": seconds(totals["stall_s"]),
-        "wall": seconds(totals["wall_s"]),
-        "used": time_used(totals),
-    }
+    t = totals
+    # Compiling in rounds counts as rounds.
+    uses = {"start": "start", "compiling": "compile", "rounds": "rounds", "evaluation": "eval"}
+    compiled = t["num_programs"] - t["num_programs_cached"]
     peaks = {"host {} peak": "host_peak_bytes", "device {} peak": "device_peak_bytes"}
     peaks |= {"largest program {}": "program_bytes"}
     known = [s.format(in_bytes(t[name])) for s, name in peaks.items() if t[name] is not None]
-    spent = [totals[f"learners_{use}_s"] for use in USES]
-    refused = ", {num_refusals} refused" if t["num_refusals"] else ""
-    since = ", accumulating from round {first_accumulating_round}"
     facts = {
-        "rounds": "{rounds:,}",
-        "tokens": "{tokens_total:,}",
-        "updates": "{updates_total:,}",
-        "synchronised": "{syncs_total:,} times, blocking, summed over trainers; {moved} moved",
-        "": "and {consensus_syncs} with {gathered}, to average the consensus",
-        "merges": "{num_merges}" + refused,
-        "batch growths": "{num_batch_growths}" + (since if t["first_accumulating_round"] else ""),
-        "programs": "{compiled} compiled, {num_programs_cached} from the cache; rounds waited"
-        " {waited}",
-        "memory": ", ".join(known) or "-",
-        "wall time": "{wall}",
-        "of which": "{used}",
-        "speed": "{tokens_per_s:,.0f} tokens/s",
+        "rounds": f"{t['rounds']:,}",
+        "tokens": f"{t['tokens_total']:,}",
+        "updates": f"{t['updates_total']:,}",
+        "synchronised": f"{t['syncs_total']:,} times, blocking, summed over trainers;"
+        f" {in_bytes(t['bytes_total'])} moved",
     }
+    if t["consensus_syncs"]:
+        gathered = in_bytes(t["consensus_bytes"])
+        facts[""] = f"and {t['consensus_syncs']} with {gathered}, to average the consensus"
+    refused = f", {t['num_refusals']} refused" if t["num_refusals"] else ""
+    facts |= {
+        "merges": f"{t['num_merges']}{refused}",
+        "batch growths": str(t["num_batch_growths"]),
+        "programs": f"{compiled} compiled, {t['num_programs_cached']} from the cache; rounds waited"
+        f" {seconds(t['stall_s'])}",
+        "memory": ", ".join(known) or "-",
+        "wall time": seconds(t["wall_s"]),
+        "of which": ", ".join(f"{use} {seconds(t[f'{name}_s'])}" for use, name in uses.items()),
+    }
+    if t["tokens_per_s"] is not None:
+        facts["speed"] = f"{t['tokens_per_s']:,.0f} tokens/s"
     if t["participation"] is not None:
-        facts["learners"] = ", ".join(f"{{learners_{what}}} {what}" for what in _STRUCK)
-        facts["participation"] = "{participation:.1%}: {worker_rounds_counted:,} of"
-        facts["participation"] += " {worker_rounds:,} workers' rounds counted"
+        facts["learners"] = ", ".join(f"{t[f'learners_{what}']} {what}" for what in _STRUCK)
+        counted = f"{t['worker_rounds_counted']:,} of {t['worker_rounds']:,}"
+        facts["participation"] = f"{t['participation']:.1%}: {counted} workers' rounds counted"
     if t["goodput"] is not None:
-        facts["goodput"] = "{goodput:.1%} of the tokens that learners could train on while up"
-    if said := [f"{use} {seconds(t[f'learners_{use}_s'])}" for use in USES if any(spent)]:
-        facts["learners say"] = ", ".join(said)
-    if not t["consensus_syncs"]:
-        del facts[""]
-    if t["tokens_per_s"] is None:
-        del facts["speed"]
-    return [(name, text.format(**t)) for name, text in facts.items()] + _heldout(totals)
-
-
-def time_used(totals: dict) -> str:
-    """Say what a run's seconds were used for; compiling in rounds counts as rounds."""
-    names = ("start", "compile", "rounds", "eval")
-    start, compiling, rounds, evaluating = (seconds(totals[f"{name}_s"]) for name in names)
-    return f"start {start}, compiling {compiling}, rounds {rounds}, evaluation {evaluating}"
+        facts["goodput"] = f"{t['goodput']:.1%} of the tokens that learners could train on while up"
+    spent = {use: t[f"learners_{use}_s"] for use in USES}
+    if any(spent.values()):
+        facts["learners say"] = ", ".join(f"{use} {seconds(s)}" for use, s in spent.items())
+    return [*facts.items(), *_heldout(t)]
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
