@@ -76,6 +76,12 @@ def test_overrides_reach_the_config():
     assert (settings.batching.buckets, settings.inner.tx) == ((8,), "adamw")
 
 
+def test_an_override_sets_a_key_that_the_config_lacks(elsewhere):
+    (elsewhere / "own.py").write_text("from ml_collections import ConfigDict as get_config\n")
+    settings = configured("--config.seed=3", "--config.model.width=128", config="own.py")
+    assert (settings.seed, settings.model.width) == (3, 128)
+
+
 def overridden(*words: str):
     """The config that the words of the command line make of the quickstart's."""
     config = importlib.import_module("adloco_jax.configs.quickstart").get_config()

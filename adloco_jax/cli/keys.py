@@ -15,11 +15,15 @@ from adloco_jax.settings import FOUND, GROUPS, INT32, OPTIONS, Settings, default
 def override(config: ConfigDict, key: str, text: str) -> None:
     """Convert the text of a value on the command line, and set a key of a config to the value.
 
-    Text that does not fit the key's type is set as it is, for `validate`; unknown keys are skipped.
+    Text that does not fit the key's type is set as it is, for `validate`, which also refuses a
+    group that is none.
     """
     group, _, name = key.rpartition(".")
-    holder = config.get(group) if group else config
-    if not isinstance(holder, ConfigDict) or name not in holder:
+    if group and group not in config:
+        with config.unlocked():
+            config[group] = ConfigDict()
+    holder = config[group] if group else config
+    if not isinstance(holder, ConfigDict):
         return
     kind, default, value = plain_type(key), default_of(key), text
     if default in (None, "auto") and text == (default or "none"):
@@ -31,7 +35,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     else:
         with contextlib.suppress(ValidationError):
             value = TypeAdapter(kind).validate_strings(text)
-    with holder.ignore_type():
+    with holder.unlocked(), holder.ignore_type():
         holder[name] = value
 
 

@@ -176,32 +176,34 @@ class Evaluator:
             losses, ensemble = [], evaluate.reported(state.ensemble)
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(ensemble, position)
-                losses.append(self._record(control, trainer, params))
+                losses.append(self._loss(params))
+                self._record(control, trainer, params, losses[-1])
             self.consensus(state, losses)
             recorder.write_memory(control)
         recorder.show(state, boundary)
 
     def consensus(self, state: State, losses: Sequence[float] = ()) -> None:
         """Choose the consensus and measure its loss; record it if given the trainers' losses."""
-        engine = self.recorder.engine
+        recorder, engine = self.recorder, self.recorder.engine
         self.params, source = evaluate.consensus(
             evaluate.reported(state.ensemble),
             engine.programs,
             engine.heldout,
             state.control.demands,
         )
+        is_known = bool(losses) and source == "only"
+        recorder.loss = losses[0] if is_known else self._loss(self.params)
         if losses:
             more: dict[str, Any] = {"source": source}
             if self.sample is not None:
                 base = engine.programs.frozen(evaluate.loss_key(engine.heldout.batch_size))
                 more["sample"] = start, text = self.sample(self.params, base)
-                self.recorder.progress.note(f"  | {start} -> {text}")
-            known = losses[0] if source == "only" else None
-            loss = self._record(state.control, "consensus", self.params, known, **more)
-            self.recorder.evaluated_round = state.control.round
-        else:
-            loss = evaluate.mean_loss(*self._given(self.params))
-        self.recorder.loss = loss
+                recorder.progress.note(f"  | {start} -> {text}")
+            self._record(state.control, "consensus", self.params, recorder.loss, **more)
+            recorder.evaluated_round = state.control.round
+
+    def _loss(self, params: PyTree) -> float:
+        return evaluate.mean_loss(*self._given(params))
 
     def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
         """Return the arguments with which functions of `engine.evaluate` measure a model."""
@@ -209,14 +211,8 @@ class Evaluator:
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
     def _record(
-        self,
-        control: Control,
-        trainer: int | str,
-        params: PyTree,
-        known: float | None = None,
-        **more: Any,
-    ) -> float:
-        loss = evaluate.mean_loss(*self._given(params)) if known is None else known
+        self, control: Control, trainer: int | str, params: PyTree, loss: float, **more: Any
+    ) -> None:
         if self.unit == "nats/token":
             with np.errstate(over="ignore"):  # infinity becomes null in the ledger
                 more["perplexity"] = float(np.exp(loss))
@@ -229,7 +225,6 @@ class Evaluator:
         before_s, self._since_s = self._since_s, time.perf_counter()
         fields["eval_s"] = round(self._since_s - before_s, 6)
         self.recorder.ledger.write("eval", **fields, wall_s=self.recorder.wall_s())
-        return loss
 
 
 @dataclass
@@ -255,14 +250,13 @@ class Checkpoints:
         last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
         asked = processes.gather([self.stop(), self._is_time()], "boundary")
         stop_now, save_by_clock = (any(answers) for answers in zip(*asked, strict=True))
-        stop_now = stop_now and not last
-        if last or stop_now or save_by_clock or (every and index % every == 0):
+        if last or save_by_clock or (every and index % every == 0):
             self._save(state)
-        if stop_now:
-            self.end(state)
         if last:
             self.saver.wait()
             self.recorder.write_end(state.control, "finished")
+        elif stop_now:
+            self.end(state)
 
     def end(self, state: State, *, within: bool = False) -> NoReturn:
         """Save a state unless it has been saved, and raise Preempted.
