@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import faulthandler
 import functools
-import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from adloco_jax.elastic.engine import ElasticEngine
 from adloco_jax.elastic.transport import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
-from adloco_jax.engine.local import LAST_S, LocalEngine, OnCall
+from adloco_jax.engine.local import LocalEngine, OnCall
 from adloco_jax.engine.optimizers import Labeller
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
@@ -59,6 +58,8 @@ from adloco_jax.run.folder import check_config, exclusive, how_to_resume, requir
 from adloco_jax.run.observers import RunEngine
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
+
+_STOPPING = "finishing and saving the round under way, or leaving it if it lasts long"
 
 OnRound = Callable[[State, list[dict]], object]
 """`on_round(state, lines)`: what the caller of `fit` does after each round."""
@@ -258,10 +259,10 @@ def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
 
 def _last_attempt(run: Run, on_round: OnRound) -> Result:
     """Run all remaining rounds, with a new attempt from the newest checkpoint on failure."""
-    failures, engines = Failures(), list[RunEngine]()
+    failures = Failures()
     with (
         exclusive(run.workdir),
-        processes.stop_requests(lambda: _what_stops(engines)) as stop,
+        processes.stop_requests(lambda: _STOPPING) as stop,
         processes.ending_together(),
         _explaining(run),
     ):
@@ -269,27 +270,12 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
             # The newest checkpoint restores everything that a failed round has changed.
             with contextlib.ExitStack() as stack:
                 attempt = begin(run, stack, stop, failures, _make_engine)
-                engines[:] = [attempt.recorder.engine]
                 try:
                     state = _execute(run, attempt, on_round)
                     params, loss = attempt.evaluator.params, attempt.recorder.loss
                     return Result(run.workdir, params, loss, state)
                 except (jax.errors.JaxRuntimeError, OSError) as error:
                     failures = after_failure(run, attempt, error, failures)
-
-
-def _what_stops(engines: list[RunEngine]) -> str:
-    """Say what a first signal does; `engines` has that of the attempt under way, if any."""
-    left_s = getattr(engines[0], "left_s", math.nan) if engines else math.nan
-    if jax.process_count() > 1 or left_s <= LAST_S:
-        return "finishing and saving the round under way"
-    if math.isnan(left_s):  # no call of this round has ended yet
-        return "finishing and saving the round under way, or leaving it if it lasts long"
-    return (
-        f"round {engines[0].control_before.round + 1} ends in about"
-        f" {datetime.timedelta(seconds=round(left_s))}; stopping after the updates under way, to"
-        " resume from its start, or else from the last checkpoint"
-    )
 
 
 @contextlib.contextmanager

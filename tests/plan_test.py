@@ -56,13 +56,10 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     averaging = settings_of(outer={"tx": outer, "average": 0.5}, inner={"state": state})
     copied = spec_of(averaging).state_bytes
     assert copied == (expected[0], expected[1] + 144, expected[2])
-    assert "running average 144 bytes per trainer" in "".join(
-        describe.plan_lines(averaging, spec_of(averaging))
-    )
     params, momentum, moments = expected
     assert (
-        f"bytes of a merge, one synchronisation: {params + momentum} bytes per absorbed trainer"
-        f" ({params} bytes if refused), {params + moments} bytes per worker that joins a trainer"
+        f"bytes of a merge: {params + momentum} bytes for each absorbed trainer,"
+        f" {params + moments} bytes for each worker that joins a trainer"
     ) in describe.plan_lines(settings, spec)
 
 

@@ -149,11 +149,10 @@ def test_nothing_passes_between_workers_in_the_inner_steps(num_workers, accumula
 )
 def test_a_round_moves_the_bytes_that_are_accounted(sizes, per_worker_pair):
     spec, _ = spec_of()
-    key, program = compiled("outer", sizes)
+    _, program = compiled("outer", sizes)
     found = collectives(program.as_text(), loops=False)
     expected = per_worker_pair * spec.param_bytes
     assert expected <= 8 * sum(c.num_bytes for c in found) <= expected + 8 * SCALARS
-    assert placement(spec, key.layout).moved_bytes(spec.param_bytes, len(sizes), 8) == expected
 
 
 def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():

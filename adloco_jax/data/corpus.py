@@ -37,9 +37,6 @@ from adloco_jax.settings import CHATS, DataSettings, ModelSettings, Settings
 
 Note = Callable[[str], None]
 
-# What `check_corpus` leaves to `load_corpus`, of files that are here.
-AFTER_FIRST = "its content after the first text"
-_SMALL_BYTES = 2**24  # of text that a plan reads in seconds
 # The source that reads a file, by the ending of its name. Others are read as text.
 _SOURCE_OF = {
     **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
@@ -270,16 +267,7 @@ def check_corpus(data: DataSettings, model: ModelSettings, run: Path | None = No
             documents = (d for part in parts for d in job.documents(part, part.file, where))
             if parts and next(documents, None) is None:
                 raise DataError(rows.no_text(where))
-    return [f"{_where_of(data)}: {AFTER_FIRST}"]
-
-
-def is_small(data: DataSettings, model: ModelSettings, run: Path | None = None) -> bool:
-    """Whether the files of a text are on this machine, and read in seconds. `run` as above."""
-    source = DATA_SOURCES[data.source]
-    if source.is_folder or "path" not in source.needs:
-        return True
-    size = make_job(data, tokenizer_of(data, model, run=run), commit="any").num_bytes_here
-    return size is not None and size <= _SMALL_BYTES
+    return [f"{_where_of(data)}: its content after the first text"]
 
 
 def _where_of(data: DataSettings) -> str:

@@ -114,16 +114,6 @@ class Placement:
             average_M=self.by_trainer(shapes.average_M),
         )
 
-    def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
-        """Total bytes that a synchronisation of all trainers moves between devices.
-
-        With one device for each worker, it is what the ledger records. `sync_bytes` is what one
-        worker sends, `num_workers` counts those of all trainers. Below float32 it is a lower bound:
-        a leaf that cannot be divided over the workers is then replicated.
-        """
-        worker = self.mesh.shape["worker"]
-        return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
-
     def describe(self) -> str:
         """Describe how workers, batches and parameters are divided, and what only repeats work."""
         size = self.mesh.shape

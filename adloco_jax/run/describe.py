@@ -7,20 +7,16 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from adloco_jax.core.batching import BATCH_TESTS
-from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import Layout, ProgramSpec, num_bytes, num_values
 from adloco_jax.errors import counted
-from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
-from adloco_jax.loop.plans import least_test_sequences
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import (
     BatchingSettings,
     EnsembleSettings,
     InnerSettings,
-    MergeSettings,
     Settings,
 )
 
@@ -122,12 +118,6 @@ def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: Inner
     wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
     options = {"eta": batching.eta, "vartheta": batching.vartheta, "nu": batching.nu}
     options = [f"{name} {value}" for name, value in options.items() if name in wanted]
-    least, given = least_test_sequences(batching), batching.test_batch_size
-    if given is not None and given < least * ensemble.num_workers:
-        options.append(
-            f"test_batch_size {given}, raised to {least} per worker for a trainer of more than"
-            f" {given // least} workers"
-        )
     test = ", ".join([f"{batching.test} test", *options])
     if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
         return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
@@ -150,67 +140,25 @@ def _fragments(spec: ProgramSpec) -> list[str]:
 
 
 def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
-    """Describe a run's optimizer states, communication and tokens, without compiling anything."""
-    ensemble, batching = settings.ensemble, settings.batching
-    num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
-    first = batching.initial_batch_size
-    control = start(settings, first, whole_pool=True)
-    state = ensemble_spec(spec, Layout(control.sizes))
-    outer_bytes = num_bytes(state.outer_state_M) // num_trainers
-    inner_bytes = num_bytes(state.inner_state_R) // num_workers
-    begins = settings.ensemble.sizes()
-    costs = [sync_cost(count, spec.sync_bytes, spec.outer.fragments) for count in begins]
-    between = in_bytes(round_bytes(control, spec, first))
+    """Describe a run's state, communication and tokens, without compiling anything."""
+    ensemble, fragments = settings.ensemble, spec.outer.fragments
+    costs = [sync_cost(count, spec.sync_bytes, fragments) for count in ensemble.sizes()]
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
-    inner = settings.inner
-    least = inner.steps_per_round * sum(begins) * spec.sequence_length * first
-    longest = inner.max_steps_per_round or inner.steps_per_round
-    most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
-    last = settings.last_round
-    total = f"{least * last:,} to {most * last:,} in the run"
-    if inner.round_length != "fixed" and inner.max_steps_per_round is None:
-        total = f"{least * last:,} or more in the run"
-    if settings.num_tokens is not None or settings.num_epochs is not None:
-        total = "the run ends with the round that reaches "
-        total += _ends(settings).removeprefix("until ").removesuffix(", rounds")
-    return [
-        *run_header(settings, spec, batching.max_batch_size),
-        f"optimizer states: outer {in_bytes(outer_bytes)} per trainer,"
-        f" inner {in_bytes(inner_bytes)} per worker"
-        + f"; running average {in_bytes(spec.param_bytes)} per trainer"
-        * bool(spec.outer.average),
-        f"state between rounds: {in_bytes(num_bytes(state))} for"
-        f" {counted(num_trainers, 'trainer')}, {counted(num_workers, 'worker')}",
+    state = num_bytes(ensemble_spec(spec, Layout(ensemble.sizes(whole_pool=True))))
+    joining = in_bytes(merge_cost(spec.state_bytes, num_joining=1)["bytes"])
+    absorbed = in_bytes(merge_cost(spec.state_bytes, num_absorbed=1)["bytes"])
+    lines = [
+        *run_header(settings, spec, settings.batching.max_batch_size),
+        f"state between rounds: {in_bytes(state)} for"
+        f" {counted(ensemble.num_trainers, 'trainer')}, {counted(ensemble.num_workers, 'worker')}",
         f"bytes per round at the start: {in_bytes(moved)} in {syncs} synchronisations"
-        f" ({settings.outer.precision}); between these devices {between}",
-        *_merge_lines(ensemble, settings.merge, spec),
-        f"tokens: {least:,} a round at the start; {total}",
+        f" ({settings.outer.precision}); tokens: {settings.round_tokens:,}",
     ]
-
-
-def _merge_lines(ensemble: EnsembleSettings, merge: MergeSettings, spec: ProgramSpec) -> list[str]:
-    lines = []
-    joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:
+        lines.append(f"the pool grows: {joining} for each worker that joins")
+    if settings.merge.policy != "none" and ensemble.num_trainers > 1:
         lines.append(
-            f"the pool grows from {counted(ensemble.initial_workers, 'worker')}, in a"
-            f" synchronisation each time: {in_bytes(joining)} per worker that joins"
+            f"bytes of a merge: {absorbed} for each absorbed trainer, {joining} for each worker"
+            " that joins a trainer"
         )
-    if merge.policy == "none" or ensemble.num_trainers == 1:
-        return lines
-    absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
-    tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
-    return [
-        *lines,
-        f"bytes of a merge, one synchronisation: {in_bytes(absorbed)} per absorbed trainer"
-        f" ({in_bytes(tried)} if refused), {in_bytes(joining)} per worker that joins a trainer",
-    ]
-
-
-def round_bytes(control: Control, spec: ProgramSpec, batch_size: int) -> int:
-    """Bytes of synchronisations in a round; workers that share a device send less."""
-    moved, sent = 0, spec.sync_bytes * spec.outer.fragments
-    for group in classes(control, control.trainers, spec):
-        at = placement(spec, group.layout._replace(batch_size=batch_size))
-        moved += at.moved_bytes(sent, len(group.trainers), sum(group.sizes))
-    return moved
+    return lines

@@ -10,15 +10,12 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
-from adloco_jax.data.corpus import AFTER_FIRST, is_small, load_corpus
-from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.spec import (
     TAKEN,
     Compiled,
@@ -31,10 +28,8 @@ from adloco_jax.engine.spec import (
 )
 from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.loop.adloco import Control, start
-from adloco_jax.models.configured import class_count
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.assemble import with_rows
 from adloco_jax.run.choose import (
     Choice,
     Mode,
@@ -59,8 +54,6 @@ def plan(
 ) -> str:
     """Describe the memory, communication and tokens of a run, without training it.
 
-    Of the text only a little is read: what is here and small.
-
     With `memory`, the first rounds' programs are compiled for the micro-batch and each program's
     bytes. The last lines name what only the run can check. Raises UserError as `check_inputs` does.
     """
@@ -70,20 +63,9 @@ def plan(
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
-    corpus = None
-    if processes.run_on_all(lambda: is_small(settings.data, settings.model, folder)):
-        how: Any = {"num_classes": class_count(settings.model), "note": lambda line: None}
-        corpus = processes.run_on_all(lambda: load_corpus(settings, run=folder, **how))
-    num_heldout = None
-    if corpus is not None:
-        settings = with_rows(settings, corpus)
-        how = {"num_trainers": settings.ensemble.num_trainers, "batch_size": 1}
-        how |= {"num_sequences": settings.eval.num_sequences}
-        num_heldout = len(split_heldout(corpus.heldout_rows, **how).report_EL)
-        unchecked = [line for line in unchecked if not line.endswith(AFTER_FIRST)]
     spec = spec_of(settings, here())
     lines = plan_lines(settings, spec)
-    lines += length_lines(settings, most_tokens_per_s(spec), num_heldout)
+    lines += length_lines(settings, most_tokens_per_s(spec), None)
     if memory:
         choice = configured_choice(settings, here())
         pool = start(settings, choice.max_batch_size, whole_pool=True)
