@@ -150,7 +150,7 @@ def merged_by(settings, control, members, merged_loss=0.0, **how):
 
 def test_a_round_goes_as_the_algorithm_has_it_and_a_merge_comes_at_its_end():
     settings = settings_of(num_rounds=3, merge={"every_rounds": 2})
-    control, engine = adloco.start(settings, 4), host_engine(settings)
+    control, engine = adloco.start(settings.ensemble, settings.batching, 4), host_engine(settings)
     observers = [engine.observe, engine.observe]
     end = adloco.adloco(State(None, control), settings=settings, engine=engine, observers=observers)
     merging = ["losses", "flush", "losses", "flush", "merge"]
@@ -181,7 +181,7 @@ def test_a_round_that_leaves_no_trainer_is_seen_by_no_observer():
     engine.round.side_effect = round_
     with pytest.raises(adloco.Diverged, match="round 1") as error:
         adloco.adloco(
-            State(None, adloco.start(settings, 4)),
+            State(None, adloco.start(settings.ensemble, settings.batching, 4)),
             settings=settings,
             engine=engine,
             observers=[engine.observe],
@@ -332,7 +332,7 @@ def test_growth_is_limited_as_a_product_of_workers_rounds_and_batch(
 def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads():
     batching = {"eta": 1.0, "batch_cap": 4}
     settings = settings_of(ensemble=GROWING, batching=batching)
-    control = adloco.start(settings, 4)
+    control = adloco.start(settings.ensemble, settings.batching, 4)
     assert streams_of(control) == {0: [0], 1: [1]}
     control.round = 1
     control, decisions = observed(settings, control, noise=1000.0, signal=1.0)
@@ -359,14 +359,14 @@ def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads()
 def test_a_declared_share_of_the_run_lets_the_whole_pool_join():
     ensemble = GROWING | {"spawn_frac": 0.25}
     settings = settings_of(num_rounds=8, ensemble=ensemble, batching={"test": "constant"})
-    control = adloco.start(settings, 4)
+    control = adloco.start(settings.ensemble, settings.batching, 4)
     joining = []
     for control.round in (1, 2, 8):
         joining.append(adloco.joining_workers(control, settings.ensemble, done(control, settings)))
     assert joining == [[], [(0, 4), (1, 4)], []]  # after the last round no worker joins
     pool = {"num_trainers": 4, "num_workers": 6, "initial_workers": 4, "spawn_frac": 0.25}
     settings = settings_of(num_rounds=8, ensemble=pool, batching={"test": "constant"})
-    control = dataclasses.replace(adloco.start(settings, 4), round=4)
+    control = dataclasses.replace(adloco.start(settings.ensemble, settings.batching, 4), round=4)
     assert adloco.joining_workers(control, settings.ensemble, done(control, settings)) == [
         (0, 2),
         (2, 2),

@@ -116,7 +116,8 @@ def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
 
 def alone(num_workers=1):
     """The control of a single trainer."""
-    return start(settings_of(ensemble={"num_trainers": 1, "num_workers": num_workers}), 4)
+    settings = settings_of(ensemble={"num_trainers": 1, "num_workers": num_workers})
+    return start(settings.ensemble, settings.batching, 4)
 
 
 def outcome(losses, skipped=()):

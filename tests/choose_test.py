@@ -51,6 +51,16 @@ def spec_of(settings, device_bytes=None, platform=None):
     return dataclasses.replace(spec, machine=machine)
 
 
+def mode_of(programs):
+    return Mode(programs.spec.sequential, programs.spec.remat)
+
+
+def chosen_for(settings, spec, loss_of, size=None):
+    groups = settings.ensemble, settings.batching, settings.switch
+    allowed = modes(settings.model.remat, spec.machine.platform)
+    return choose(spec, loss_of, *groups, allowed=allowed, size=size)
+
+
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
@@ -74,11 +84,10 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
     )
     left = list(found)
     monkeypatch.setattr(
-        choose_module, "_try", lambda settings, programs, sizes, mode: Tried(mode, left.pop(0), {})
+        choose_module, "_try", lambda programs, *_: Tried(mode_of(programs), left.pop(0), {})
     )
-    choice = choose(settings, spec, lambda *_: spec.loss_fn)
-    chosen = choice.programs.spec
-    assert Mode(chosen.sequential, chosen.remat) == expected and left == []
+    choice = chosen_for(settings, spec, lambda *_: spec.loss_fn)
+    assert mode_of(choice.programs) == expected and left == []
     assert choice.max_batch_size == found[MODES.index(expected)]
 
 
@@ -91,7 +100,7 @@ def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
 
 def test_a_cpu_rematerialises_only_if_it_must():
     settings, peaks = tiny(), {}
-    pool = start(settings, 4)
+    pool = start(settings.ensemble, settings.batching, 4)
     loss_of = functools.cache(program.configured_model(settings, here()).loss_of)
     for mode in (SEQUENTIAL, SEQUENTIAL_REMAT):
         loss_fn = loss_of(mode, "xla")
@@ -107,7 +116,7 @@ def test_a_cpu_rematerialises_only_if_it_must():
         spec = spec_of(settings, int(budget / 0.8) + 1)
 
         def chosen(size=None, spec=spec):
-            return choose(settings, spec, loss_of, size=size).programs.spec
+            return chosen_for(settings, spec, loss_of, size=size).programs.spec
 
         if expected is None:
             with pytest.raises(NothingFits, match=f"need {peaks[SEQUENTIAL_REMAT]} bytes") as error:
@@ -123,13 +132,14 @@ def test_a_set_micro_batch_is_every_modes(monkeypatch):
     spec = spec_of(tiny(), platform="gpu")
     seen = []
 
-    def attempt(settings, programs, sizes, mode):
+    def attempt(programs, sizes, *_):
         seen.append(list(sizes))
+        mode = mode_of(programs)
         return Tried(mode, sizes[0] if mode.remat else None, {}, "does not fit")
 
     monkeypatch.setattr(choose_module, "tokens_of_a_row", lambda spec, sizes: 1)
     monkeypatch.setattr(choose_module, "_try", attempt)
-    choice = choose(settings, spec, lambda *_: spec.loss_fn, size=3)
+    choice = chosen_for(settings, spec, lambda *_: spec.loss_fn, size=3)
     assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3
 
 
@@ -142,7 +152,7 @@ def test_a_cpu_begins_with_the_programs_of_the_first_round_and_a_pass_of_rows(mo
     monkeypatch.setattr(Programs, "__getitem__", lambda self, key: compiled.append(key) or key)
     monkeypatch.setattr(Programs, "prefetch", lambda self, keys: None)
     monkeypatch.setattr(choose_module, "needed_bytes", lambda key: 2**20)
-    choice = choose(settings, spec, lambda *_: spec.loss_fn)
+    choice = chosen_for(settings, spec, lambda *_: spec.loss_fn)
     assert choice.max_batch_size == 16
     assert [str(key) for key in dict.fromkeys(compiled)] == [
         "stats M=2 R=2 B=0",

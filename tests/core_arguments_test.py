@@ -100,7 +100,7 @@ def test_statistics_use_one_key_and_leave_auxiliary_output_out():
 def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     """A sequence's key depends only on its trainer, its stream and its position there."""
     settings = settings_of()
-    control = start(settings, 4)
+    control = start(settings.ensemble, settings.batching, 4)
     control.trainers[2].cursors["3"] = 50
     keyed = lambda params, rows, key=None: bigram_loss(params, rows)  # noqa: E731
     spec = spec_of(settings, init_fn, keyed)

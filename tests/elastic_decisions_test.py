@@ -111,7 +111,7 @@ def test_updates_by_speed_are_whole_parts_in_proportion(steps, parts):
     settings = settings_of(
         inner={"steps_per_round": steps}, engine={"kind": "ray", "steps": "by_speed"}
     )
-    assert num_parts(settings) == parts
+    assert num_parts(settings.inner.steps_per_round, settings.engine) == parts
     seconds = dict(enumerate(np.random.default_rng(steps).uniform(0.1, 2.0, 50).tolist()))
     updates = updates_by_speed(3 * steps, parts, seconds | {50: None, 51: 0.0})
     fastest_s = min(seconds.values())
@@ -128,7 +128,7 @@ def test_updates_by_speed_are_whole_parts_in_proportion(steps, parts):
 def test_a_speed_that_is_too_good_leaves_others_a_part():
     assert updates_by_speed(40, 8, {0: 1e-300, 1: 0.1, 2: 1e9}) == {0: 40, 1: 5, 2: 5}
     assert updates_by_speed(7, 7, {0: None, 1: 0.0}) == {0: 7, 1: 7}
-    assert num_parts(settings_of(engine={"kind": "ray", "steps": "equal"})) == 1
+    assert num_parts(16, settings_of(engine={"kind": "ray", "steps": "equal"}).engine) == 1
 
 
 def test_an_update_a_thousand_times_too_large_never_counts():

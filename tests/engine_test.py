@@ -92,7 +92,7 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
     """One trainer has a small micro-batch, one a larger one, and one accumulates three."""
     one = {"num_rounds": 1, "batching": {"test": "constant"}}  # then nothing is made ahead
     settings = settings_of(**one, switch={"mode": "accumulate"}, inner={"state": state})
-    control = start(settings, 4)
+    control = start(settings.ensemble, settings.batching, 4)
     for trainer, batch_size in zip(control.trainers.values(), (2, 4, 12), strict=True):
         trainer.requested_batch_size = batch_size
     rows, ended = corpus(), []
@@ -192,7 +192,7 @@ def test_rows_read_ahead_are_the_next_rounds_unless_something_changes(changes):
     spec = spec_of(settings)
     heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
     engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
-    control = start(settings, 4)
+    control = start(settings.ensemble, settings.batching, 4)
     engine.look_ahead(control)
     assert len(rows.reads) == 4
     if changes:

@@ -37,7 +37,7 @@ def test_a_run_reads_its_rows_num_epochs_times_and_less_than_an_update_a_round_m
     num_epochs, rows
 ):
     settings = epochs_of(num_epochs).with_rows(rows)
-    control, num_updates = start(settings, 4), []
+    control, num_updates = start(settings.ensemble, settings.batching, 4), []
     while not is_over(control, settings):
         plans = round_plans(control, settings)
         num_updates.append(plans[0].num_updates)

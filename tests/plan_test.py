@@ -17,7 +17,7 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama, hf
 from adloco_jax.run import describe, program
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.choose import choose, peak
+from adloco_jax.run.choose import choose, modes, peak
 from adloco_jax.run.folder import write_config
 from adloco_jax.training import train
 
@@ -64,7 +64,9 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
 
 
 def largest(settings, spec):
-    return choose(settings, spec, lambda *_: spec.loss_fn).max_batch_size
+    groups = settings.ensemble, settings.batching, settings.switch
+    allowed = modes(settings.model.remat, "cpu")
+    return choose(spec, lambda *_: spec.loss_fn, *groups, allowed=allowed).max_batch_size
 
 
 def test_the_largest_micro_batch_is_found_from_memory():

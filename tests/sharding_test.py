@@ -105,7 +105,7 @@ def test_meshes_use_devices_for_workers_first(devices, sizes, batch, shards, exp
 )
 def test_trainers_of_as_many_workers_have_devices_of_their_own(sizes, expected):
     settings = settings_of(ensemble={"num_trainers": len(sizes), "num_workers": sum(sizes)})
-    control = start(settings, BATCH)
+    control = start(settings.ensemble, settings.batching, BATCH)
     for trainer, size in zip(control.trainers.values(), sizes, strict=True):
         trainer.streams = [*range(size)]
     groups = classes(control, control.trainers, spec_of()[0])
@@ -116,7 +116,8 @@ def test_trainers_of_as_many_workers_have_devices_of_their_own(sizes, expected):
 def test_one_device_takes_all_trainers_in_one_class():
     spec = spec_of()[0]
     spec = dataclasses.replace(spec, machine=Machine(spec.machine.devices[:1], 2**30))
-    control = start(settings_of(ensemble={"num_trainers": 3, "num_workers": 5}), BATCH)
+    settings = settings_of(ensemble={"num_trainers": 3, "num_workers": 5})
+    control = start(settings.ensemble, settings.batching, BATCH)
     (group,) = classes(control, range(3), spec)
     assert (group.sizes, group.devices) == ((2, 2, 1), None)
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from adloco_jax.settings import INT32, Settings
+from adloco_jax.settings import INT32, EngineSettings
 
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
@@ -135,14 +135,13 @@ def assign(
     return hosts
 
 
-def num_parts(settings: Settings) -> int:
-    """Return into how many equal parts the updates of a round can be divided, between learners.
+def num_parts(steps: int, engine: EngineSettings) -> int:
+    """Return into how many equal parts a round's `steps` can be divided, between learners.
 
     The fewest that are at least eight, or an update each; one with `engine.steps=equal`.
     """
-    steps = settings.inner.steps_per_round
     counts = (n for n in range(min(8, steps), steps + 1) if steps % n == 0)
-    return next(counts) if settings.engine.steps == "by_speed" else 1
+    return next(counts) if engine.steps == "by_speed" else 1
 
 
 def updates_by_speed(

@@ -46,7 +46,6 @@ from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.events import USES
 from adloco_jax.run.terminal import say
-from adloco_jax.settings import Settings
 
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
 PATIENCE_S = 300.0
@@ -152,7 +151,7 @@ class ElasticEngine:
             self.pool.start_all(control.num_workers)
         if not self.rounds:
             self._states.adopt(state)
-        together, rule = _keep_together(self.settings), self.settings.engine
+        together, rule = self._keeps_together(), self.settings.engine
         self._tell_s = time.monotonic() + TELL_S * (self.pool.num_present > 0)
         while True:
             if processes.is_asked_to_stop():
@@ -216,7 +215,7 @@ class ElasticEngine:
     def _work_on(self, state: State) -> None:
         """Let learners work while observers evaluate and save."""
         self.control_before = self.pool.control = state.control
-        if not (processes.is_asked_to_stop() or _changes_now(state.control, self.settings)):
+        if not (processes.is_asked_to_stop() or self._changes_now(state.control)):
             try:
                 self._begin(state)
             except ResourceError as error:
@@ -259,11 +258,34 @@ class ElasticEngine:
 
     # -- Rounds --------------------------------------------------------------------------------
 
+    def _keeps_together(self) -> bool:
+        """Whether all trainers must have ended a round before any of them starts the next."""
+        settings = self.settings
+        return settings.ensemble.initial_workers is not None or math.isfinite(settings.last_token)
+
+    def _may_begin(self, control: Control, trainer: int) -> bool:
+        settings, rounds = self.settings, control.rounds_of(trainer)
+        if self._keeps_together():
+            return rounds == control.round
+        waits = settings.merge.policy != "none" and len(control.trainers) > 1
+        every = settings.merge.every_rounds
+        last = (control.round // every + 1) * every if waits else settings.last_round
+        return rounds < min(last, settings.last_round)
+
+    def _changes_now(self, control: Control) -> bool:
+        """Whether the run is over, or trainers may merge or get workers before their next round."""
+        settings = self.settings
+        done = settings.share_done(control.round, control.tokens_total)
+        if not control.trainers or done >= 1:
+            return True
+        joining = joining_workers(control, settings.ensemble, done)
+        return merge_due(control, settings.merge, done) or bool(joining)
+
     def _begin(self, state: State) -> None:
         """Start a round of every trainer that may begin one and has a worker on a free learner."""
         control, settings, now_s = state.control, self.settings, time.monotonic()
         until_s = {m: until_s for m, (*_, until_s) in self._failures.items()}
-        able = [m for m in control.trainers if _may_begin(control, m, settings)]
+        able = [m for m in control.trainers if self._may_begin(control, m)]
         idle = [m for m in able if m not in self.rounds and now_s >= until_s.get(m, 0.0)]
         if not idle:
             return
@@ -288,7 +310,7 @@ class ElasticEngine:
             params = functools.cache(lambda whole=whole: jax.device_get(whole()))
             each = Round(plan, rate_T, request, now_s)
             speeds = {s: self.pool.learners[n].sequence_s for s, n in free.items()}
-            parts = decisions.num_parts(settings)
+            parts = decisions.num_parts(settings.inner.steps_per_round, settings.engine)
             updates = decisions.updates_by_speed(plan.num_updates, parts, speeds)
             count = test_count(plan, len(starts), settings.batching)
             for number in sorted(set(free.values())):
@@ -445,26 +467,3 @@ def _by_trainer(ended: Mapping[int, Round]) -> Stats:
         if tested:
             stats[m] = jax.tree.map(lambda x: x.astype(np.float64), _concatenated(tested))
     return stats
-
-
-def _may_begin(control: Control, trainer: int, settings: Settings) -> bool:
-    rounds, every = control.rounds_of(trainer), settings.merge.every_rounds
-    if _keep_together(settings):
-        return rounds == control.round
-    waits = settings.merge.policy != "none" and len(control.trainers) > 1
-    last = (control.round // every + 1) * every if waits else settings.last_round
-    return rounds < min(last, settings.last_round)
-
-
-def _changes_now(control: Control, settings: Settings) -> bool:
-    """Whether the run is over, or trainers may merge or get workers before their next round."""
-    done = settings.share_done(control.round, control.tokens_total)
-    if not control.trainers or done >= 1:
-        return True
-    joining = joining_workers(control, settings.ensemble, done)
-    return merge_due(control, settings.merge, done) or bool(joining)
-
-
-def _keep_together(settings: Settings) -> bool:
-    """Whether all trainers must have ended a round before any of them starts the next."""
-    return settings.ensemble.initial_workers is not None or math.isfinite(settings.last_token)

@@ -114,7 +114,8 @@ class Learner:
         self.corpus = given.corpus or load_corpus(
             settings, num_classes=class_count(settings.model), commit=given.commit
         )
-        part = settings.inner.steps_per_round // num_parts(settings)
+        steps = settings.inner.steps_per_round
+        part = steps // num_parts(steps, settings.engine)
         spec = dataclasses.replace(
             given.spec,
             machine=machine,

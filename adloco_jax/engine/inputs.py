@@ -25,14 +25,13 @@ from adloco_jax.loop.adloco import (
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.loop.growth import measures_gradients, with_growth
 from adloco_jax.loop.plans import (
-    is_over,
     learning_rates,
     planned,
     round_plans,
     test_count,
     update_flags,
 )
-from adloco_jax.settings import BatchingSettings, Settings
+from adloco_jax.settings import BatchingSettings, EnsembleSettings, MergeSettings, Settings
 
 
 class Rows(Protocol):
@@ -184,23 +183,29 @@ def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> l
     If measured gradients grow the batch, the later round is listed for the fastest growth and for
     none. Merges are predicted as in `foreseen`.
     """
-    batching = settings.batching
+    batching, merge, ensemble = settings.batching, settings.merge, settings.ensemble
     keys = round_keys(control, round_plans(control, settings), batching, spec)
     later = dataclasses.replace(control, round=control.round + 1)
-    if measures_gradients(batching) and not is_over(later, settings):
+    done = settings.share_done(later.round, later.tokens_total)
+    if measures_gradients(batching) and done < 1:
         for growth in (batching.max_growth, 1):
-            ahead = foreseen(with_growth(later, growth, settings), settings)
+            grown = with_growth(later, growth, ensemble, batching, settings.inner)
+            ahead = foreseen(grown, merge, ensemble, done)
             keys += round_keys(ahead, round_plans(ahead, settings), batching, spec)
     return list(dict.fromkeys(keys))
 
 
-def foreseen(control: Control, settings: Settings) -> Control:
-    """Predict the control at the start of the next round, as if all guard losses were equal."""
-    done, rule = settings.share_done(control.round, control.tokens_total), settings.merge
-    if merge_due(control, rule, done):
-        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), rule)
+def foreseen(
+    control: Control, merge: MergeSettings, ensemble: EnsembleSettings, done: float
+) -> Control:
+    """Predict the control at the start of the next round, as if all guard losses were equal.
+
+    `done` is the fraction of the run that is done.
+    """
+    if merge_due(control, merge, done):
+        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), merge)
         control = after_merge(control, members) if members else control
-    for trainer, num_workers in joining_workers(control, settings.ensemble, done):
+    for trainer, num_workers in joining_workers(control, ensemble, done):
         control = with_workers(control, trainer, num_workers)
     return control
 

@@ -146,12 +146,14 @@ class LocalEngine:
 
     def look_ahead(self, control: Control) -> None:
         """Make the next round's inputs; compile the next two rounds' programs in the background."""
-        after_merge = foreseen(control, self.settings)
-        self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
-        plans = round_plans(control, self.settings)
+        settings = self.settings
+        done = settings.share_done(control.round, control.tokens_total)
+        after_merge = foreseen(control, settings.merge, settings.ensemble, done)
+        self.programs.prefetch(programs_ahead(after_merge, settings, self.spec))
+        plans = round_plans(control, settings)
         try:
             round_inputs: RoundInputs | Exception = make_round_inputs(
-                control, plans, self.settings, self.spec, self.rows
+                control, plans, settings, self.spec, self.rows
             )
         except Exception as error:  # deliberately broad, because `inputs` raises the error later
             round_inputs = error

@@ -26,7 +26,13 @@ from adloco_jax.loop.control import (
 )
 from adloco_jax.loop.growth import Decision, Stats, free_workers, with_batch_sizes
 from adloco_jax.loop.plans import is_over
-from adloco_jax.settings import EnsembleSettings, MergeSettings, Settings, even_sizes
+from adloco_jax.settings import (
+    BatchingSettings,
+    EnsembleSettings,
+    MergeSettings,
+    Settings,
+    even_sizes,
+)
 
 
 class State(NamedTuple):
@@ -181,13 +187,19 @@ def with_average(state: State, before: Control, average: float) -> State:
     return State(ensemble.replace(average_M=average_M), control)
 
 
-def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
+def start(
+    ensemble: EnsembleSettings,
+    batching: BatchingSettings,
+    max_batch_size: int,
+    *,
+    whole_pool: bool = False,
+) -> Control:
     """Return the host's data before the first round, perhaps with the workers that join later."""
-    first, streams = settings.batching.initial_batch_size, itertools.count()
+    first, streams = batching.initial_batch_size, itertools.count()
     return Control(
         trainers={
             m: Trainer(first, [*itertools.islice(streams, size)])
-            for m, size in enumerate(settings.ensemble.sizes(whole_pool=whole_pool))
+            for m, size in enumerate(ensemble.sizes(whole_pool=whole_pool))
         },
         max_batch_size=max_batch_size,
         eval_batch_size=max_batch_size,

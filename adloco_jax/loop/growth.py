@@ -66,14 +66,20 @@ def with_batch_sizes(
     return control, decisions
 
 
-def with_growth(control: Control, growth: float, settings: Settings) -> Control:
+def with_growth(
+    control: Control,
+    growth: float,
+    ensemble: EnsembleSettings,
+    batching: BatchingSettings,
+    inner: InnerSettings,
+) -> Control:
     """Return a copy in which each trainer requests `growth` times its size, within its limits."""
-    control, free = copy.deepcopy(control), _workers_for_tests(control, settings.ensemble)
+    control, free = copy.deepcopy(control), _workers_for_tests(control, ensemble)
     for m, trainer in control.trainers.items():
         now = control.size(m)
         limit = math.floor(growth * now.total)
         how: Any = {"limit": limit, "free_workers": free}
-        size = grown(now, growth * trainer.demand, settings.batching, settings.inner, **how)
+        size = grown(now, growth * trainer.demand, batching, inner, **how)
         free -= size.num_workers - now.num_workers
         trainer.grow_to(size)
     return control

@@ -64,7 +64,7 @@ def check_inputs(
 def check_rules(run: Run) -> None:
     """Call each rule that an entry of a table names, once; raise ConfigError for its errors."""
     settings = run.settings
-    control = start(settings, settings.batching.max_batch_size or 1)
+    control = start(settings.ensemble, settings.batching, settings.batching.max_batch_size or 1)
     with own_code(f"inner.round_length = {settings.inner.round_length}"):
         round_plans(control, settings)
     measured = dict.fromkeys(GradientStats.__dataclass_fields__, np.full(1, 7.0))

@@ -33,11 +33,7 @@ from adloco_jax.errors import ConfigError, ResourceError, counted
 from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.settings import (
-    BatchingSettings,
-    Settings,
-    SwitchSettings,
-)
+from adloco_jax.settings import BatchingSettings, EnsembleSettings, SwitchSettings
 
 STEP_TOKENS = 16_384  # number of tokens that keeps a device busy
 
@@ -83,15 +79,13 @@ class Peak(NamedTuple):
 class Tried(NamedTuple):
     """The largest micro-batch of a mode that fits, or None and the fault.
 
-    `peaks` has the memory of each program with it, or with the smallest; `programs` what was
-    compiled.
+    `peaks` has the memory of each program with it, or with the smallest.
     """
 
     mode: Mode
     max_batch_size: int | None  # sequences of a micro-batch
     peaks: dict[str, Peak]  # the key is the name of the program
     fault: str = ""
-    programs: Programs | None = None
 
 
 class NothingFits(ResourceError):
@@ -120,23 +114,24 @@ def modes(remat: bool | None, platform: str) -> list[Mode]:
 
 
 def choose(
-    settings: Settings,
     spec: ProgramSpec,
     loss_of: Callable[[Mode, Kernel], LossFn],
+    ensemble: EnsembleSettings,
+    batching: BatchingSettings,
+    switch: SwitchSettings,
     *,
+    allowed: Sequence[Mode],
     size: int | None = None,
-    allowed: Sequence[Mode] | None = None,
     on_compile: OnCompile = lambda event: None,
 ) -> Choice:
     """Choose the mode of a run and the largest micro-batch, by compiling its programs.
 
-    The first mode that fits the largest candidate, or `STEP_TOKENS` tokens at a time (which keep a
-    device busy); else the one with the most tokens; on a CPU the first that fits, by the programs
-    of the first round if it has room to spare. `size` is a micro-batch that is already known; on a
-    CPU nothing is then compiled. Raises NothingFits.
+    The first of the `allowed` modes that fits the largest candidate, or `STEP_TOKENS` tokens at a
+    time (which keep a device busy); else the one with the most tokens; on a CPU the first that
+    fits, by the programs of the first round if it has room to spare. `size` is a micro-batch that
+    is already known; on a CPU nothing is then compiled. Raises NothingFits.
     """
-    batching, platform = settings.batching, spec.machine.platform
-    allowed = modes(settings.model.remat, platform) if allowed is None else allowed
+    platform = spec.machine.platform
     sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
     sizes = sizes if size is None else [size]
     if spec.examples_per_pass is not None:  # on a CPU: more rows than a pass takes gain nothing
@@ -150,13 +145,13 @@ def choose(
         )
         programs = Programs(chosen, on_compile)
         if platform == "cpu" and size is not None:
-            return Choice(programs, size, [Tried(mode, size, {}, programs=programs)])
-        tried.append(_try(settings, programs, sizes, mode))
+            return Choice(programs, size, [Tried(mode, size, {})])
+        tried.append(_try(programs, sizes, ensemble, batching, switch))
         largest = tried[-1].max_batch_size
         if largest is None:
             programs.close()
             continue
-        tokens = largest * tokens_of_a_row(chosen, settings.ensemble.sizes(whole_pool=True))
+        tokens = largest * tokens_of_a_row(chosen, ensemble.sizes(whole_pool=True))
         is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu"
         fits.append((math.inf if is_enough else tokens, Choice(programs, largest, tried)))
         if is_enough:
@@ -177,42 +172,45 @@ def tokens_of_a_row(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
     return spec.sequence_length * (1 if spec.sequential else at_once)
 
 
-def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    spec, batching = programs.spec, settings.batching
-    machine, first = spec.machine, sizes[0]
-    budget = machine.budget(batching.memory_frac)
-    workers = settings.ensemble.sizes(whole_pool=True)
-    sums = accumulates(batching, settings.switch, first)
-    least = least_bytes(spec, workers, accumulates=sums)
+def _try(
+    programs: Programs,
+    sizes: Sequence[int],
+    ensemble: EnsembleSettings,
+    batching: BatchingSettings,
+    switch: SwitchSettings,
+) -> Tried:
+    spec, first = programs.spec, sizes[0]
+    mode, budget = Mode(spec.sequential, spec.remat), spec.machine.budget(batching.memory_frac)
+    workers = ensemble.sizes(whole_pool=True)
+    least = least_bytes(spec, workers, accumulates=accumulates(batching, switch, first))
     needs: dict[int, dict[str, Peak]] = {first: {}}
 
     def most(size: int) -> int:
-        pool = start(settings, size, whole_pool=True)
-        needs[size] = program_peaks(pool, programs, batching, settings.switch)
+        pool = start(ensemble, batching, size, whole_pool=True)
+        needs[size] = program_peaks(pool, programs, batching, switch)
         return largest_peak(needs[size])
 
     if least <= budget:
-        if machine.platform == "cpu" and len(sizes) > 1:
+        if spec.machine.platform == "cpu" and len(sizes) > 1:
             # Only the programs of the first round are compiled; others wait until they are needed.
-            keys = first_keys(start(settings, first), batching, spec, first, accumulates=False)
+            pool = start(ensemble, batching, first)
+            keys = first_keys(pool, batching, spec, first, accumulates=False)
             programs.prefetch(keys)
             needs[first] = {str(key): peak(programs, key, workers) for key in keys}
             resting = held_bytes(spec, workers)
             if resting + (largest_peak(needs[first]) - resting) * sizes[-1] / first <= budget:
-                return Tried(mode, sizes[-1], needs[first], programs=programs)
+                return Tried(mode, sizes[-1], needs[first])
         if num_fit := bisect.bisect_right(sizes, budget, key=most):
             largest = sizes[num_fit - 1]
-            return Tried(mode, largest, needs[largest], programs=programs)
+            return Tried(mode, largest, needs[largest])
     needed = max(least, largest_peak(needs[first]))
-    return Tried(
-        mode,
-        None,
-        needs[first],
+    fault = (
         f"batching.initial_batch_size={first}: {counted(sum(workers), 'worker')} of"
         f" {counted(len(workers), 'trainer')} need {needed} bytes on a device, have"
-        f" {budget} of {machine.device_bytes}; use fewer workers, a smaller batch or model"
-        + ("" if mode.remat or settings.model.remat is None else ", or model.remat"),
+        f" {budget} of {spec.machine.device_bytes}; use fewer workers, a smaller batch or model, or"
+        " model.remat=auto"
     )
+    return Tried(mode, None, needs[first], fault)
 
 
 def largest_peak(peaks: Mapping[str, Peak]) -> int:

@@ -41,6 +41,7 @@ def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> 
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
+    ends = _ends(settings.last_round, settings.num_tokens, settings.num_epochs)
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
         f" {model.dtype}, attention by {spec.attention}"
@@ -48,7 +49,7 @@ def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> 
         f" {spec.machine.describe()}, {at.describe()}",
         f"trainers: {ensemble.num_trainers} with {counted(workers, 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")
-        + f"; {_ends(settings)} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
+        + f"; {ends} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
         f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
         f" {_growth(batching, ensemble, inner)}; {sizes} at once, more by accumulation",
         *_fragments(spec),
@@ -66,13 +67,13 @@ def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
     return ["; ".join(["parameters by label", *each])] if labels else []
 
 
-def _ends(settings: Settings) -> str:
-    ends = [f"{settings.num_tokens:,} tokens"] if settings.num_tokens else []
-    if epochs := settings.num_epochs:
+def _ends(last_round: float, tokens: int | None, epochs: float | None) -> str:
+    ends = [f"{tokens:,} tokens"] if tokens else []
+    if epochs:
         ends.append(f"{epochs:g} pass{'es' * (epochs != 1)} over the rows")
     if not ends:
-        return counted(int(settings.last_round), "round")
-    ends += [f"round {settings.num_rounds}"] if settings.num_rounds else []
+        return counted(int(last_round), "round")
+    ends += [f"round {last_round}"] if math.isfinite(last_round) else []
     return f"until {' or '.join(ends)}, rounds"
 
 

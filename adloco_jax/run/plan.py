@@ -37,6 +37,7 @@ from adloco_jax.run.choose import (
     Peak,
     choose,
     largest_peak,
+    modes,
     program_peaks,
 )
 from adloco_jax.run.describe import length_lines, plan_lines, run_header
@@ -68,7 +69,7 @@ def plan(
     lines += length_lines(settings, most_tokens_per_s(spec), None)
     if memory:
         choice = configured_choice(settings, here())
-        pool = start(settings, choice.max_batch_size, whole_pool=True)
+        pool = start(settings.ensemble, settings.batching, choice.max_batch_size, whole_pool=True)
         lines += _memory_lines(pool, settings.batching, settings.switch, choice)
     else:
         lines.append("not compiled: --memory does")
@@ -81,7 +82,9 @@ def configured_choice(
     """Choose how devices run workers, and the micro-batch, for the configured model (`choose`)."""
     model, size = configured_model(settings, machine), settings.batching.max_batch_size
     spec = program_spec(settings, model, machine)
-    return choose(settings, spec, model.loss_of, size=size, on_compile=on_compile)
+    groups = settings.ensemble, settings.batching, settings.switch
+    allowed = modes(settings.model.remat, machine.platform)
+    return choose(spec, model.loss_of, *groups, allowed=allowed, size=size, on_compile=on_compile)
 
 
 def _memory_lines(

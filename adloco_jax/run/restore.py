@@ -85,9 +85,9 @@ def begin_control(
     if restored and size in (None, restored.host.max_batch_size_given):
         size = restored.state.control.max_batch_size
     size = size if max_batch is None else max_batch
-    chosen = functools.partial(
-        choose, settings, run.spec, run.model.loss_of, size=size, on_compile=on_compile
-    )
+    groups = settings.ensemble, settings.batching, settings.switch
+    how = {"size": size, "on_compile": on_compile}
+    chosen = functools.partial(choose, run.spec, run.model.loss_of, *groups, **how)
     choice = chosen(allowed=allowed)
     mode = Mode(choice.programs.spec.sequential, choice.programs.spec.remat)
     # All processes use the most frugal mode that one has chosen, the last in preference.
@@ -98,7 +98,7 @@ def begin_control(
     choice.programs.hold(run.model.base.params)
     size = min(processes.gather(choice.max_batch_size))
     if restored is None:
-        return start(settings, size), choice.programs
+        return start(settings.ensemble, settings.batching, size), choice.programs
     control = dataclasses.replace(restored.state.control, max_batch_size=size)
     return control, choice.programs
 
