@@ -68,7 +68,7 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path):
     """All trainers grow alike: a batch in each of two buckets, then an accumulated one."""
     growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
     settings = settings_of(**growing)
-    programs, control = Programs(spec_of(settings)), start(settings, 4)
+    programs, control = Programs(spec_of(settings)), start(settings.ensemble, settings.batching, 4)
     planned = program_peaks(control, programs, settings.batching, settings.switch)
     ensemble = "M=3 R=4 B=0 workers=2,1,1"
     assert {*planned, "steps M=1 R=4 B=2"} == {
