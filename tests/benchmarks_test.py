@@ -22,12 +22,12 @@ def test_the_newest_scores_of_each_task_are_read(tmp_path):
     write(tmp_path, 1, 0.25)
     write(tmp_path, 2, 0.5, "own")
     assert benchmarks.read(tmp_path) == [
-        ("arc", "acc", 0.75, None, "8 of 1,000", 3),
-        ("arc", "em (strict)", 1, 0.5, "8 of 1,000", 3),
-        ("own", "acc", 0.5, None, "8 of 1,000", 3),
+        ("arc", "acc", 0.75, None),
+        ("arc", "em (strict)", 1, 0.5),
+        ("own", "acc", 0.5, None),
     ]
     row = benchmarks.table(benchmarks.read(tmp_path))[0]
-    assert (row["value"], row["standard error"], row["shots"]) == ("0.7500", "-", "3")
+    assert (row["value"], row["standard error"]) == ("0.7500", "-")
 
 
 def test_a_forged_metric_is_not_shown(tmp_path):
@@ -36,7 +36,7 @@ def test_a_forged_metric_is_not_shown(tmp_path):
 
 
 def test_another_file_is_named_with_what_to_do(tmp_path):
-    (tmp_path / "benchmarks_1.json").write_text('{"results": {"a": {"acc,none": 1}}}')
-    fault = r"benchmarks_1\.json: no results of lm_eval, delete it: file\.n-shot: "
+    (tmp_path / "benchmarks_1.json").write_text('{"results": 1}')
+    fault = r"benchmarks_1\.json: no results of lm_eval, delete it: file\.results: "
     with pytest.raises(DataError, match=fault):
         benchmarks.read(tmp_path)

@@ -122,7 +122,7 @@ def test_choices_are_those_of_the_models_own_probabilities(scored):
     workdir, scores, expected = scored
     found = scores["tiny_choice"]
     assert found.value == pytest.approx(expected["colours"])
-    assert (found.metric, found.examples) == ("acc", "12")
+    assert found.metric == "acc"
     assert "tiny_choice" in write([workdir], workdir / "report").read_text()
 
 

@@ -121,7 +121,7 @@ def test_scores_join_the_metadata_and_the_users_text_stays(trained, tmp_path):
     text = (folder / "README.md").read_text()
     (folder / "README.md").write_text(text.replace("\n---\n", "\nlicense: mit\n---\nMine.\n", 1))
     for value in (0.25, 0.5):
-        card.add_scores(folder, [Score("arc", "acc", value, None, "", 0)])
+        card.add_scores(folder, [Score("arc", "acc", value, None)])
     found = ModelCard.load(folder / "README.md")
     assert found.data.license == "mit" and found.text.startswith("Mine.\n# demo")
     (arc,) = [each for each in found.data.eval_results if each.dataset_type == "arc"]

@@ -15,8 +15,6 @@ class _Results(Format):
     """What is read of a file, by task; the metrics have names such as `acc,none`."""
 
     metrics: dict[str, dict[str, Any]] = Field(alias="results")
-    shots: dict[str, int] = Field(alias="n-shot")
-    examples: dict[str, dict[str, int]] = Field(alias="n-samples")
 
 
 class Score(NamedTuple):
@@ -26,8 +24,6 @@ class Score(NamedTuple):
     metric: str
     value: float
     error: float | None  # standard error
-    examples: str
-    shots: int
 
 
 def read(workdir: Path) -> list[Score]:
@@ -41,13 +37,11 @@ def read(workdir: Path) -> list[Score]:
         where = f"{path}: no results of lm_eval, delete it: file"
         found = checked(read_json(path, DataError), _Results, where, DataError)
         for task, metrics in found.metrics.items():
-            counts = sorted({*found.examples.get(task, {}).values()})
-            examples = " of ".join(f"{count:,}" for count in counts)
-            tasks[task] = _scores(task, metrics, examples, found.shots.get(task, 0))
+            tasks[task] = _scores(task, metrics)
     return [score for scores in tasks.values() for score in scores]
 
 
-def _scores(task: str, metrics: dict[str, Any], examples: str, shots: int) -> list[Score]:
+def _scores(task: str, metrics: dict[str, Any]) -> list[Score]:
     numbers = {k: v for k, v in metrics.items() if "," in k and type(v) in (int, float)}
     scores = []
     for key, value in numbers.items():
@@ -55,7 +49,7 @@ def _scores(task: str, metrics: dict[str, Any], examples: str, shots: int) -> li
         if not metric.endswith("_stderr"):
             error = numbers.get(f"{metric}_stderr,{kept}")
             name = metric if kept == "none" else f"{metric} ({kept})"
-            scores.append(Score(task, name, value, error, examples, shots))
+            scores.append(Score(task, name, value, error))
     return scores
 
 
@@ -67,8 +61,6 @@ def table(scores: list[Score]) -> list[dict[str, str]]:
             "metric": score.metric,
             "value": f"{score.value:.4f}",
             "standard error": "-" if score.error is None else f"{score.error:.4f}",
-            "examples": score.examples or "-",
-            "shots": str(score.shots),
         }
         for score in scores
     ]

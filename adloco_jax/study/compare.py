@@ -82,17 +82,15 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
         if unknown := [key for key in changes if key not in OPTIONS]:
             faults += [f"{name}: {unknown_key_fault(key)}" for key in unknown]
             continue
-        made = []
         try:
             for seed in seeds:
                 config = copy.deepcopy(comparison.base)
                 config.update_from_flattened_dict({**changes, "seed": seed})
-                made.append(Trial(name, seed, config, _workdir(folder, name, seed)))
-            for run in made[-1:]:
-                validate(run.config)
+                runs.append(Trial(name, seed, config, _workdir(folder, name, seed)))
+            if seeds:
+                validate(runs[-1].config)
         except (ConfigError, TypeError) as error:  # TypeError: a value of another type
             faults += [f"{name}: {line}" for line in str(error).splitlines()]
-        runs += made
     if faults:
         raise ConfigError("\n".join(faults))
     return runs

@@ -11,9 +11,6 @@ from adloco_jax.data.disk import replaced_file
 from adloco_jax.study import chart
 from adloco_jax.study.chart import Panel, escaped
 
-Cell = str | tuple[str, str]
-"""Text of a table's cell; a second text, such as a range, is smaller and below."""
-
 _TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
@@ -92,7 +89,7 @@ def tabs(name: str, panels: Mapping[str, Panel]) -> str:
 
 
 def table(
-    caption: str, rows: Sequence[Mapping[str, Cell]], *, texts: int = 1, is_legend: bool = False
+    caption: str, rows: Sequence[Mapping[str, str]], *, texts: int = 1, is_legend: bool = False
 ) -> str:
     """The HTML of a table, a dictionary for each row, all with the same columns.
 
@@ -106,7 +103,7 @@ def table(
     ]
     body = []
     for number, row in enumerate(rows):
-        first, *rest = map(_cell, row.values())
+        first, *rest = map(escaped, row.values())
         key = f' data-k="{number + 1}" tabindex="0"' if is_legend else ""
         # A narrow page shows the heading of a column beside each cell instead.
         heads = [f' data-head="{escaped(name)}"' for name in row]
@@ -130,9 +127,3 @@ def _in_legend(number: int, html: str) -> str:
         f'<span class="swatch {chart.look(number)}"><b>{number + 1}</b><svg width="20" height="8"'
         f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'
     )
-
-
-def _cell(content: Cell) -> str:
-    if isinstance(content, str):
-        return escaped(content)
-    return "{}<small>{}</small>".format(*map(escaped, content))

@@ -14,7 +14,6 @@ from adloco_jax.settings import CHATS
 from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
-from adloco_jax.study.page import Cell
 
 __all__ = ["conclude", "write"]
 
@@ -154,9 +153,9 @@ def _totals_table(variants: Sequence[Variant]) -> str:
     if len(variants) > 1:
         caption += " Point at a row to see its curve alone."
     if any(len(variant.runs) > 1 for variant in variants):
-        caption += " With several seeds: the median, and below it minimum to maximum."
+        caption += " With several seeds: the median (minimum – maximum)."
     measured = [[_measures(run) for run in variant.runs] for variant in variants]
-    rows: list[dict[str, Cell]] = [{"run": variant.label} for variant in variants]
+    rows: list[dict[str, str]] = [{"run": variant.label} for variant in variants]
     for title, (name, shown) in _TOTALS.items():
         values = [[found[name] for found in runs] for runs in measured]
         if any(value is not None for seeds in values for value in seeds):
@@ -192,11 +191,11 @@ def _measures(run: RunRecord) -> dict:
     }
 
 
-def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
+def _spread(values: Sequence, shown: Callable[[float], str]) -> str:
     if any(value is None for value in values):
         return "-"
     low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))
-    return middle if low == high else (middle, f"{low} – {high}")
+    return middle if low == high else f"{middle} ({low} – {high})"
 
 
 def _runs_table(variants: Sequence[Variant], command: str) -> str:

@@ -54,7 +54,8 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
                 number(last["train_loss"]),
             )
         )
-    header, *table = columns(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    header, *table = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     facts = [f"{name:<16}{value}" for name, value in described(totals(events))]
     return "\n".join([header, "-" * len(header), *table, "", *facts])
 
@@ -220,12 +221,6 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
         shown = [f"{k} -" if v is None else f"{k} {v:.3f}" for k, v in named.items()]
         facts.append((f"class {label}", f"{', '.join(shown)}, of {row['support']}"))
     return facts
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of cells as lines of text with right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def markdown(text: str) -> str:
