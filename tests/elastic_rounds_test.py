@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import runpy
 import signal
 import sys
 import time
@@ -25,8 +24,7 @@ from adloco_jax.run.choose import Peak
 from adloco_jax.run.events import USES
 from adloco_jax.run.observers import Evaluator
 from adloco_jax.study import summary
-from adloco_jax.training import train
-from probes import faulty_store, runs
+from probes import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -103,15 +101,6 @@ def at(number, rounds, what):
     return fate
 
 
-@contextlib.contextmanager
-def s3(monkeypatch):
-    """The address of a bucket of an S3 server in this process."""
-    with faulty_store.s3_server("runs") as server:
-        for name, value in faulty_store.environment(server).items():
-            monkeypatch.setenv(name, value)
-        yield f"s3://runs/{server.rpartition(':')[2]}"  # moto keeps buckets as long as the process
-
-
 def counted(workdir):
     return [e["workers_counted"] for e in events(workdir, "round")]
 
@@ -162,27 +151,6 @@ def test_a_lost_worker_runs_again_with_a_fresh_inner_state(monkeypatch, tmp_path
     lost = events(tmp_path, "learner", what="lost")
     assert [e["learner"] for e in lost] == [1]
     assert lost[0]["why"] == DIED or "no sign" in lost[0]["why"]
-    assert runs.audit(tmp_path) == []
-
-
-def test_a_learner_that_dies_between_its_answer_and_the_end_of_the_round_costs_only_its_state(
-    monkeypatch, tmp_path
-):
-    sent = []
-
-    def fate(n, incarnation, method, arguments):
-        if n == 0 and method == "run_round" and arguments[0].round == 1:
-            return "response" if (1, 1) in here.alive else "wait"
-        if (n, incarnation, method) == (1, 0, "run_round"):
-            return lambda responses: sent.append(responses) or responses
-        return DIED if (n, incarnation) == (1, 0) and sent else "response"
-
-    here = Here(monkeypatch, fate)
-    run(tmp_path, settings_with())
-    assert counted(tmp_path)[0] == 3 and counted(tmp_path)[-1] == 3
-    asked = work_of(here, 1)
-    assert [a[:2] for a in asked[:2]] == [(1, 0), (1, 1)] and asked[1][3] > asked[0][3]
-    assert num_updates(asked[1][4]) == 0  # a fresh one for the next sequences
     assert runs.audit(tmp_path) == []
 
 
@@ -651,18 +619,6 @@ def test_an_object_that_is_lost_costs_at_most_a_round(monkeypatch, tmp_path, kin
     assert runs.audit(tmp_path / "run") == []
 
 
-def test_a_driver_that_was_cut_off_waits_as_long_for_learners_as_before(monkeypatch, tmp_path):
-    def fate(n, incarnation, method, arguments):
-        if method == "run_round" and arguments[0].round == 3 and here.now_s < 2000:
-            here.now_s += 1000  # they pass in one look
-        return "response" if here.now_s > 2001 or len(counted(tmp_path)) < 2 else "wait"
-
-    here = Here(monkeypatch, fate)
-    run(tmp_path, settings_with())
-    assert counted(tmp_path) == [3] * 5 and here.now_s > 2000
-    assert events(tmp_path, "learner", what="lost") == []
-
-
 @pytest.mark.parametrize("known", ["from the compiler", "while it runs"])
 def test_a_learner_out_of_memory_halves_its_micro_batches_and_says_so(monkeypatch, tmp_path, known):
     inner_round, ran = learner.inner_round, []
@@ -774,27 +730,6 @@ def test_a_run_through_a_bucket_decides_reads_and_counts_as_a_local_one(
     assert runs.audit(far.workdir) == []
     left = sorted(path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file())
     assert left == ["1.json", "run.json"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["ray", "folder", "s3"])
-@pytest.mark.parametrize("name", ["quickstart", "growing_pool"])
-def test_a_shipped_config_decides_and_reads_in_learners_as_in_one_process(
-    monkeypatch, tmp_path, name, way
-):
-    config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]()
-    local = train(config, tmp_path / "local")
-    with contextlib.ExitStack() as stack:
-        config.engine.update(kind="ray", steps="equal", heartbeat_s=600.0, max_learners=4)
-        if way == "ray":
-            Here(monkeypatch, lambda *_: "response")
-        else:
-            url = tmp_path / "bucket" if way == "folder" else stack.enter_context(s3(monkeypatch))
-            config.engine.update(kind="bucket", address=InBucket(monkeypatch, url).url)
-        elastic = train(config, tmp_path / "learners")
-    assert_same_rounds(elastic, local)
-    assert elastic.loss == pytest.approx(local.loss, abs=1e-3)
-    assert runs.audit(elastic.workdir) == []
 
 
 @both

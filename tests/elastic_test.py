@@ -56,13 +56,6 @@ class Slow(Table):
         return super().batch(trainer, worker_id, start, count)
 
 
-class Other(Table):
-    """Rows that differ between the driver and a learner."""
-
-    def __getstate__(self):
-        return vars(self) | {"fingerprint": "others"}
-
-
 def when_it_has_read(workdir, number, rounds, act):
     """Acts once on a learner's process, in a thread, when it has logged this many rounds."""
 
@@ -242,13 +235,6 @@ def test_learners_that_cannot_start_end_the_run_with_the_cause(tmp_path):
 
     with pytest.raises(ResourceError, match=r"0 of 4 learners .*learner \d: .*not rows"):
         run(tmp_path / "r", settings_of(**ELASTIC), corpus=Broken(corpus().rows))
-    assert ends(tmp_path)
-
-
-@slow
-def test_learners_with_other_data_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"learner \d .*: has other data than the driver"):
-        run(tmp_path / "r", settings_of(**ELASTIC), corpus=Other(corpus().rows))
     assert ends(tmp_path)
 
 

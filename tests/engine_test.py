@@ -1,7 +1,6 @@
 """The engine compiles the public functions, and no more programs than the plan lists."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,42 +25,6 @@ from adloco_jax.run.choose import program_peaks
 pytestmark = pytest.mark.usefixtures("one_device")
 
 SIZES = (2, 1, 1)
-PUBLIC = ("start_round", "inner_steps", "outer_update", "gradient_stats")
-PUBLIC += ("fragment_steps", "flush_workers")
-
-
-@pytest.mark.parametrize(
-    ("kind", "functions"),
-    [
-        ("start", {"start_round"}),
-        ("steps", {"inner_steps"}),
-        ("outer", {"outer_update"}),
-        ("fragment", {"fragment_steps", "inner_steps"}),
-        ("flush", {"flush_workers"}),
-        ("stats", {"gradient_stats"}),
-        ("loss", set()),
-    ],
-)
-def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, functions):
-    traced = set()
-
-    def noted(name, function):
-        @functools.wraps(function)
-        def call(*arguments, **options):
-            traced.add(name)
-            return function(*arguments, **options)
-
-        return call
-
-    for name in PUBLIC:
-        module = sharding if name == "start_round" else programs_module
-        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
-    in_parts = {"fragments": 3, "mixing": 0.5} if kind in ("fragment", "flush") else {}
-    settings = settings_of(outer=in_parts)
-    spec = spec_of(settings)
-    lower(spec, ProgramKey(kind, SIZES, 2, accumulates=kind in ("start", "steps", "fragment")))
-    # The arguments of a program have the shapes that `start_round` makes.
-    assert traced - ({"start_round"} - functions) == functions
 
 
 def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path):

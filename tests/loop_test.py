@@ -105,7 +105,8 @@ def test_fit_leaves_report_table_and_parameters_here_and_equal_ones_through_a_bu
     (tmp_path / "bucket").mkdir()
     program = changed(changed(LOOP, FIT), BUCKET).replace('"runs/own"', '"runs/far"')
     program = program.replace("s3://BUCKET", f"file://{tmp_path}/bucket")
-    program = program.replace("parts = dict(", 'config.engine.steps = "equal"\nparts = dict(')
+    how = 'config.engine.steps, config.engine.heartbeat_s = "equal", 8.0'
+    program = program.replace("parts = dict(", f"{how}\nparts = dict(")
     joins = program.replace('sys.argv[1:] == ["join"]', "True")
     learners = [threading.Thread(target=exec, args=(joins, {})) for _ in range(2)]
     for learner in learners:

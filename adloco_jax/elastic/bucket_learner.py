@@ -194,11 +194,8 @@ class BucketLearner:
             self.give_sign()
         elif self.handle is not None:
             self._store.delete(self.handle.heartbeat_name())
-        there, why = self._store, "left" if self.learner.leaving else "the run is over"
-        self._say(
-            f"{why}: {self.num_responses} responses, {there.bytes_up} bytes up,"
-            f" {there.bytes_down} bytes down"
-        )
+        why = "left" if self.learner.leaving else "the run is over"
+        self._say(f"{why}: {self.num_responses} responses")
 
     def step(self) -> str:
         """Look at the driver's heartbeat, and do the next request: "over", "done" or "nothing"."""
@@ -216,7 +213,6 @@ class BucketLearner:
             self._say(f"lost: the driver goes on without learner {number}, as it was silent")
             return "done"
         if own.id.request <= self.num_responses:
-            self._say_for_what(own)
             return "nothing"
         self._do(self.handle.of(self.num_responses + 1))
         return "done"
@@ -234,15 +230,6 @@ class BucketLearner:
         """Whether there is a driver that still has to read a response."""
         own = self._own_requests() if self._is_alive() else None
         return own is not None and own.num_read < self.num_responses
-
-    def _say_for_what(self, own: LearnerRequests) -> None:
-        """Say for what the learner waits, if it takes long."""
-        if time.monotonic() - self._idle_s < store.TELL_S or not self._is_alive():
-            return
-        others = [each for each in self.driver.learners if each is not own]
-        late = [each.id.learner for each in others if each.id.request > each.num_read]
-        whose = f"learner {late[0]}'s response" if late else "the driver"
-        self._say(f"waiting for {whose if len(late) < 2 else f'responses of learners {late}'}")
 
     def _heartbeat(self) -> LearnerHeartbeat:
         self._count += 1

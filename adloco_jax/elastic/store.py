@@ -85,16 +85,11 @@ class Store:
         from obstore.store import from_url
 
         self.url, self.patience_s, self._known = url, patience_s, set[str]()
-        self.bytes_up = self.bytes_down = 0
-        self._counting, self.signatures = threading.Lock(), signatures.Signatures()
+        self.signatures = signatures.Signatures()
         self.hold("")
         self._folder: Path | None = None  # of file://
         folder = Path(url.removeprefix("file://"))
         if not url.startswith(("file:///", "s3://", "gs://", "az://")):
-            if url and "://" not in str(folder):
-                raise ConfigError(
-                    f"{url}: no bucket; if it is a folder, file://{folder.absolute()}"
-                )
             raise ConfigError(
                 f"{url}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
             )
@@ -147,7 +142,6 @@ class Store:
             return data
 
         data = self.patiently("read", name, read)
-        self._count(down=len(data or b""))
         return None if data is None else self.signatures.opened(name, bytes(data))
 
     def message(self, name: str, kind: type[F]) -> F | None:
@@ -192,7 +186,6 @@ class Store:
         put = functools.partial(self._store.put, name, data, **how)
         self._up.carry(len(data))
         self.patiently("write", name, lambda n: self._answered(len(data), n, put))
-        self._count(up=len(data))
 
     def create(self, name: str, message: Format) -> bool:
         """Write an object of JSON unless there is one; say whether this call has written it."""
@@ -211,7 +204,6 @@ class Store:
                 return False
             return True
 
-        self._count(up=len(signed))
         return self.patiently("write", name, write)
 
     def delete(self, *names: str) -> None:
@@ -230,11 +222,6 @@ class Store:
             found = self._answered(0, 0, lambda: self._store.list().collect())
             return sorted(each["path"] for each in found)
         return []
-
-    def _count(self, *, up: int = 0, down: int = 0) -> None:
-        with self._counting:
-            self.bytes_up += up
-            self.bytes_down += down
 
     def _answered(self, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
         """Return what `act` returns, a request for some bytes, or raise TimeoutError.
