@@ -156,6 +156,16 @@ def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     assert curves.heldout_points(events)[-1]["bytes"] == second["bytes"]
 
 
+def finish(workdir, losses):
+    """Write the ledger of a finished run with a loss after each round of 320 tokens."""
+    own = list(enumerate(losses, start=1))
+    evals = [(i, spent(loss, 320 * i, i, 80 * i)) for i, loss in own]
+    with Ledger(workdir / "ledger.jsonl") as written:
+        for line in ledger(rounds=[(i, 0, 2, 5) for i, _ in own], evals=evals):
+            written.write(**line)
+        written.write("end", reason="finished", rounds=3, tokens_total=0, wall_s=1.0)
+
+
 def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     """Seeds have losses after 320, 640 and 960 tokens; DiLoCo's last seed stops at 640."""
     losses = {"DiLoCo": [(5, 4, 3), (5, 4)], "AdLoCo": [(4, 3, 2), (3, 2, 1)]}
@@ -165,13 +175,8 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     for run in runs_of(what, tmp_path):
         with pytest.raises(DataError, match="not finished"):
             markdown(what, tmp_path)
-        own = list(enumerate(losses[run.variant][run.seed], start=1))
-        evals = [(i, spent(loss, 320 * i, i, 80 * i)) for i, loss in own]
         run.workdir.mkdir(parents=True)
-        with Ledger(run.workdir / "ledger.jsonl") as written:
-            for line in ledger(rounds=[(i, 0, 2, 5) for i, _ in own], evals=evals):
-                written.write(**line)
-            written.write("end", reason="finished", rounds=3, tokens_total=0, wall_s=1.0)
+        finish(run.workdir, losses[run.variant][run.seed])
     title, ran, _, _, final, _, to_baseline, *targets = markdown(what, tmp_path).split("\n\n")
     assert title == f"# Comparison {summary.markdown(tmp_path.name)}"
     assert ran == (
@@ -218,7 +223,16 @@ def test_the_front_is_what_no_other_beats_in_both():
 def test_a_run_whose_line_was_not_written_gets_it_and_its_folder_goes(tmp_path, monkeypatch):
     one = comparison(variants={"DiLoCo": {}}, seeds=(3,))
     (run,), record = runs_of(one, tmp_path), tmp_path / "new" / "record.jsonl"
+
+    def train(settings, workdir, *, command):
+        finish(workdir, (5, 4, 3))
+
+    def finished(workdir, settings):
+        return [] if (workdir / "ledger.jsonl").exists() else None
+
+    monkeypatch.setattr(compare_command, "finished", finished)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(compare_command, "train", train)
         patch.setattr(results, "append", raising(KeyboardInterrupt))
         track.make(one, tmp_path, record, command="")
     assert results.read(record) == {} and run.workdir.exists()
