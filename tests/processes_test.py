@@ -18,6 +18,7 @@ from adloco_jax import errors
 from adloco_jax.data.hub import Unreachable
 from adloco_jax.errors import ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.run import processes
+from adloco_jax.run.folder import exclusive
 from adloco_jax.run.ledger import deterministic_lines, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,16 +67,13 @@ def test_a_thread_that_fails_ends_the_process(capsys, monkeypatch, fault, code, 
 
 
 def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch):
-    processes.require_shared(tmp_path / "nowhere")  # a single process need not share the folder
     monkeypatch.setattr(processes, "gather", lambda value, name="": [value, value])
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    processes.require_shared(tmp_path)
-    with pytest.raises(ResourceError, match="cannot be written"):
-        processes.require_shared(tmp_path / "nowhere")
+    with exclusive(tmp_path):
+        pass
     monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 is on another machine
     with pytest.raises(ConfigError, match="not the folder that process 0 has"):
-        processes.require_shared(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        with exclusive(tmp_path):
+            pass
 
 
 @pytest.mark.parametrize(

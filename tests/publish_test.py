@@ -132,7 +132,7 @@ def test_scores_join_the_metadata_and_the_users_text_stays(trained, tmp_path):
 # --- Shards -----------------------------------------------------------------------------------
 
 
-def test_a_model_in_shards_is_the_same_model_here_and_in_a_run(trained, tmp_path):
+def test_a_model_in_shards_is_the_same_model(trained, tmp_path):
     folder = tmp_path / "shards"
     assert export(trained.workdir, "--out", folder, "--shard-size=10KB") == 0
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -141,8 +141,6 @@ def test_a_model_in_shards_is_the_same_model_here_and_in_a_run(trained, tmp_path
     assert shards[-1] == f"model-{len(shards):05}-of-{len(shards):05}.safetensors"
     assert len(shards) == 3 and index["metadata"]["total_size"] == 40_768
     assert_equal(hf.load(folder).params, trained.params)
-    still = tiny_config(model={"init_from": str(folder)}, inner={"learning_rate": 1e-30})
-    assert_equal(train(still, tmp_path / "run").params, trained.params)
 
 
 # --- To the hub -------------------------------------------------------------------------------

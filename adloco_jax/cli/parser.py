@@ -78,10 +78,6 @@ class Parser(argparse.ArgumentParser):
         meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
         return f"{word}: no such option{meant}"
 
-    def print_help(self, file: Any = None) -> None:
-        """Print the help; unlike argparse, raise an error if nobody reads it."""
-        print(self.format_help(), end="", file=file)
-
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
         given = [word.rpartition("=")[2] for word in self.words]

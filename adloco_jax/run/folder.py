@@ -62,17 +62,25 @@ def exclusive(workdir: Path) -> Iterator[None]:
     Raises ConfigError if another run uses it, it cannot be written or is not shared by all
     processes, ResourceError if the disk is full.
     """
-    lock = FileLock(workdir / ".lock", timeout=0)
+    path, token = workdir / ".lock", processes.broadcast(os.urandom(8).hex())
+    lock = FileLock(path, timeout=0)
 
     def acquire() -> None:
         with _lock_errors(workdir):
-            if processes.is_first():
-                workdir.mkdir(parents=True, exist_ok=True)
-                lock.acquire()
+            workdir.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            path.write_text(token)
+
+    def look() -> None:
+        if not path.exists() or path.read_text() != token:
+            raise ConfigError(
+                f"workdir {workdir}: not the folder that process 0 has under this name; name one"
+                " that all machines share"
+            )
 
     try:
-        processes.run_on_all(acquire)
-        processes.require_shared(workdir)
+        processes.run_on_all(acquire if processes.is_first() else lambda: None)
+        processes.run_on_all(look)
         yield
     finally:
         lock.release()

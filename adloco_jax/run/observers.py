@@ -126,8 +126,16 @@ class Recorder:
 
     def write_memory(self, control: Control) -> None:
         """Write to the ledger the peak memory of this process and of its devices so far."""
-        peaks = measured_peaks(self.engine.programs.spec.machine.local_devices)
-        self.ledger.write("memory", round=control.round, **peaks)
+        unit = 1 if sys.platform == "darwin" else 1024
+        devices = self.engine.programs.spec.machine.local_devices
+        self.ledger.write(
+            "memory",
+            round=control.round,
+            host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+            device_peak_bytes=[
+                (each.memory_stats() or {}).get("peak_bytes_in_use") for each in devices
+            ],
+        )
 
     def write_end(self, control: Control, reason: str) -> None:
         """Write the `end` line: the reason is "finished", "preempted" or "diverged"."""
@@ -336,14 +344,3 @@ def write_start(
     found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
     for fault in [*found, *faults]:
         ledger.write("fault", **fault)
-
-
-def measured_peaks(devices: Sequence[jax.Device]) -> dict[str, int | list[int | None]]:
-    """Peak memory of the host and of each device so far, in bytes; None where it is not counted."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "device_peak_bytes": [
-            (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
-        ],
-    }

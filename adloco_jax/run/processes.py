@@ -15,13 +15,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar, cast
 
 import jax
 
 from adloco_jax import errors
-from adloco_jax.data.disk import write_errors
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -255,35 +253,6 @@ def require_equal(what: dict[str, str], advice: str) -> None:
             lines.append(f"process {number} differs from process 0 in {', '.join(differing)}")
     if lines:
         raise ConfigError("\n".join([*lines, advice]))
-
-
-def require_shared(folder: Path) -> None:
-    """Raise ConfigError in every process if one of them sees another folder than process 0.
-
-    Raises ResourceError if process 0 cannot write to it.
-    """
-    if jax.process_count() == 1:
-        return
-    # A new name each time: a file system may remember for a while that a file was not there.
-    mark = folder / f".seen-{broadcast(os.urandom(8).hex())}"
-
-    def make() -> None:
-        with write_errors(folder):
-            mark.touch()
-
-    def look() -> None:
-        if not mark.exists():
-            raise ConfigError(
-                f"workdir {folder}: not the folder that process 0 has under this name; name one"
-                " that all machines share"
-            )
-
-    try:
-        run_on_all(make if is_first() else lambda: None)
-        run_on_all(look)
-    finally:
-        if is_first():
-            mark.unlink(missing_ok=True)
 
 
 def is_asked_to_stop() -> bool:
