@@ -85,7 +85,7 @@ def _is_closed_pipe(error: BaseException) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return 0, 130 after an interrupt, or the code of the `UserError` printed.
+    """Run a command line; return 0, or the code of the `UserError` printed.
 
     `argv` lacks the program's name. None: the arguments of the process.
     """
@@ -96,9 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except SystemExit:  # of argparse, after it has printed help
         return 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         print(f"{error.filename}: {error.strerror}; name another", file=sys.stderr)
         return ConfigError.exit_code

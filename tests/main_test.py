@@ -216,14 +216,6 @@ def test_a_wrong_first_guess_is_answered_with_the_right_command(elsewhere, capsy
     assert out == "" and GUESSES[words] in err and err.count("\n") == 1
 
 
-def test_train_takes_its_config_first_or_as_an_option_by_name_or_file():
-    words = ["--config.seed=3", "--workdir", "x"]
-    for config in ("quickstart", "configs/quickstart.py", str(ROOT / "configs" / "quickstart.py")):
-        for given in ([config, *words], [*words, config], [f"--config={config}", *words]):
-            path, made = configure(parse(["train", *given]))
-            assert path.stem == "quickstart" and made.seed == 3
-
-
 def test_shipped_configs_are_listed_by_name_and_can_be_imported(capsys):
     assert cli.main(["configs"]) == 0
     listed = capsys.readouterr().out.splitlines()
@@ -350,7 +342,6 @@ def test_errors_end_with_their_own_code_and_one_line(capsys, monkeypatch):
     for error, code, line in (
         (ConfigError("one clear line"), 2, "one clear line\n"),
         (DataError("one clear line"), 3, "one clear line\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
         (MemoryError("no more"), 5, "out of resources: no more\n"),
         (OSError(24, "Too many"), 5, "out of resources: [Errno 24] Too many\n"),
         (RuntimeError("RESOURCE_EXHAUSTED: x"), 5, "out of resources: RESOURCE_EXHAUSTED: x\n"),
