@@ -251,7 +251,8 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(
 
 
 def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_path):
-    config = tiny(init_from=str(tmp_path / "far"))
+    far = {"init_from": str(tmp_path / "far")}
+    config = tiny_config(model=far, checkpoint={"every_rounds": 1})
     network = build_network(validate(tiny()).model).clone(qk_norm=True, tied=True)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, np.float32), param_shapes(network))
     head_dim = network.width // network.num_heads
