@@ -33,6 +33,7 @@ from transformers import (  # noqa: E402
 from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
 from adloco_jax.errors import DataError  # noqa: E402
 from adloco_jax.models import Llama, class_logits, hf, next_token_loss  # noqa: E402
+from adloco_jax.models.llama import generate  # noqa: E402
 from adloco_jax.settings import SIZES as MODEL_SIZES  # noqa: E402
 from adloco_jax.training import train  # noqa: E402
 
@@ -164,6 +165,21 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(pair):
     for name, other in theirs.items():
         atol = 1e-5 * np.abs(other).max() + 1e-7
         np.testing.assert_allclose(ours[name], other, rtol=1e-4, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "mistral", "gemma3", "smollm3"])
+def test_generated_ids_are_those_of_hugging_face(name, tmp_path):
+    model = drawn(CONFIGS[name])
+    model.save_pretrained(tmp_path)
+    network, params, *_ = hf.load(tmp_path)
+    prompt_BL = make_rows(network, batch=2, length=10)
+    model.generation_config.eos_token_id = None
+    how = dict(do_sample=False, max_new_tokens=40, pad_token_id=0)
+    ours = generate(
+        network, params, prompt_BL, num_tokens=40, temperature=0.0, key=jax.random.key(0)
+    )
+    theirs = model.generate(torch.from_numpy(prompt_BL).long(), **how)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
