@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nets import config_of
 from toy import settings_of, spec_of
 
 from adloco_jax.config import default_config, validate
@@ -158,7 +159,7 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     assert line.startswith("data.path=no/where: whether the hub has it")
     config.model.init_from, config.data.tokenizer = "some/model", "bytes"
     network = Llama(257, 16, 1, 4, 2, 16, 512)
-    content = {"model_type": "llama"}
+    content = config_of(network, "llama")
     monkeypatch.setattr(hf, "inspect", lambda name: hf.Loaded(network, None, (), (), content, ""))
     line, _ = check_inputs(validate(config))
     assert line.startswith("model.init_from = some/model: its weights")

@@ -30,7 +30,7 @@ from adloco_jax.data.tokenizers import GENERATION, Tokenizer, stop_ids
 from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_adapter
-from adloco_jax.models.weight_maps import WeightMap
+from adloco_jax.models.weight_maps import Unusable, WeightMap
 
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -167,7 +167,7 @@ def load(
       ResourceError: If the hub cannot be reached.
       DataError: If the architecture is another, or tensors are missing, unexpected, stored twice,
         of a wrong shape, not of a float dtype or not finite, or an adapter's base has other weights
-        than recorded. The message names all faults.
+        than recorded.
     """
     with _folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
@@ -485,25 +485,19 @@ def _folder(
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    path, faults = folder / "config.json", []
-
-    def fault(key: str, have: object, need: object) -> None:
-        faults.append(f"{path}: {key}: have {str(have)[:80]}, need {need}")
-
+    path = folder / "config.json"
     config = read_json(path, DataError, **_JSON)
     known = {kind: names for names in _weight_maps() for kind in names.classes}
     names = known.get(str(config.get("model_type")))
-    attributes = {} if names is None else names.attributes(config, fault)
-    if names is None:
-        fault("model_type", repr(config.get("model_type")), " or ".join(map(repr, known)))
-    elif not faults:
-        network = names.model(**attributes)
-        try:
-            param_shapes(network)
-            return network, names, config
-        except (ValueError, OverflowError) as error:
-            faults.append(f"{path}: {error}")
-    raise DataError("\n".join(faults))
+    try:
+        if names is None:
+            have = repr(config.get("model_type"))
+            raise Unusable("model_type", have, " or ".join(map(repr, known)))
+        network = names.model(**names.attributes(config))
+        param_shapes(network)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{path}: {error}") from error
+    return network, names, config
 
 
 # --- Weights ----------------------------------------------------------------------------------

@@ -13,8 +13,12 @@ from adloco_jax.errors import reason
 from adloco_jax.models.bert import Bert
 from adloco_jax.models.llama import LayerKind, Llama, RopeScaling
 
-Fault = Callable[[str, object, object], None]
-"""`fault(key, have, need)` records an unusable value of config.json."""
+
+class Unusable(ValueError):
+    """Error: a value of config.json describes no model that is supported."""
+
+    def __init__(self, key: str, have: object, need: object):
+        super().__init__(f"{key}: have {str(have)[:80]}, need {need}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +35,10 @@ class WeightMap:
         default (None) is required.
       fixed: Values that keys of config.json must have if present; with others a model is not
         supported.
-      normalise: `normalise(content, fault) -> content` converts other spellings of config.json to
-        the keys of `sizes` and `fixed`.
-      features: `features(content, sizes, fault)` returns the attributes of `model` that are not
-        sizes, from the result of `normalise` and the attributes in `sizes`.
+      normalise: `normalise(content) -> content` converts other spellings of config.json to the keys
+        of `sizes` and `fixed`. It may raise `Unusable`, as may `features`.
+      features: `features(content, sizes)` returns the attributes of `model` that are not sizes,
+        from the result of `normalise` and the attributes in `sizes`.
       extra: `extra(model)` returns the remaining entries of config.json for an export, such as
         `model_type`.
       ties: From a tensor to another with the same values under `tie_word_embeddings`. One of the
@@ -51,24 +55,23 @@ class WeightMap:
     sizes: Mapping[str, tuple[str, object]]
     fixed: Mapping[str, object]
     extra: Callable[[Any], dict]
-    normalise: Callable[[dict, Fault], dict] = lambda content, fault: content
-    features: Callable[[dict, dict, Fault], dict] = lambda content, sizes, fault: {}
+    normalise: Callable[[dict], dict] = lambda content: content
+    features: Callable[[dict, dict], dict] = lambda content, sizes: {}
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     free: frozenset[str] = frozenset()
     prefix: str = ""
 
-    def attributes(
-        self, content: dict, fault: Fault = lambda key, have, need: None
-    ) -> dict[str, Any]:
-        """Return the attributes of the model that the content of a file config.json describes."""
-        content, found = self.normalise(content, fault), {}
+    def attributes(self, content: dict) -> dict[str, Any]:
+        """Return the attributes of the model that the content of a file config.json describes.
+
+        Raises Unusable for the first key that describes another model.
+        """
+        content, found = self.normalise(content), {}
         kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
         for key, (ours, default) in self.sizes.items():
-            found[ours] = _positive(key, content.get(key, default), kinds[ours], fault)
-        for key, need in self.fixed.items():
-            if content.get(key, need) != need:
-                fault(key, content[key], need)
-        return found | self.features(content, found, fault)
+            found[ours] = _positive(key, content.get(key, default), kinds[ours])
+        _require(content, self.fixed)
+        return found | self.features(content, found)
 
     def label_params(self, params: PyTree) -> PyTree:
         """Label each parameter by its path in `modules`, others as `label_by_name` does."""
@@ -98,24 +101,27 @@ _SIZES = {
 }
 
 
-def _positive(key: str, value: Any, kind: type, fault: Fault) -> Any:
-    """Return a number of config.json; if it is unusable, 1, and record the fault."""
+def _positive(key: str, value: Any, kind: type) -> Any:
     usable = isinstance(value, int | kind) and not isinstance(value, bool)
     most = 2**12 if key == "num_hidden_layers" else 2**31  # the kinds of layers are listed
     if not usable or not 0 < value < most:
-        fault(key, value, f"a positive {kind.__name__} below {most}")
-        value = 1
+        raise Unusable(key, value, f"a positive {kind.__name__} below {most}")
     return kind(value)
 
 
-def _pad_id(content: dict, fault: Fault) -> int | None:
+def _require(content: dict, fixed: Mapping[str, object]) -> None:
+    for key, need in fixed.items():
+        if content.get(key, need) != need:
+            raise Unusable(key, content[key], need)
+
+
+def _pad_id(content: dict) -> int | None:
     """Return the id whose embedding PyTorch does not train; a negative one counts from the end."""
-    pad_id, size = content.get("pad_token_id"), content.get("vocab_size")
-    if pad_id is None or not isinstance(size, int):
+    pad_id, size = content.get("pad_token_id"), content["vocab_size"]
+    if pad_id is None:
         return None
     if not isinstance(pad_id, int) or not -size <= pad_id < size:
-        fault("pad_token_id", pad_id, f"null or an id below {size}")
-        return None
+        raise Unusable("pad_token_id", pad_id, f"null or an id below {size}")
     return pad_id % size
 
 
@@ -140,70 +146,58 @@ _ROPES = {
 }
 
 
-def _normalised_llama(content: dict, fault: Fault) -> dict:
+def _normalised_llama(content: dict) -> dict:
     """Return what transformers makes of a config.json: it fills in and renames what is missing."""
     from transformers import CONFIG_MAPPING  # slow, and needed only for a checkpoint
 
-    count = _positive("num_hidden_layers", content.get("num_hidden_layers"), int, fault)
-    own = {key: content.get(key) for key in _SIZES} | {"num_hidden_layers": count}
+    own = {key: _positive(key, content.get(key), int) for key in _SIZES}
     try:
-        config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content | own))
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content))
         config.standardize_rope_params()  # as the model does
         made = config.to_dict()
     except Exception as error:  # deliberately broad, because each version raises its own kinds
-        fault("keys", "one that transformers refuses", reason(error, 200))
-        return own | {
-            "model_type": "llama",
-            "num_key_value_heads": 1,
-            "rope_theta": 1.0,
-            "rope": {},
-        }
+        raise Unusable("keys", "one that transformers refuses", reason(error, 200)) from error
     rope = made.get("rope_parameters") or {}
     if content["model_type"] == "gemma3_text":
         made["sliding_rope"], rope = (rope.get(kind) or {} for kind in _TYPES[::-1])
     if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
-        fault("rope_parameters", rope, "one object for all layers, or null")
-        rope = {"rope_theta": 1.0}
+        raise Unusable("rope_parameters", rope, "one object for all layers, or null")
     made["use_bidirectional_attention"] = made.get("use_bidirectional_attention") or False
     return made | own | {"rope": rope, "rope_theta": rope.get("rope_theta")}
 
 
-def _rope_scaling(rope: Mapping, fault: Fault) -> RopeScaling | None:
+def _rope_scaling(rope: Mapping) -> RopeScaling | None:
     key, kind = "rope_parameters", rope.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPES:
-        fault(f"{key}: rope type", kind, " or ".join(_ROPES))
-        return None
+        raise Unusable(f"{key}: rope type", kind, " or ".join(_ROPES))
     if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        fault(f"{key}: partial_rotary_factor", part, 1.0)
+        raise Unusable(f"{key}: partial_rotary_factor", part, 1.0)
     kinds = zip(_ROPES[kind], (float, float, float, int), strict=False)
-    found = [_positive(f"{key}: {name}", rope.get(name), kind, fault) for name, kind in kinds]
+    found = [_positive(f"{key}: {name}", rope.get(name), kind) for name, kind in kinds]
     scaling = RopeScaling(*found) if found else None
     if scaling is not None and scaling.low >= scaling.high:
-        fault(f"{key}: high_freq_factor", scaling.high, f"more than {scaling.low}")
+        raise Unusable(f"{key}: high_freq_factor", scaling.high, f"more than {scaling.low}")
     return scaling
 
 
-def _layer_kinds(
-    content: dict, rotary: LayerKind, count: int, fault: Fault
-) -> tuple[LayerKind, ...]:
+def _layer_kinds(content: dict, rotary: LayerKind, count: int) -> tuple[LayerKind, ...]:
     """Return the kinds of the layers; one if all layers of the family are of one kind."""
     family, sliding = content["model_type"], rotary
     if family == "gemma3_text":
         rope = content["sliding_rope"]
-        theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float, fault)
-        sliding = LayerKind(theta, _rope_scaling(rope, fault))
+        theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float)
+        sliding = LayerKind(theta, _rope_scaling(rope))
     window = content.get("sliding_window")
     if family in ("llama", "seed_oss"):
         return (rotary,)
     if window is not None:
-        window = _positive("sliding_window", window, int, fault)
+        window = _positive("sliding_window", window, int)
     if family == "mistral":  # which ignores the types
         return (rotary._replace(window=window),)
     types = content.get("layer_types") or ()
     rotated = content["no_rope_layers"] if family == "smollm3" else [True] * count
     if len(rotated) < count or len(types) != count or not {*types} <= {*_TYPES}:
-        fault("layer_types", types, f"a list of {count} names {' or '.join(_TYPES)}")
-        return (rotary,)
+        raise Unusable("layer_types", types, f"a list of {count} names {' or '.join(_TYPES)}")
     of_type = dict(zip(_TYPES, (rotary, sliding._replace(window=window)), strict=True))
     return tuple(
         of_type[kind] if is_rotated else LayerKind(None, window=of_type[kind].window)
@@ -211,21 +205,19 @@ def _layer_kinds(
     )
 
 
-def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
+def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
     family, rope = content["model_type"], content["rope"]
     biases = {key: bool(content.get(key)) for key in _BIASES.get(family, ())}
     qkv_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
-    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(rope, fault))
-    kinds = _layer_kinds(content, rotary, sizes["num_layers"], fault)
+    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(rope))
+    kinds = _layer_kinds(content, rotary, sizes["num_layers"])
     is_uniform = {kind._replace(window=None) for kind in kinds} == {rotary} and len({*kinds}) == 1
     is_gemma, size = family == "gemma3_text", content.get("query_pre_attn_scalar")
-    for key, need in (_GEMMA if is_gemma else {"hidden_act": "silu"}).items():
-        if content.get(key, need) != need:
-            fault(key, content[key], need)
+    _require(content, _GEMMA if is_gemma else {"hidden_act": "silu"})
     if is_gemma:
-        size = _positive("query_pre_attn_scalar", size, float, fault)
+        size = _positive("query_pre_attn_scalar", size, float)
     if head_size is not None:
-        head_size = _positive("head_dim", head_size, int, fault)
+        head_size = _positive("head_dim", head_size, int)
         head_size = None if head_size * sizes["num_heads"] == sizes["width"] else head_size
     return {
         "rope_scaling": rotary.rope_scaling,
@@ -242,11 +234,11 @@ def _llama_features(content: dict, sizes: dict, fault: Fault) -> dict[str, Any]:
         "activation": "gelu_tanh" if is_gemma else "silu",
         "scales_embedding": is_gemma,
         "tied": bool(content.get("tie_word_embeddings")),
-        "pad_id": _pad_id(content, fault),
+        "pad_id": _pad_id(content),
     }
 
 
-def _normalised_bert(content: dict, fault: Fault) -> dict:
+def _normalised_bert(content: dict) -> dict:
     labels = content.get("id2label")
     num_classes = len(labels) if isinstance(labels, dict) else content.get("num_labels", 2)
     problem = content.get("problem_type") or "single_label_classification"
@@ -371,7 +363,7 @@ BERT = WeightMap(
         "quantization_config": None,
     },
     normalise=_normalised_bert,
-    features=lambda content, sizes, fault: {"pad_id": _pad_id(content, fault)},
+    features=lambda content, sizes: {"pad_id": _pad_id(content)},
     extra=_extra_bert,
     prefix="bert.",
 )
