@@ -76,11 +76,6 @@ def write_jsonl(folder):
         write_documents(folder, TEXTS[number::3], f"part-{number}.jsonl{'.gz' * (number > 0)}")
 
 
-def write_parquet(folder):
-    folder.mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
-
-
 def write_text(folder):
     (folder / "b").mkdir(parents=True)
     (folder / "a.txt").write_text("a line\n\n" * 400)
@@ -94,7 +89,6 @@ def write_text(folder):
     ("source", "write", "glob"),
     [
         ("jsonl", write_jsonl, "part-[12].jsonl*"),
-        ("parquet", write_parquet, "a.parquet"),
         ("text", write_text, "**/a*.txt"),
     ],
 )

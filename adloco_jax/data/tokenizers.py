@@ -34,8 +34,6 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
 _HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "*.jinja")
 _HUB_FILES += ("added_tokens.json", "config.json", GENERATION)
 _Ids: TypeAlias = StrictInt | list[StrictInt] | None
-# Entries of config.json that name tokens.
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A text by which two tokenizers are compared.
 _SAMPLE = "The quick brown fox\njumps over 1,300 dogs;\tdef f(x): return x**2  # größer, 日本語 🙂"
 
@@ -164,12 +162,8 @@ def load_tokenizer(
         text = Path(template).expanduser().read_text("utf-8") if template else ""
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.template={template}: unreadable ({reason(error)})") from error
-    return dataclasses.replace(_load(name, text_length, text, key), name=name)
-
-
-def _load(name: str, text_length: int | None, template: str, key: str) -> Tokenizer:
     if name == "bytes":
-        return _bytes_tokenizer(text_length, template)
+        return dataclasses.replace(_bytes_tokenizer(text_length, text), name=name)
     hint = "data.tokenizer names another, such as bytes"
     options: Any = {"one_of": _VOCABULARIES, "key": key, "hint": hint}
     with fetched(name, _HUB_FILES, **options) as path:
@@ -177,7 +171,8 @@ def _load(name: str, text_length: int | None, template: str, key: str) -> Tokeni
             raise DataError(f"{key}={name}: no such file or folder")
         if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _VOCABULARIES):
             raise ConfigError(f"{key}={name}: has no tokenizer; {hint}")
-        return _hugging_face_tokenizer(path, text_length, template, key)
+        tokenizer = _hugging_face_tokenizer(path, text_length, text, key)
+    return dataclasses.replace(tokenizer, name=name)
 
 
 def tokenizer_of(
@@ -272,7 +267,7 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         save,
         prefix=around,
         suffix=around,
-        token_ids=dict(zip(_TOKEN_IDS, (None, 256, None), strict=True)),
+        token_ids={"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None},
         ends=ends,
         special=(_END_OF_TEXT,),
         **(_chats(for_transformers()) if template else {}),
@@ -384,8 +379,8 @@ def _hugging_face_tokenizer(
     prefix, suffix = _ends(backend)
     # PyTorch does not train the embedding that the model's config names as padding.
     pad_id = None if tokenizer.pad_token_id == eot_id else tokenizer.pad_token_id
-    ids = (tokenizer.bos_token_id, eot_id, pad_id)
-    token_ids = dict(zip(_TOKEN_IDS, ids, strict=True))
+    token_ids = {"bos_token_id": tokenizer.bos_token_id}
+    token_ids |= {"eos_token_id": eot_id, "pad_token_id": pad_id}
 
     def save(folder: Path, max_length: int | None) -> None:
         _save(tokenizer, folder, max_length)
