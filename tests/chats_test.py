@@ -12,7 +12,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import toy
-from nets import FAMILY, flat, loss_of, make_params, tapped_grad
 from texts import save_byte_tokenizer, write_documents
 from toy import data_settings
 from transformers import AutoTokenizer
@@ -22,10 +21,9 @@ from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
 from adloco_jax.data.chats import counted
 from adloco_jax.data.corpus import column_of_texts
-from adloco_jax.data.prepared import DocumentRows, row_weights
+from adloco_jax.data.prepared import row_weights
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.models import sequence_losses
 from adloco_jax.models.configured import build_model
 from adloco_jax.run.folder import write_config
 from adloco_jax.training import train
@@ -301,75 +299,6 @@ def test_best_fit_leaves_no_document_apart_and_little_space():
 
 
 # -- The loss --------------------------------------------------------------------------------
-
-LENGTH = 36
-
-
-def packed(num_rows=5, seed=0):
-    """Rows of chats of random ids, with padding, of which random tokens count; at least one."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, 15, 40)
-    row_D, offset_D = rows.pack(lengths, LENGTH + 1)
-    tokens = rng.integers(0, FAMILY.vocab_size, (num_rows, LENGTH + 1), np.int32)
-    answers, starts = np.zeros(tokens.shape, bool), []
-    for row, offset, length in zip(row_D, offset_D, lengths, strict=True):
-        if row < num_rows:
-            starts += [row * (LENGTH + 1) + offset, row * (LENGTH + 1) + offset + length]
-            answers[row, offset + 1 : offset + length] = rng.random(length - 1) < rng.random()
-            answers[row, offset + 1] = True
-    starts = np.unique([start for start in starts if start < tokens.size])
-    return DocumentRows(tokens, starts, answers)
-
-
-def chats_alone(given):
-    """For each chat: its row, its tokens (padded), and which of them count."""
-    found, width = [], LENGTH + 1
-    bounds = [*given.starts, given.tokens.size]
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        both = np.zeros((2, width), np.int32)
-        for array, of_rows in zip(both, (given.tokens, given.answers), strict=True):
-            array[: end - start] = of_rows.reshape(-1)[start:end]
-        found.append((start // width, *both))
-    return map(jnp.array, zip(*found, strict=True))
-
-
-def loss_sum(params, tokens, counts):
-    """The sum of the losses of the tokens of one chat that count."""
-    model = FAMILY.clone(max_length=LENGTH)
-    logits_LV = model.apply({"params": params}, tokens[None, :-1])[0]
-    picked_L = jnp.take_along_axis(jax.nn.log_softmax(logits_LV), tokens[1:, None], axis=1)[:, 0]
-    return -jnp.sum(picked_L, where=counts[1:] > 0)
-
-
-def test_the_loss_of_rows_is_the_mean_over_the_tokens_that_count():
-    model, given = FAMILY.clone(max_length=LENGTH), packed()
-    params, batch = make_params(model), jnp.asarray(given[np.arange(5)])
-    row_C, *chats = chats_alone(given)
-    alone = jax.jit(jax.vmap(jax.value_and_grad(loss_sum), in_axes=(None, 0, 0)))
-    sums_C, grads_C = alone(params, *chats)
-    of_rows_BC = np.asarray(row_C)[None] == np.arange(5)[:, None]
-    sums_B, mean_count = of_rows_BC @ np.float64(sums_C), given.answers.sum() / 5
-    expected_B, gradients_B = sums_B / mean_count, of_rows_BC @ flat(grads_C, axes=1) / mean_count
-
-    def assert_close(actual, wanted):
-        assert np.max(np.abs(actual - wanted)) < 1e-5 * np.max(np.abs(wanted))
-
-    in_pairs = jax.jit(sequence_losses(model, row_parts=3, sequences_per_chunk=2))
-    losses = jax.jit(sequence_losses(model, row_parts=3))
-    for losses_of in (in_pairs, losses):
-        assert_close(losses_of(params, batch), expected_B)
-    total = sums_B.sum() / given.answers.sum()
-    assert_close(jax.jit(loss_of(model, row_parts=3))(params, batch), total)
-    of_examples = jax.jit(jax.vmap(jax.grad(loss_of(model, row_parts=3)), in_axes=(None, 0)))
-    assert_close(flat(of_examples(params, batch[:, None]), axes=1), gradients_B)
-    mean, norms_B = tapped_grad(model, row_parts=3)(params, batch, jnp.zeros(5))
-    assert_close(flat(mean), gradients_B.mean(axis=0))
-    assert_close(25 * norms_B, np.square(gradients_B).sum(axis=1))
-    # The last token of a row is only a target.
-    ends = ~given.answers & (np.arange(LENGTH + 1) == LENGTH)
-    changed = np.where(ends, (given.tokens + 1) % FAMILY.vocab_size, given.tokens)
-    same = jnp.asarray(DocumentRows(changed, given.starts, given.answers)[np.arange(5)])
-    assert ends.any() and (losses(params, same) == losses(params, batch)).all()
 
 
 def test_a_run_reports_the_loss_of_answers_and_its_model_answers(

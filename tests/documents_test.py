@@ -35,55 +35,66 @@ MODELS = {
 DOCUMENT = {"attention": "document"}
 
 
-def packed_rows(model):
-    """Rows of 2, 1, 1 and 5 documents."""
+PARTS = {"family": 3, "window": 2}  # of a row: with weights, as chats have, and without
+
+
+def packed_rows(model, parts=2):
+    """Rows of 2, 1, 1 and 5 documents, and which tokens count."""
     tokens = make_rows(model, batch=4, length=LENGTH)
     starts = [row * WIDTH + t for row, begin in enumerate(BEGIN) for t in begin]
-    return jnp.asarray(DocumentRows(tokens, np.array(starts))[np.arange(4)])
+    counts = np.random.default_rng(0).random(tokens.shape) < (0.5 if parts == 3 else 2)
+    counts[:, 0] = False
+    rows = DocumentRows(tokens, np.array(starts), counts if parts == 3 else None)
+    return jnp.asarray(rows[np.arange(4)]), counts
 
 
-def documents_alone(rows):
-    """For each document: its row, its tokens with the next separator (padded), and their number."""
+def documents_alone(rows, counts):
+    """For each document: its row, its tokens with the next separator (padded), and which count."""
     found = []
     for number, row in enumerate(rows[:, :WIDTH]):
         starts = sorted({0, *BEGIN[number]} - {LENGTH})
         for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
-            tokens = np.zeros(LENGTH + 1, np.int32)
+            tokens, weights = np.zeros((2, WIDTH), np.int32)
             tokens[: end + 1 - start] = row[start : end + 1]
-            found.append((number, tokens, end - start))
+            weights[1 : end + 1 - start] = counts[number, start + 1 : end + 1]
+            found.append((number, tokens, weights))
     return map(jnp.array, zip(*found, strict=True))
 
 
-def loss_sum(model, params, tokens, count):
-    """The sum of the losses of one document."""
+def loss_sum(model, params, tokens, weights):
+    """The sum of the losses of the tokens of one document that count."""
     logits_LV = model.apply({"params": params}, tokens[None, :-1])[0]
     picked_L = jnp.take_along_axis(jax.nn.log_softmax(logits_LV), tokens[1:, None], axis=1)[:, 0]
-    return -jnp.sum(picked_L, where=jnp.arange(LENGTH) < count)
+    return -jnp.sum(picked_L, where=weights[1:] > 0)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_packed_row_is_the_token_weighted_sum_of_its_documents(name):
-    plain = MODELS[name]
+def test_a_packed_row_is_the_weighted_sum_of_its_documents(name):
+    plain, parts = MODELS[name], PARTS[name]
     model = plain.clone(layer_form="call" if name == "window" else "scan")
-    params, direction, rows = make_params(plain), make_params(plain, 1), packed_rows(plain)
-    number_D, *documents = documents_alone(rows)
+    params, direction = make_params(plain), make_params(plain, 1)
+    rows, counts = packed_rows(plain, parts)
+    number_D, *documents = documents_alone(rows, counts)
     assert np.bincount(number_D).tolist() == [2, 1, 1, 5]
     alone = jax.value_and_grad(functools.partial(loss_sum, plain))
     sums_D, grads_D = jax.jit(jax.vmap(alone, in_axes=(None, 0, 0)))(params, *documents)
-    weights_BD = (np.asarray(number_D)[None] == np.arange(len(rows))[:, None]) / LENGTH
+    weights_BD = np.asarray(number_D)[None] == np.arange(len(rows))[:, None]
+    weights_BD = weights_BD * len(rows) / counts.sum()
     losses_B, grads_B = weights_BD @ np.float64(sums_D), weights_BD @ flat(grads_D, axes=1)
 
     def assert_close(actual, expected):
         assert np.max(np.abs(actual - expected)) < 1e-5 * np.max(np.abs(expected))
 
-    losses_fn, loss_fn = sequence_losses(model, row_parts=2), loss_of(model, row_parts=2)
+    losses_fn, loss_fn = sequence_losses(model, row_parts=parts), loss_of(model, row_parts=parts)
     forward = jax.jit(lambda p, d: jax.jvp(lambda p: losses_fn(p, rows), (p,), (d,)))
     losses, slopes = forward(params, direction)
     assert_close(losses, losses_B)
     assert_close(slopes, grads_B @ flat(direction))
+    in_pairs = sequence_losses(model, row_parts=parts, sequences_per_chunk=2)
+    assert_close(jax.jit(in_pairs)(params, rows), losses_B)
     of_examples = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
     assert_close(flat(of_examples(params, rows[:, None]), axes=1), grads_B)
-    mean, norms_B = tapped_grad(model, row_parts=2)(params, rows, jnp.zeros(len(rows)))
+    mean, norms_B = tapped_grad(model, row_parts=parts)(params, rows, jnp.zeros(len(rows)))
     assert_close(flat(mean), grads_B.mean(axis=0))
     assert_close(len(rows) ** 2 * norms_B, np.square(grads_B).sum(axis=1))
 
@@ -91,7 +102,7 @@ def test_a_packed_row_is_the_token_weighted_sum_of_its_documents(name):
 def test_attention_over_rows_runs_the_program_that_knows_no_documents():
     """Its masks are constants."""
     model = MODELS["window"].clone(window=None)
-    params, rows = make_params(model), packed_rows(model)
+    params, (rows, _) = make_params(model), packed_rows(model)
     whole = rows.at[:, WIDTH:].set(0)
     plain, parted = loss_of(model), loss_of(model, row_parts=2)
     found = [
