@@ -3,7 +3,6 @@
 The run's folder can then be deleted, and the file committed. Runs with a line are not made again.
 """
 
-import contextlib
 import hashlib
 import json
 import operator
@@ -11,46 +10,15 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from ml_collections import ConfigDict
-from pydantic import Field
 
-from adloco_jax.data.formats import Count, Format, checked
-from adloco_jax.errors import DataError
 from adloco_jax.settings import OPTIONS, default_of
 from adloco_jax.study.compare import Trial
 from adloco_jax.study.curves import last
 
 _PATHS = ("data.path", "data.heldout_path")
-
-
-class _Point(Format):
-    """What a run had spent at one evaluation, and its loss there; see `compare.curve`."""
-
-    loss: float
-    tokens: float
-    syncs: float
-    bytes: float
-    updates: float
-    time_s: float
-    rounds: float
-
-
-class _Start(Format):
-    time: str | None = None
-    devices: str | None = None
-    jax: str | None = None
-
-
-class _Line(Format):
-    """What is read of a line."""
-
-    variant: str
-    seed: Count
-    config: str  # its digest
-    start: _Start
-    curve: Annotated[list[_Point], Field(min_length=1)]
 
 
 def digest(config: ConfigDict) -> str:
@@ -69,22 +37,11 @@ def key(run: Trial) -> tuple[str, int, str]:
 
 
 def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Read a record, if there is one: its lines by `key`.
-
-    Raises:
-      DataError: If a line cannot be read.
-    """
+    """Read a record, if there is one: its lines by `key`."""
     if not path.exists():
         return {}
-    found = {}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        line: Any = None
-        with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-        where = f"{path}:{number}: remove the line, and the run is made again: line"
-        read = checked(line, _Line, where, DataError)
-        found[read.variant, read.seed, read.config] = line
-    return found
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {(line["variant"], line["seed"], line["config"]): line for line in lines}
 
 
 def append(

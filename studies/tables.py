@@ -17,7 +17,6 @@ counts as one synchronisation of four workers (studies/methods.py).
 import argparse
 import itertools
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.errors import UserError
 from adloco_jax.study.compare import to_reach
 from adloco_jax.study.summary import markdown_table
 from studies import results
@@ -206,22 +204,17 @@ def show(title: str, kind: str, lines: Sequence[dict], target: float) -> None:
     print(f"{title}\n\n{markdown_table([header, *rows_of(lines, target)])}\n")
 
 
-def main() -> int:
-    """Print the tables of each target loss; return the exit code."""
+def main() -> None:
+    """Print the tables of each target loss."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("results", type=Path, help="a record")
     parser.add_argument("--target", type=float, nargs="+", required=True, help="nats per token")
     options = parser.parse_args()
-    try:
-        lines = list(results.read(options.results).values())
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    lines = list(results.read(options.results).values())
     for target in options.target:
         show(f"to {target:g} nats/token, {len(lines)} runs", options.table, lines, target)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,6 @@
 """Comparisons: which runs are made, the costs in their ledgers, and the tables."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -123,20 +122,6 @@ def ledger(*, rounds, merges=(), evals=(), num_params=10):
 def spent(loss, tokens, syncs, moved, source="only"):
     totals = {"tokens_total": tokens, "syncs_total": syncs, "bytes_total": moved}
     return {"loss": loss, "source": source, "updates_total": 0, **totals}
-
-
-POINT = {"loss": 3.1, "tokens": 9, "syncs": 2, "bytes": 8, "updates": 5, "time_s": 0.5, "rounds": 1}
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"), [({"curve": []}, "line.curve: have"), (None, "line: have None")]
-)
-def test_a_line_that_is_no_result_is_refused_by_file_line_and_field(tmp_path, change, fault):
-    line = {"variant": "a", "seed": 1, "config": "c", "curve": [POINT], "start": {}}
-    path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps(line) + "\n" + json.dumps(change and line | change) + "\n")
-    with pytest.raises(DataError, match=f"results.jsonl:2: remove the line, .*: {fault}"):
-        results.read(path)
 
 
 def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():

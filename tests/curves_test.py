@@ -14,28 +14,26 @@ from adloco_jax.study import curves
 def test_two_curves_make_a_band_on_the_interval_that_both_cover():
     # On [2, 6]: the first falls from 8 to 4 (and stays), the second from 10 at x = 1 to 0 at 11.
     band = curves.band([([2, 6, 8], [8.0, 4.0, 4.0]), ([1, 6, 11], [10.0, 5.0, 0.0])])
-    assert band.x.tolist() == [2, 6, 8]
-    np.testing.assert_allclose(band.low, [8, 4, 3])
-    np.testing.assert_allclose(band.median, [8.5, 4.5, 3.5])
-    np.testing.assert_allclose(band.high, [9, 5, 4])
+    np.testing.assert_allclose(band, [[2, 6, 8], [8, 4, 3], [8.5, 4.5, 3.5], [9, 5, 4]])
 
 
 def test_where_a_cost_stays_or_decreases_the_last_value_counts_in_order_of_cost():
-    band = curves.band([([0, 0, 3, 2, 4], [9.0, 8.0, 6.0, 7.0, 5.0])])
-    assert band.x.tolist() == [0, 2, 3, 4] and band.median.tolist() == [8, 7, 6, 5]
+    x, _, median, _ = curves.band([([0, 0, 3, 2, 4], [9.0, 8.0, 6.0, 7.0, 5.0])])
+    assert x.tolist() == [0, 2, 3, 4] and median.tolist() == [8, 7, 6, 5]
 
 
 def test_from_five_curves_on_the_band_is_of_quartiles():
     flat = [([0, 1], [float(y)] * 2) for y in (10, 0, 3, 1, 2)]
-    band = curves.band(flat)
-    assert (band.low[0], band.median[0], band.high[0]) == (1, 2, 3)
-    assert curves.band(flat[:4]).high[0] == 10
-    assert curves.band([flat[0], ([2, 3], [1.0, 1.0])]).x.size == 0  # no common range
+    assert [edge[0] for edge in curves.band(flat)] == [0, 1, 2, 3]
+    assert curves.band(flat[:4])[3][0] == 10
+    assert curves.band([flat[0], ([2, 3], [1.0, 1.0])])[0].size == 0  # no common range
 
 
 def test_a_value_that_is_not_finite_breaks_the_band_only_next_to_it():
-    band = curves.band([([0, 1, 2, 3, 4], [4.0, 3.0, math.nan, 1.0, 0.0]), ([0, 4], [5.0, 5.0])])
-    assert np.isnan(band.median).tolist() == [False, False, True, False, False]
+    _, _, median, _ = curves.band(
+        [([0, 1, 2, 3, 4], [4.0, 3.0, math.nan, 1.0, 0.0]), ([0, 4], [5.0, 5.0])]
+    )
+    assert np.isnan(median).tolist() == [False, False, True, False, False]
 
 
 def runs(folder, **settings):

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,18 +47,6 @@ class Variant:
 
     label: str
     runs: list[RunRecord]
-
-
-class Band(NamedTuple):
-    """A band around several curves: their median and the edges of their spread, at common x.
-
-    The values are NaN where a curve is not finite.
-    """
-
-    x: np.ndarray
-    low: np.ndarray
-    median: np.ndarray
-    high: np.ndarray
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunRecord:
@@ -182,8 +169,11 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     ]
 
 
-def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
-    """Compute the median and the spread of several curves over all their x that every curve covers.
+def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.ndarray]:
+    """Compute median and spread of several curves at all of their x that every curve covers.
+
+    Returns:
+      x, the lower edge, the median and the upper edge, NaN where a curve is not finite.
 
     Curves are interpolated linearly. The spread is from minimum to maximum, or between quartiles
     from five curves on. Of points with the same x the last counts: with `gathering`, costs may
@@ -194,7 +184,7 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
     grid = np.array(sorted({x for curve in settled for x in curve if first <= x <= end}), float)
     values = [np.interp(grid, [*curve], [*curve.values()]) for curve in settled]
     lowest = 25 if len(settled) >= 5 else 0
-    return Band(grid, *np.percentile(values, (lowest, 50, 100 - lowest), axis=0))
+    return [grid, *np.percentile(values, (lowest, 50, 100 - lowest), axis=0)]
 
 
 def serial_updates(events: Sequence[dict]) -> dict[int, int]:

@@ -132,26 +132,12 @@ def _lead(variants: Sequence[Variant]) -> str:
         found = summary.totals(runs[0].events)
         result = dict(summary.described(found))["held-out loss"]
         return f"{counted(found['rounds'], 'round')}, {_state(runs[0])}. Held-out loss: {result}."
-    ends = []
-    for variant in variants:
-        found = [_measures(run) for run in variant.runs]
-        if all(end["loss"] is not None for end in found):
-            measures = ("loss", "tokens_total", "syncs_total")
-            medians = [statistics.median(end[name] for end in found) for name in measures]
-            ends.append((*medians, variant.label))
-    if not ends:
-        return "No variant has a held-out loss in all of its runs."
-    lowest, tokens, syncs, label = min(ends)
-    return (
-        f"Lowest held-out loss at its end: {summary.number(lowest)} nats, {label}, after"
-        f" {summary.short(tokens)} tokens and {syncs:,.0f} synchronisations."
-    )
+    lead = "Curves are medians over seeds." if len(runs) > len(variants) else ""
+    return f"{lead} Point at a row of the table to see its curve alone.".strip()
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
     caption = "Synchronisations are blocking and summed over trainers."
-    if len(variants) > 1:
-        caption += " Point at a row to see its curve alone."
     if any(len(variant.runs) > 1 for variant in variants):
         caption += " With several seeds: the median (minimum – maximum)."
     measured = [[_measures(run) for run in variant.runs] for variant in variants]
