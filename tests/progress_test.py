@@ -105,7 +105,8 @@ def test_the_bar_moves_within_a_round_and_counts_programs():
 
 
 def test_a_resumed_bar_starts_where_the_run_stopped():
-    progress = Progress(10, share_done=0.5, file=(terminal := Terminal()))
+    progress = Progress(10, file=(terminal := Terminal()))
+    progress.begin(0.5)
     progress.note("resuming after round 5")
     progress.close()
     assert " 50%|" in terminal.getvalue()

@@ -71,8 +71,7 @@ def begin(
     restored, damage, end = restore(run)
     num_rounds = int(settings.last_round) if math.isinf(settings.last_token) else None
     before = restored.state.control if restored else None
-    done = settings.share_done(before.round, before.tokens_total) if before else 0.0
-    progress = Progress(num_rounds, every=settings.log.every_rounds, share_done=done)
+    progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, before, progress))
     control, programs = begin_control(
@@ -124,6 +123,7 @@ def begin(
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
     )
+    done = settings.share_done(control.round, control.tokens_total)
     progress.begin(done, lambda: programs.stall_s)
     return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
 

@@ -132,16 +132,13 @@ class Saver:
 
     @contextlib.contextmanager
     def _write_errors(self, round_index: int) -> Iterator[None]:
-        """Turn an error in the `with` block into one that names the checkpoint to resume from."""
+        """Turn an error in the `with` block into one that names the checkpoint."""
         try:
             yield
         except _FAULTS as error:
-            older = "no other checkpoint is left"
-            for number in [n for n in list_rounds(self.folder) if n != round_index][:1]:
-                older = f"the one before it is {self.folder / str(number)}"
             raise ResourceError(
                 f"{self.folder / str(round_index)}: the checkpoint cannot be written"
-                f" ({reason(error)}); {older}; {remedy(error)}"
+                f" ({reason(error)}); {remedy(error)}"
             ) from error
 
     def _make_staging(self, staging: Path) -> None:

@@ -36,42 +36,37 @@ _WHY = {
 class Progress:
     """Writes the lines of a run, above a progress bar if on a terminal."""
 
-    def __init__(
-        self,
-        num_rounds: int | None,
-        *,
-        every: int = 1,
-        share_done: float = 0.0,
-        file: TextIO | None = None,
-    ):
+    def __init__(self, num_rounds: int | None, *, every: int = 1, file: TextIO | None = None):
         """Start the clock, and draw the bar; a line follows `every` rounds, and the last.
 
-        Without `num_rounds` tokens may end the run. `share_done` is what earlier processes
-        completed.
+        Without `num_rounds` tokens may end the run.
         """
         self._file = sys.stdout if file is None else file
         self._num_rounds = num_rounds
         self._every = every
         self._bar = None
         self._next_call_s = 0.0
-        self.begin(share_done)
         # The words beside the bar.
         self._shown = dict.fromkeys(("round", "loss", "speed", "left", "compiling"), "")
         if self._file.isatty():
             self._bar = tqdm(
                 total=1.0,
-                initial=min(share_done, 1.0),
                 file=self._file,
                 bar_format="{percentage:3.0f}%|{bar}| {elapsed}{postfix}",
                 dynamic_ncols=True,
                 mininterval=0.0,
                 miniters=0,
             )
+        self.begin(0.0)
 
     def begin(self, share_done: float, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
-        """Start the clock of the time left, without the seconds that `stalled_s` has counted."""
+        """Start the clock of the time left, without the seconds that `stalled_s` has counted.
+
+        `share_done` is what earlier processes completed.
+        """
         self._stalled_s, self._first_share = stalled_s, share_done
         self._begin_s = time.perf_counter() - stalled_s()
+        self._draw(min(share_done, 1.0))
 
     def _left(self, share: float) -> str:
         """Estimate the time that is left, at the mean pace since `begin`."""
