@@ -1,7 +1,7 @@
 """Tables of the study in studies/RESULTS.md, from the lines of a comparison's results.
 
-python studies/tables.py choose studies/small_tuning.jsonl --target 1.6
-python studies/tables.py claims studies/small.jsonl --target 1.6
+python -m studies.tables choose studies/small_tuning.jsonl --target 1.6
+python -m studies.tables claims studies/small.jsonl --target 1.6
 
 Variants have names of the form "method: setting". For each method, `choose` prints its best trial:
 the one whose median seed reaches a loss with the fewest sequential steps. Among trials within 5 %

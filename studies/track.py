@@ -19,7 +19,7 @@ Rule of choice: the trials of a method are declared in a commit before they run,
 ten of a baseline and sixteen of the pool, on seeds 0, 6 and 7 (one seed at 0.61 M parameters). The
 trial whose median seed reaches the target with the fewest sequential steps wins; among trials
 within 5 % of it, the one with the fewest synchronisations, then with the fewest tokens
-(`python studies/tables.py choose`). Rows are of seeds that no choice has used. The target of a text
+(`python -m studies.tables choose`). Rows are of seeds that no choice has used. The target of a text
 and size is the lowest loss, in steps of 0.02 nats per byte, that DiLoCo and data parallelism both
 reach on seed 0. The pool is to need at most 0.9 of DiLoCo's sequential steps, 0.5 of its
 synchronisations and 0.7 of its tokens, in medians.

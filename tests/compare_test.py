@@ -164,10 +164,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
         finish(run.workdir, losses[run.variant][run.seed])
     title, ran, _, _, final, _, to_baseline, *targets = markdown(what, tmp_path).split("\n\n")
     assert title == f"# Comparison {summary.markdown(tmp_path.name)}"
-    assert ran == (
-        "4 runs: 2 variants with seeds 0, 1. Trained: 2026-11-23, on 1 x cpu, jax 0.10.2. Model:"
-        " llama of 10 parameters. Data: stdlib, rows of 16 tokens."
-    )
+    assert ran == "2 variants with seeds 0, 1."
 
     def cells(table, name, *columns):
         header, _, *rows = [line[2:-2].split(" | ") for line in table.splitlines()]

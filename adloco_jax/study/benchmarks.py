@@ -51,16 +51,3 @@ def _scores(task: str, metrics: dict[str, Any]) -> list[Score]:
             name = metric if kept == "none" else f"{metric} ({kept})"
             scores.append(Score(task, name, value, error))
     return scores
-
-
-def table(scores: list[Score]) -> list[dict[str, str]]:
-    """Make a row for each score, for the report."""
-    return [
-        {
-            "task": score.task,
-            "metric": score.metric,
-            "value": f"{score.value:.4f}",
-            "standard error": "-" if score.error is None else f"{score.error:.4f}",
-        }
-        for score in scores
-    ]

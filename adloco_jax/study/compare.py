@@ -19,7 +19,7 @@ from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import OPTIONS
 from adloco_jax.study.cluster import Cluster, timed
-from adloco_jax.study.curves import heldout_points, last
+from adloco_jax.study.curves import heldout_points
 from adloco_jax.study.summary import markdown as plain
 from adloco_jax.study.summary import markdown_table, short
 
@@ -139,14 +139,12 @@ def markdown(comparison: Comparison, folder: str | Path) -> str:
       DataError: If a run is missing or not finished.
     """
     curves: dict[str, dict[int, list[dict[str, float]]]] = {}
-    starts = []
     for run in runs_of(comparison, folder):
         path = run.workdir / "ledger.jsonl"
         events = read(path) if path.exists() else []
         if finish(events) is None:
             raise DataError(f"{run.workdir}: not finished; run the comparison again")
         curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
-        starts.append(last(events, "start"))
     rows = [["variant", "loss", *MEASURES.values()]]
     for name, seeds in curves.items():
         ends = [points[-1] for points in seeds.values()]
@@ -155,7 +153,7 @@ def markdown(comparison: Comparison, folder: str | Path) -> str:
     final = {seed: points[-1]["loss"] for seed, points in curves[baseline].items()}
     parts = [
         f"# Comparison {plain(Path(folder).resolve().name)}",
-        plain(_ran(comparison, starts)),
+        f"{counted(len(curves), 'variant')} with seeds {', '.join(map(str, comparison.seeds))}.",
         f"{CHARGED} Seconds are simulated {comparison.simulated}.",
         "Held-out loss (nats/token) and costs of the whole runs: median of"
         f" {counted(len(comparison.seeds), 'seed')} (range).",
@@ -168,23 +166,6 @@ def markdown(comparison: Comparison, folder: str | Path) -> str:
         parts.append(f"What it took to reach {loss:g} nats/token.")
         parts.append(_cost_table(curves, dict.fromkeys(comparison.seeds, loss)))
     return "\n\n".join(parts) + "\n"
-
-
-def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
-    base = comparison.base
-
-    def recorded(key: str) -> str:
-        return ", ".join(sorted({str(start[key]) for start in starts if start.get(key)})) or "-"
-
-    days = sorted(start["time"][:10] for start in starts if start.get("time"))
-    when = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "-"
-    return (
-        f"{counted(len(starts), 'run')}: {counted(len(comparison.variants), 'variant')} with seeds"
-        f" {', '.join(map(str, comparison.seeds))}. Trained: {when}, on {recorded('devices')}, jax"
-        f" {recorded('jax')}. Model: {base.model.arch} of {recorded('num_params')} parameters."
-        f" Data: {base.data.path or base.data.source or 'stdlib'}, rows of"
-        f" {base.data.sequence_length} tokens."
-    )
 
 
 def _workdir(folder: str | Path, variant: str, seed: int) -> Path:

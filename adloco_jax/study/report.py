@@ -234,7 +234,12 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
         parts["Learners"] = page.table(caption, learners, texts=4)
     if scores := benchmarks.read(run.folder):
         caption = "By lm-evaluation-harness, on the exported model."
-        shown = page.table(caption, benchmarks.table(scores), texts=2)
+        rows = [
+            {"task": score.task, "metric": score.metric, "value": f"{score.value:.4f}"}
+            | {"standard error": "-" if score.error is None else f"{score.error:.4f}"}
+            for score in scores
+        ]
+        shown = page.table(caption, rows, texts=2)
         parts = {"Benchmarks": shown} | parts
     facts = summary.described(summary.totals(run.events))
     rows = [{"quantity": name, "value": value} for name, value in facts]
