@@ -54,7 +54,7 @@ from adloco_jax.run.attempts import (
 )
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.folder import check_config, exclusive, how_to_resume, require_usable
+from adloco_jax.run.folder import exclusive, how_to_resume
 from adloco_jax.run.observers import RunEngine
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
@@ -126,14 +126,15 @@ def train(
     if workdir is None and jax.process_count() > 1:
         raise ConfigError("workdir: several processes need the name of one folder")
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    accept = {"accept_config_change": accept_config_change}
+    accept["accept_data_change"] = accept_data_change
     settings = validate(config)
     use_compilation_cache()
 
     def put_together() -> Run:
         whole = completed(settings, folder, note=print)
-        check_possible(whole, folder, accept=accept_config_change)
-        how = {"command": command, "accept_data_change": accept_data_change}
-        return assemble(whole, here(), folder, trains=True, **how)
+        check_engine(whole, folder)
+        return assemble(whole, here(), folder, trains=True, command=command, **accept)
 
     with processes.only_first_prints():
         return run_to_end(processes.run_on_all(put_together))
@@ -199,6 +200,8 @@ def fit(
       DataError: If there are too few held-out rows: one with one trainer, else two.
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
+    accept = {"accept_config_change": accept_config_change}
+    accept["accept_data_change"] = accept_data_change
     folder = Path(workdir)
     model = own_model(
         loss_fn,
@@ -215,10 +218,9 @@ def fit(
     settings = check_own(settings, model, corpus)
 
     def put_together() -> Run:
-        check_possible(settings, folder, accept=accept_config_change)
-        how = {"command": command, "accept_data_change": accept_data_change, "unit": loss_unit}
-        own = {"model": model, "corpus": corpus}
-        return assemble(settings, here(), folder, trains=True, **own, **how)
+        check_engine(settings, folder)
+        own = {"model": model, "corpus": corpus, "unit": loss_unit}
+        return assemble(settings, here(), folder, trains=True, command=command, **own, **accept)
 
     return run_to_end(processes.run_on_all(put_together), on_round)
 
@@ -343,24 +345,24 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
             ) from None
 
 
-def check_possible(settings: Settings, folder: Path, *, accept: bool) -> None:
-    """Raise UserError if a run cannot use its folder, or the learners that it asks for.
+def check_engine(settings: Settings, folder: Path) -> None:
+    """Raise UserError if there is no such engine, or the learners it needs cannot be reached."""
+    require_known_engine(kind := settings.engine.kind)
+    if kind == "local":
+        return
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
+            " --coordinator, or set engine.kind=local"
+        )
+    TRANSPORTS[kind].check(settings, folder)
 
-    `accept` is `accept_config_change`.
-    """
-    if (kind := settings.engine.kind) != "local":
-        if kind not in TRANSPORTS:
-            known = " or ".join(map(repr, ["local", *TRANSPORTS]))
-            need = f"must be {known}; a config file that adds it is given by --config FILE"
-            raise ConfigError(f"engine.kind = {kind!r}: {need}")
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
-                " --coordinator, or set engine.kind=local"
-            )
-        TRANSPORTS[kind].check(settings, folder)
-    check_config(folder, settings, accept=accept)
-    require_usable(folder)
+
+def require_known_engine(kind: str) -> None:
+    """Raise ConfigError unless `kind` is "local", or names an entry of `TRANSPORTS`."""
+    if kind not in (known := ["local", *TRANSPORTS]):
+        need = f"must be {' or '.join(map(repr, known))}; a config file that adds it is given by"
+        raise ConfigError(f"engine.kind = {kind!r}: {need} --config FILE")
 
 
 def _make_engine(

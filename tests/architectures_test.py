@@ -20,7 +20,6 @@ from adloco_jax.models import Bert, Llama, hf
 from adloco_jax.models.configured import build_model, build_network
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run.ledger import read
-from adloco_jax.run.program import require_same_network
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -66,7 +65,7 @@ def test_a_users_model_starts_from_no_checkpoint(own):
     config.model.init_from = "somewhere"
     settings, found = validate(config), hf.Loaded(LLAMA, None, ("float32",), (), {}, "")
     with pytest.raises(ConfigError, match="model.arch = mlp: somewhere is a Llama"):
-        require_same_network(build_network(settings.model), found, settings.model)
+        hf.require_same_network(build_network(settings.model), found, settings.model)
 
 
 def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():

@@ -3,16 +3,14 @@
 import json
 import math
 
-import numpy as np
 import pytest
 from toy import settings_of
 
-from adloco_jax.data.sampling import order_of
+from adloco_jax.data.sampling import order_of, with_rows
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import count_round
 from adloco_jax.loop.plans import is_over, round_plans
-from adloco_jax.run.assemble import with_rows
 from adloco_jax.run.describe import length_lines
 from adloco_jax.run.folder import check_config, write_config
 
@@ -68,18 +66,14 @@ def test_a_run_is_resumed_by_the_config_that_began_it(tmp_path):
         check_config(tmp_path, resumed, accept=False)
 
 
-class Rows:
-    rows = np.zeros((28, 3), np.int32)
-
-
 def test_rows_are_counted_and_a_warm_up_must_end_within_them():
     settings = epochs_of(1.0, data={"subset_frac": 0.25})
-    assert with_rows(settings, Rows()).num_rows == 7  # those that the trainer draws
+    assert with_rows(settings, 28).num_rows == 7  # those that the trainer draws
     with pytest.raises(ConfigError, match="num_epochs: the corpus has no `rows`"):
-        with_rows(settings, object())
+        with_rows(settings, 0)
     longer = epochs_of(1.0, inner={"steps_per_round": 50, "warmup_updates": 4})
     with pytest.raises(ConfigError, match="warmup_updates = 4, num_epochs = 1: .* over 28 rows"):
-        with_rows(longer, Rows())
+        with_rows(longer, 28)
 
 
 def test_workers_that_the_rows_cannot_feed_are_refused():

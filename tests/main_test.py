@@ -202,6 +202,7 @@ GUESSES = {
     ),
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
     "plan quickstart --save x.json": "add --device KINDxN",
+    "plan quickstart --config.engine.kind=radio": "engine.kind = 'radio': must be 'local' or",
     "exprt runs/first": "did you mean adloco export runs/first?",
 }
 

@@ -375,7 +375,16 @@ def test_out_of_memory_before_the_first_checkpoint_begins_again(tmp_path, monkey
     assert plans_of(tmp_path / "r") == [(index, 2, 1) for index in (1, 2, 3, 4)]
 
 
-def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("first", "from_call", "wanted"),
+    [
+        (2, 5, "process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"),
+        (4, 9, "out of memory at a micro-batch of 4: .*use fewer workers"),  # a rule's least
+    ],
+)
+def test_of_several_processes_all_end_and_the_size_to_set_is_named(
+    tmp_path, monkeypatch, first, from_call, wanted
+):
     two = types.SimpleNamespace(process_count=lambda: 2, process_index=lambda: 1, errors=jax.errors)
     real, told = attempts.after_failure, []
 
@@ -385,11 +394,12 @@ def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, mon
             patch.setattr(processes, "end_others", told.append)
             return real(*failure)
 
-    Exhausted(monkeypatch, largest=2, from_call=9)
+    Exhausted(monkeypatch, largest=2, from_call=from_call)
     monkeypatch.setattr(training, "after_failure", as_one_of_two)
-    wanted = "round 3: process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"
-    with pytest.raises(ResourceError, match=wanted) as failed:
-        run(tmp_path / "r", settings_of(batching=FULL, checkpoint={"every_rounds": 1}))
+    rises = {"test": "ramp", "ramp": ((0, first), (1, 4)), "initial_batch_size": first}
+    settings = settings_of(batching=FULL | rises, checkpoint={"every_rounds": 1})
+    with pytest.raises(ResourceError, match=f"round 3: {wanted}") as failed:
+        run(tmp_path / "r", settings)
     assert len(told) == 1 and str(failed.value).startswith(told[0])
 
 

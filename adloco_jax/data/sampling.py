@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from adloco_jax.data.prepared import DocumentRows
-from adloco_jax.errors import DataError
+from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.settings import Settings
 
 _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
@@ -64,6 +64,25 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
             " data.num_sequences"
         )
     return order
+
+
+def with_rows(settings: Settings, num_rows: int) -> Settings:
+    """Return settings that know the rows from which the trainers draw; 0: they are not known.
+
+    Raises ConfigError if `num_epochs` needs them, or the warm-up would outlast its updates.
+    """
+    inner, epochs = settings.inner, settings.num_epochs
+    if epochs and not num_rows:
+        raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
+    subset = max(1, int(settings.data.subset_frac * num_rows)) * settings.ensemble.num_trainers
+    settings = settings.with_rows(min(num_rows, subset))
+    tokens = inner.warmup_updates * settings.round_tokens / settings.inner.steps_per_round
+    if epochs and inner.warmup_updates and tokens >= settings.last_token:
+        raise ConfigError(
+            f"inner.warmup_updates = {inner.warmup_updates}, num_epochs = {epochs:g}: the warm-up"
+            f" would outlast the passes over {counted(num_rows, 'row')}; shorten it"
+        )
+    return settings
 
 
 def stream_rows(

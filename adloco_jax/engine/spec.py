@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.contrib.streaming import take_fragment
 from adloco_jax.core.compress import packed_bytes
-from adloco_jax.core.gradstats import Estimator
+from adloco_jax.core.gradstats import Estimator, resolve_estimator
 from adloco_jax.core.outer import Aggregator, mean
 from adloco_jax.core.types import LossFn, trainable
 from adloco_jax.loop.adloco import StateBytes
@@ -140,7 +140,6 @@ class ProgramSpec:
     row_length: int  # integers of a row: L + 1, twice that with starts, or 2 + L with a label
     sequence_length: int  # L
     max_test_sequences: int  # most sequences that a batch-size test measures for one worker
-    estimator: Estimator  # "vmap" or "taps", not "auto"
     inner_products: bool
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
@@ -152,6 +151,11 @@ class ProgramSpec:
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
     attention: Kernel = "xla"  # kernel of the model's attention
     base: PyTree | None = None  # shapes and dtypes of frozen weights, which the loss gets as `base`
+
+    @property
+    def estimator(self) -> Estimator:
+        """How per-example gradients are measured: "vmap" or "taps"."""
+        return resolve_estimator("auto", self.loss_fn)
 
     @property
     def steps_per_round(self) -> int:

@@ -31,6 +31,7 @@ from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_adapter
 from adloco_jax.models.weight_maps import Unusable, WeightMap
+from adloco_jax.settings import ModelSettings
 
 _JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -313,6 +314,31 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Loaded:
     name = names.classes[config["model_type"]]
     is_whole = name in (config.get("architectures") or [name])
     return Loaded(network, None, (), (), config, "" if is_whole else names.head)
+
+
+def require_same_network(network: Any, found: Loaded, settings: ModelSettings) -> None:
+    """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
+    names = weight_map(network)
+    if names is None or type(found.network) is not names.model:
+        other = type(found.network).__name__
+        raise ConfigError(f"model.arch = {settings.arch}: {settings.init_from} is a {other}")
+    free = names.free | (set() if found.has_head else {"num_classes"})
+    sizes = {ours for ours, _ in names.sizes.values()}
+    faults = [
+        f"model.{ours} = {getattr(network, ours)}: {settings.init_from} has"
+        f" {getattr(found.network, ours)}"
+        + (f"; unset it: model.{ours}=none" if ours in sizes else "")
+        for ours in names.attributes(found.config)
+        if ours not in free and getattr(network, ours) != getattr(found.network, ours)
+    ]
+    own, other = (getattr(each, "adapter", None) for each in (network, found.network))
+    if own and other and own != other:
+        faults.append(
+            f"adapter: {settings.init_from} is one of rank {other.rank}, alpha {other.alpha:g} and"
+            f" layers {other.layers}; set these, or adapter.rank=0 to train the merged weights"
+        )
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def save(

@@ -28,7 +28,7 @@ from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import list_rounds, shapes
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.folder import check_config
-from adloco_jax.run.program import Model, require_same_network
+from adloco_jax.run.program import Model
 from adloco_jax.settings import OPTIONS, InnerSettings, OuterSettings, Settings
 
 _ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
@@ -54,7 +54,7 @@ def check_inputs(
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
     elif model.init_from:
         found = hf.inspect(model.init_from)
-        require_same_network(build_network(model, settings.adapter), found, model)
+        hf.require_same_network(build_network(model, settings.adapter), found, model)
         which = "whether all its numbers are finite" if found.stored_as else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings.data, model, workdir)

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 from adloco_jax.data import ArrayRows, load_corpus
-from adloco_jax.data.sampling import HeldOut, split_heldout
+from adloco_jax.data.sampling import HeldOut, split_heldout, with_rows
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.spec import Machine, ProgramSpec
-from adloco_jax.errors import ConfigError, DataError, counted
+from adloco_jax.errors import DataError
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.folder import recorded
+from adloco_jax.run.folder import check_config, recorded, require_usable
 from adloco_jax.run.program import Model, configured_model, program_spec, with_weights
 from adloco_jax.settings import Settings
 
@@ -43,6 +43,7 @@ def assemble(
     unit: str | None = None,
     commit: str | None = None,
     command: str = "",
+    accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Run:
     """Put a run together: its model, what its programs share, its weights, and its rows.
@@ -51,8 +52,8 @@ def assemble(
       settings: The result of `config.completed`.
       machine: The devices on which the programs run.
       workdir: The run's folder.
-      trains: Whether the run goes on here. If so, its state must fit in memory, and a run that
-        begins gets the weights of `model.init_from`.
+      trains: Whether the run goes on here. If so, its folder must be usable and its state fit in
+        memory, and a run that begins gets the weights of `model.init_from`.
       model: The model of the caller of `fit`; None: the one that the settings describe.
       corpus: The rows of the caller of `fit`; None: those that the settings describe.
       unit: Unit of the loss. None: nats/example for a classifier, nats/token if the corpus knows
@@ -60,9 +61,13 @@ def assemble(
       commit: Commit of the hub's data set. None: the recorded one. Empty: where `data.revision`
         now leads.
       command: As in `train`.
+      accept_config_change: As in `train`.
       accept_data_change: As in `train`.
     """
     began_s = time.perf_counter()
+    if trains:
+        check_config(workdir, settings, accept=accept_config_change)
+        require_usable(workdir)
     by_fit, model = model is not None, model or configured_model(settings, machine)
     spec = program_spec(settings, model, machine, must_fit=trains)
     notes: list[str] = []
@@ -82,7 +87,14 @@ def assemble(
         corpus = load_corpus(settings, num_classes=model.num_classes, commit=commit, run=workdir)
         if trains:
             print(*notes, corpus.describe(), sep="\n")
-    settings = with_rows(settings, corpus)
+    heldout = split_heldout(
+        corpus.heldout_rows,
+        num_sequences=settings.eval.num_sequences,
+        batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
+        num_classes=model.num_classes,
+        num_trainers=settings.ensemble.num_trainers,
+    )
+    settings = with_rows(settings, len(getattr(corpus, "rows", ())))
     if unit is None:
         is_text = model.num_classes is None and corpus.tokens_per_byte is not None
         unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
@@ -99,13 +111,7 @@ def assemble(
             sequence_length=length,
         ),
         corpus=corpus,
-        heldout=split_heldout(
-            corpus.heldout_rows,
-            num_sequences=settings.eval.num_sequences,
-            batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
-            num_classes=model.num_classes,
-            num_trainers=settings.ensemble.num_trainers,
-        ),
+        heldout=heldout,
         workdir=workdir,
         command=command,
         by_fit=by_fit,
@@ -113,22 +119,3 @@ def assemble(
         unit=unit,
         began_s=began_s,
     )
-
-
-def with_rows(settings: Settings, corpus: Rows) -> Settings:
-    """Return settings that know the rows from which the trainers draw; 0 if `corpus` has none.
-
-    Raises ConfigError if `num_epochs` needs them, or the warm-up would outlast its updates.
-    """
-    rows, inner, epochs = len(getattr(corpus, "rows", ())), settings.inner, settings.num_epochs
-    if epochs and not rows:
-        raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
-    subset = max(1, int(settings.data.subset_frac * rows)) * settings.ensemble.num_trainers
-    settings = settings.with_rows(min(rows, subset))
-    tokens = inner.warmup_updates * settings.round_tokens / settings.inner.steps_per_round
-    if epochs and inner.warmup_updates and tokens >= settings.last_token:
-        raise ConfigError(
-            f"inner.warmup_updates = {inner.warmup_updates}, num_epochs = {epochs:g}: the warm-up"
-            f" would outlast the passes over {counted(rows, 'row')}; shorten it"
-        )
-    return settings

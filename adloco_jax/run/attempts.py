@@ -159,20 +159,22 @@ def after_failure(
     """Return the failures with this one; raise if the run should not be tried again.
 
     After memory ran out, the micro-batch is halved: ResourceError if it was one sequence, or if
-    there are several processes, which must all start again. Another error is raised if it came
-    twice in the same round.
+    there are several processes, which must all start again, and a config has at least the first
+    batch. Another error is raised if it came twice in the same round.
     """
     control = attempt.recorder.engine.control_before
     index, size = control.round + 1, control.max_batch_size
     cause = reason(error)
-    exhausted = "RESOURCE_EXHAUSTED" in str(error)
-    if exhausted and size == 1:
+    exhausted, several = "RESOURCE_EXHAUSTED" in str(error), jax.process_count() > 1
+    smallest = run.settings.batching.initial_batch_size if several else 1
+    if exhausted and size <= smallest:
         failure = (
-            f"round {index}: out of memory at a micro-batch of 1: {cause}; use fewer workers, a"
-            " smaller model or shorter sequences, or model.remat"
+            f"round {index}: out of memory at a micro-batch of {size}: {cause}; use fewer workers,"
+            " a smaller model or shorter sequences, or model.remat"
         )
-    elif jax.process_count() > 1:
-        mend = f"; set batching.max_batch_size to {size // 2} in all (--accept-config-change)"
+    elif several:
+        half = max(size // 2, smallest)
+        mend = f"; set batching.max_batch_size to {half} in all (--accept-config-change)"
         failure = (
             f"round {index}: process {jax.process_index()} failed ({cause}){mend * exhausted}; all"
             f" start again from the newest checkpoint: {last_checkpoint(run, attempt)}"
@@ -180,7 +182,7 @@ def after_failure(
     else:
         failure = ""
     if failure:
-        if jax.process_count() > 1:
+        if several:
             processes.end_others(failure)
         raise ResourceError(failure) from error
     if not exhausted and control.round == before.round:

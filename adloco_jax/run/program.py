@@ -15,7 +15,6 @@ import optax
 from jaxtyping import PyTree
 
 from adloco_jax.core.arguments import takes
-from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.types import LossFn
 from adloco_jax.data.rows import row_length
 from adloco_jax.engine.optimizers import (
@@ -79,6 +78,11 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     model, data = settings.model, settings.data
     network = build_network(model, settings.adapter)
     init_fn, base_shapes = initialiser(network), None
+
+    def loss_of(mode, kernel):
+        how = {"remat": mode.remat, "attention": kernel, "layer_form": layer_form(machine)}
+        return build_model(model, settings.adapter, row_parts=data.row_parts, **how)[1]
+
     if settings.adapter.rank:
         whole_fn = init_fn
         shapes = split_adapter(jax.eval_shape(whole_fn, jax.random.key(0)))[1]
@@ -87,10 +91,6 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
 
         def init_fn(key):
             return split_adapter(whole_fn(key))[0]
-
-    def loss_of(mode, kernel):
-        how = {"remat": mode.remat, "attention": kernel, "layer_form": layer_form(machine)}
-        return build_model(model, settings.adapter, row_parts=data.row_parts, **how)[1]
 
     return Model(
         init_fn=init_fn,
@@ -178,7 +178,7 @@ def with_weights(
     # Frozen weights are read in the dtype in which they are held.
     dtype = settings.base_dtype if frozen else "float32"
     loaded = hf.load(source, head=False, merges=not frozen, dtype=dtype)
-    require_same_network(model.network, loaded, settings)
+    hf.require_same_network(model.network, loaded, settings)
     params, lines = loaded.params, []
     if loaded.lacks and frozen:
         raise ConfigError(f"adapter.rank: {source} has no {loaded.lacks}; set adapter.rank=0")
@@ -199,31 +199,6 @@ def with_weights(
     return model._replace(params=adapter or None, base=Base(base, sha256)), lines
 
 
-def require_same_network(network: Any, found: hf.Loaded, settings: ModelSettings) -> None:
-    """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
-    names = hf.weight_map(network)
-    if names is None or type(found.network) is not names.model:
-        other = type(found.network).__name__
-        raise ConfigError(f"model.arch = {settings.arch}: {settings.init_from} is a {other}")
-    free = names.free | (set() if found.has_head else {"num_classes"})
-    sizes = {ours for ours, _ in names.sizes.values()}
-    faults = [
-        f"model.{ours} = {getattr(network, ours)}: {settings.init_from} has"
-        f" {getattr(found.network, ours)}"
-        + (f"; unset it: model.{ours}=none" if ours in sizes else "")
-        for ours in names.attributes(found.config)
-        if ours not in free and getattr(network, ours) != getattr(found.network, ours)
-    ]
-    own, other = (getattr(each, "adapter", None) for each in (network, found.network))
-    if own and other and own != other:
-        faults.append(
-            f"adapter: {settings.init_from} is one of rank {other.rank}, alpha {other.alpha:g} and"
-            f" layers {other.layers}; set these, or adapter.rank=0 to train the merged weights"
-        )
-    if faults:
-        raise ConfigError("\n".join(faults))
-
-
 def program_spec(
     settings: Settings,
     model: Model,
@@ -240,11 +215,12 @@ def program_spec(
     # and twice the memory, of four in turn.
     mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
     loss_fn, batching, data = model.loss_of(mode, "xla"), settings.batching, settings.data
+    _require_no_key(model.eval_loss_fn or loss_fn)
+    num_examples = examples_per_pass(data.sequence_length * settings.model.width, machine)
     params = jax.eval_shape(model.init_fn, jax.random.key(0))
     label_params = labeller(settings.model.arch, model.label_params)
     rules = {"inner": settings.inner, "outer": settings.outer}
     parameter_labels(params, label_params, **rules)  # refuses what is unclear
-    _require_no_key(model.eval_loss_fn or loss_fn)
     spec = ProgramSpec(
         machine=machine,
         loss_fn=loss_fn,
@@ -256,7 +232,6 @@ def program_spec(
         row_length=row_length(data, model.num_classes),
         sequence_length=data.sequence_length,
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
-        estimator=resolve_estimator("auto", loss_fn),
         inner_products=measures_inner_products(batching),
         reset_inner_state=settings.inner.state == "reset",
         aggregate=aggregator(settings.outer, label_params),
@@ -264,7 +239,7 @@ def program_spec(
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         sequential=mode.sequential,
         remat=mode.remat,
-        examples_per_pass=examples_per_pass(data.sequence_length * settings.model.width, machine),
+        examples_per_pass=num_examples,
         base=model.base_shapes,
     )
     sizes = settings.ensemble.sizes(whole_pool=True)
