@@ -211,14 +211,12 @@ def finished(
     """
     folder = Path(workdir)
     check_config(folder, settings, accept=accept_config_change)
-    ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
-    end = finish(read(ledger)) if ledger.exists() else None
-    settings = (
-        settings.with_rows(before.config.num_rows) if (before := recorded(folder)) else settings
-    )
-    if not end or settings.share_done(end["rounds"], end["tokens_total"]) < 1:
+    before, ledger, checkpoints = recorded(folder), folder / "ledger.jsonl", folder / "checkpoints"
+    end = finish(read(ledger)) if before and ledger.exists() else None
+    if not (before and end and (folder / "export").exists()):
         return None
-    if not (folder / "export").exists():
+    settings = settings.with_rows(before.config.num_rows)
+    if settings.share_done(end["rounds"], end["tokens_total"]) < 1:
         return None
     rounds = checkpoint.list_rounds(checkpoints)
     if not rounds:
