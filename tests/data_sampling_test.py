@@ -97,11 +97,6 @@ def test_permute_keeps_its_golden_values():
     assert rows.dtype == np.int64
 
 
-def test_permute_refuses_an_index_outside_its_range():
-    with pytest.raises(ValueError, match="index: have 0 to 10"):
-        permute(np.arange(11), num_items=10, key=key(1))
-
-
 @pytest.mark.parametrize(
     ("num_rows", "num_streams", "subset_frac"),
     [(1, 1, 1.0), (7, 7, 1.0), (100, 3, 1.0), (101, 4, 0.5)],
@@ -148,9 +143,3 @@ def test_any_slicing_into_batches_gives_the_same_sequence(cuts, num_rows, start)
     edges = [0, *cuts, 200]
     parts = [rows(a, b) for a, b in zip(edges, edges[1:], strict=False)]
     np.testing.assert_array_equal(np.concatenate(parts), rows(0, 200))
-
-
-def test_a_stream_that_is_unknown_or_without_rows_is_refused():
-    for stream, pool in ((2, dict(num_rows=5, subset_frac=0.5)), (4, {})):
-        with pytest.raises(ValueError, match=f"stream: have {stream}"):
-            rows_of(stream=stream, num_streams=4, **pool)

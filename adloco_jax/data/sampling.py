@@ -97,21 +97,14 @@ def stream_rows(
     Args:
       order: The numbers that determine the order in this run.
       trainer: Permanent id of the trainer, not its position in the stack of trainers.
-      stream: Number of the stream in [0, num_streams).
+      stream: Number of the stream in [0, num_streams), which has rows (`order_of`).
       start: Number of rows of the stream that were read before (the cursor).
       count: Number of rows, beyond the end of an epoch if need be.
-
-    Raises:
-      ValueError: If `stream` is out of range or owns no row.
 
     Source: docs/algorithm.md, section 1, "Data".
     """
     num_rows, num_streams = order.num_rows, order.num_streams
     owned = len(range(stream, order.subset_size, num_streams))
-    if not 0 <= stream < num_streams or owned == 0:
-        raise ValueError(
-            f"stream: have {stream}, need one in [0, num_streams={num_streams}) that has rows"
-        )
     epoch, step = np.divmod(np.arange(start, start + count, dtype=np.int64), owned)
     turn = permute(step, num_items=owned, key=_fold(_EPOCH, order.seed, trainer, stream, epoch))
     position = stream + num_streams * turn
@@ -126,17 +119,13 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
     proportional to the length of `index`.
 
     Args:
-      index: Integers in [0, num_items), any length; others raise ValueError.
+      index: Integers in [0, num_items), any length.
       num_items: Size of the range, 1 to 2**62.
       key: uint64[1], or one key, and so one permutation, for each entry of `index`.
 
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; the round function is
     the finaliser of splitmix64 (Steele, Lea and Flood 2014). Good for shuffling; not a cipher.
     """
-    if index.size and not 0 <= index.min() <= index.max() < num_items:
-        raise ValueError(
-            f"index: have {index.min()} to {index.max()}, need [0, num_items={num_items})"
-        )
     if num_items <= _MAX_SORTED:
         noise = _mix(_mix(key)[:, None] + _GAMMA * np.arange(1, num_items + 1, dtype=np.uint64))
         order = np.argsort(noise, axis=1, kind="stable")
