@@ -97,16 +97,6 @@ def test_defect_12_truncation_padding_and_special_tokens_saved_with_a_tokenizer_
         assert not {0, 1} & set(loaded.encode_batch(["hello"])[0].tolist())
 
 
-def test_hugging_face_folder_round_trips_and_uses_its_eos_token(tmp_path):
-    folder = save_folder(byte_level_tokenizer("<finis>"), tmp_path / "hf", eos_token="<finis>")
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.eot_id == 0
-    assert_round_trip(tokenizer)
-    other = save_folder(byte_level_tokenizer("<finis>"), tmp_path / "other")
-    with pytest.raises(ConfigError, match="with eos_token None: need .* names an eos_token"):
-        load_tokenizer(other)
-
-
 @pytest.mark.parametrize(
     ("file", "vocab_size", "eot_id", "lossless"),
     [
@@ -241,16 +231,6 @@ def test_an_export_makes_of_a_text_what_was_trained_on(tmp_path, data_dir, kind,
         else:
             assert [*prefix, *suffix] == around
             assert exported.pad_token is not None and exported.padding_side == "right"
-
-
-def test_a_special_token_in_a_text_is_this_token(tmp_path):
-    folder = str(chat_folder(tmp_path / "chat"))
-    for name in (folder, f"{folder}/tokenizer.json"):
-        tokenizer = load_tokenizer(name)
-        (ids,) = tokenizer.encode_batch(["<|im_start|>a<|im_end|>"])
-        assert ids[[0, -1]].tolist() == [1, 2] and len(ids) == 3
-        assert tokenizer.decode(ids) == "<|im_start|>a<|im_end|>"
-    assert load_tokenizer("bytes").encode_batch(["a<|endoftext|>"])[0].tolist() == [97, 256]
 
 
 def test_the_tokenizer_of_a_run_is_its_checkpoints(tmp_path):
