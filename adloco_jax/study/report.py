@@ -132,8 +132,7 @@ def _lead(variants: Sequence[Variant]) -> str:
         found = summary.totals(runs[0].events)
         result = dict(summary.described(found))["held-out loss"]
         return f"{counted(found['rounds'], 'round')}, {_state(runs[0])}. Held-out loss: {result}."
-    lead = "Curves are medians over seeds." if len(runs) > len(variants) else ""
-    return f"{lead} Point at a row of the table to see its curve alone.".strip()
+    return "Point at a row of the table to see its curve alone."
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
@@ -197,10 +196,9 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
         for variant in variants
         for run in variant.runs
     ]
-    parts = [page.table("From these ledgers:", rows, texts=3)]
-    parts += [page.paragraph("This page was made by"), page.verbatim(command)]
-    parts.append(page.paragraph(loss.reading()))
-    return "\n".join(parts)
+    made_by = page.paragraph("This page was made by") + page.verbatim(command)
+    reading = page.paragraph(loss.reading())
+    return "\n".join([page.table("From these ledgers:", rows, texts=3), made_by, reading])
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:

@@ -158,9 +158,8 @@ def _written_with(event: dict) -> tuple:
     return event["event"], event.get("step_s")
 
 
-def described(totals: dict) -> list[tuple[str, str]]:
-    """The totals of a run as text, in pairs of a name and a value."""
-    t = totals
+def described(t: dict) -> list[tuple[str, str]]:
+    """The `totals` of a run as text, in pairs of a name and a value."""
     # Compiling in rounds counts as rounds.
     uses = {"start": "start", "compiling": "compile", "rounds": "rounds", "evaluation": "eval"}
     compiled = t["num_programs"] - t["num_programs_cached"]
