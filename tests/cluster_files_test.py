@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from adloco_jax.cli.parser import parse
 from adloco_jax.errors import ConfigError, DataError, DivergedError, Preempted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,14 +78,6 @@ def test_systemd_and_kubernetes_know_the_exit_codes():
     service = UNIT["Service"]
     assert {*map(int, service["RestartPreventExitStatus"].split())} == MISTAKES
     assert service["Restart"] == "on-failure"
-
-
-def test_the_service_has_keys_a_user_the_network_and_a_learner_as_an_example():
-    text, service = (ROOT / "scripts" / "adloco.service").read_text("utf-8"), UNIT["Service"]
-    assert service["EnvironmentFile"].startswith("-/") and service["User"] != "root"
-    assert UNIT["Unit"]["After"] == UNIT["Unit"]["Wants"] == "network-online.target"
-    (example,) = re.findall(r"^# ExecStart=\S+/adloco (.*)$", text, re.MULTILINE)
-    assert parse(example.split()).address == "s3://BUCKET/RUN"
 
 
 def command(words, workdir):

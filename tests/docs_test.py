@@ -67,39 +67,19 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
         assert (tmp_path / "prepared" / "stdlib" / "prepared.json").exists()
 
 
-def test_files_that_the_pages_name_exist():
-    pattern = rf"`((?:{'|'.join(FOLDERS)})/[\w./]+\.\w+)`"
-    named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
-    assert len(named) > 30
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-def test_files_that_the_code_names_exist():
-    """Docstrings, comments and messages send a reader to pages and scripts that are there."""
-    pattern = rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w/]+\.(?:md|ipynb|py|toml|jsonl)\b"
+def test_files_that_pages_and_code_name_exist():
+    """Pages, docstrings, comments and messages send a reader to files that are there."""
+    names = rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w./]+\.(?:md|ipynb|py|toml|jsonl)\b"
     files = [ROOT / "Makefile", ROOT / "pyproject.toml"]
     files += [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     files += (ROOT / "scripts").glob("*.[!p]*")
-    named = {
-        (name, file.name)
-        for file in files
-        for name in re.findall(pattern, file.read_text("utf-8"))
-        if "NAME" not in name
-    }
-    assert len(named) > 80
-    assert [each for each in sorted(named) if not (ROOT / each[0]).exists()] == []
-
-
-def test_the_address_of_the_repository_is_written_once():
-    """Until there is one, pages say ADDRESS and a notebook asks for it."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    address = tomllib.loads(text)["project"]["urls"].get("Repository", "")
-    clones = [
-        line for page in PAGES for line in re.findall("git clone (\\S+)", page.read_text("utf-8"))
-    ]
-    assert clones and set(clones) == {address or "ADDRESS"}
-    for notebook in NOTEBOOKS:
-        assert f'repository = "{address}"' in notebook.read_text(encoding="utf-8")
+    named = {(n, file.name) for file in files for n in re.findall(names, file.read_text("utf-8"))}
+    # A page also names files of runs and of others; what it names as code is here.
+    quoted = rf"`((?:{'|'.join(FOLDERS)})/[\w./]+\.\w+)`"
+    named |= {(n, page.name) for page in PAGES for n in re.findall(quoted, page.read_text("utf-8"))}
+    assert len(named) > 100
+    missing = [each for each in sorted(named) if not (ROOT / each[0]).exists()]
+    assert [each for each in missing if "NAME" not in each[0]] == []
 
 
 def test_every_extra_is_explained_and_all_is_what_needs_no_accelerator():
@@ -182,13 +162,8 @@ def leads_somewhere(page, link):
     return anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_the_sidebar_has_22_pages_and_links_lead_to_all_others():
+def test_links_lead_from_the_index_to_every_page():
     docs = ROOT / "docs"
-    index = (docs / "index.md").read_text(encoding="utf-8")
-    sidebar = re.findall(
-        r"^[\w/]+$", "\n".join(re.findall(r"(?<=```\{toctree\}).*?```", index, re.S)), re.M
-    )
-    assert 15 < len(sidebar) <= 22
     shown = {page.resolve() for page in [*PAGES[1:], *docs.glob("notebooks/*.ipynb")]}
     found = [docs / "index.md"]
     for page in found:

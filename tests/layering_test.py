@@ -34,27 +34,10 @@ BELOW["training"] = BELOW["study"] | {"study", "elastic"}
 BELOW["cli"] = BELOW["training"] | {"training"}
 BELOW["main"] = BELOW["cli"] | {"cli"}
 BELOW["__main__"] = {"main"}
-# The modules of `core` that each module of `core` may import.
-CORE = {name: {"types"} for name in ("arguments", "batching", "compress")}
-CORE["meshes"] = set()
-CORE["types"], CORE["merge"] = {"meshes"}, {"types", "meshes"}
-CORE["gradstats"] = CORE["inner"] = {"types", "meshes", "arguments"}
-CORE["outer"] = {"types", "meshes", "arguments", "compress", "inner"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
 PURE_LIBRARIES |= {"pydantic", "pydantic_core"}  # of the settings
-PURE_LIBRARIES |= {
-    "dataclasses",
-    "functools",
-    "importlib",
-    "inspect",
-    "itertools",
-    "json",
-    "math",
-    "operator",
-    "re",
-    "types",
-    "typing",
-}
+PURE_LIBRARIES |= {"dataclasses", "functools", "importlib", "inspect", "itertools", "json", "math"}
+PURE_LIBRARIES |= {"operator", "re", "types", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
 # The pure packages.
@@ -96,7 +79,6 @@ def ours(path):
 
 def test_every_module_has_a_room_and_the_walk_sees_what_it_imports():
     assert {room_of(path) for path in MODULES} == set(BELOW) - {"__version__"}
-    assert {path.stem for path in MODULES if room_of(path) == "core"} == set(CORE)
     assert ["core", "types", "Ensemble"] in ours(PACKAGE / "core" / "outer.py")
     assert ["training", "train"] in ours(PACKAGE / "cli" / "compare.py")
 
@@ -121,12 +103,6 @@ def test_pure_modules_import_pure_libraries_only_and_touch_no_file_and_no_termin
             tree = ast.walk(ast.parse(path.read_text("utf-8")))
             names = {n.id for n in tree if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
             assert not names & HOST_BUILTINS, f"{name_of(path)}: {names & HOST_BUILTINS}"
-
-
-@pytest.mark.parametrize("stem", sorted(CORE))
-def test_in_the_core_all_stand_on_the_types(stem):
-    siblings = {parts[1] for parts in ours(PACKAGE / "core" / f"{stem}.py")}
-    assert siblings <= CORE[stem], f"core/{stem}.py imports {siblings - CORE[stem]}"
 
 
 def test_tables_are_read_with_the_entries_of_all_papers():
