@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, PyTree
 
-from adloco_jax.core.outer import AGGREGATORS, labels_of, mean
+from adloco_jax.core.outer import AGGREGATORS, mean
 from adloco_jax.core.types import norms
 
 CANCELLED = 1e-6  # a mean of unit vectors that is shorter than this is only rounding error
@@ -49,7 +49,10 @@ def radial_directional(
         radius = mean(norm_W, share_W) / jnp.where(length > 0, length, 1.0)
         return jnp.where(length > CANCELLED, radius * direction, average)
 
-    return jax.tree.map(one_leaf, difference_W, labels_of(label_params, difference_W))
+    if label_params is None:
+        return jax.tree.map(lambda leaf_W: one_leaf(leaf_W, ""), difference_W)
+    labels = label_params(jax.tree.map(lambda leaf_W: leaf_W[0], difference_W))
+    return jax.tree.map(one_leaf, difference_W, labels)
 
 
 def _norm(leaf: Array, num_lead: int) -> Array:

@@ -66,13 +66,6 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
     return jax.tree.map(weighted_sum, difference_W)
 
 
-def labels_of(label_params: Callable[[PyTree], PyTree] | None, difference_W: PyTree) -> PyTree:
-    """Return the label of each parameter of one worker; the empty string without `label_params`."""
-    if label_params is None:
-        return jax.tree.map(lambda _: "", difference_W)
-    return label_params(jax.tree.map(lambda leaf_W: leaf_W[0], difference_W))
-
-
 AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
 """Aggregators by name, for the option `outer.aggregator`. To use one of your own, add an entry."""
 

@@ -173,10 +173,9 @@ def load(
     with _folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
             return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
-        network, stored, left_out, config = _checked(folder, needs_head=head)
-        params, kinds = _values(network, stored, dtype), _dtypes(stored)
-        lacks, ends = _lacking(network, stored), stop_ids(folder)
-        return Loaded(network, params, kinds, left_out, config, lacks, ends)
+        found, stored = _checked(folder, needs_head=head)
+        params = _values(found.network, stored, dtype)
+        return found._replace(params=params, ends=stop_ids(folder))
 
 
 def _values(
@@ -192,10 +191,6 @@ def _values(
         if not np.isfinite(values).all():
             raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
     return unflatten_dict(leaves)
-
-
-def _dtypes(stored: "Mapping[Tensor, _Stored]") -> tuple[str, ...]:
-    return tuple(sorted({_FLOATS[where.kind] for where in stored.values()}))
 
 
 def _load_adapter(folder: Path, merges: bool, **how: Any) -> Loaded:
@@ -305,9 +300,7 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Loaded:
             found = inspect(base, revision=revision)
             return found._replace(network=_adapted(folder, found.network, content))
         if not is_address(name) and not is_on_hub(name, key=key):
-            network, stored, left_out, config = _checked(folder, needs_head=False)
-            lacks = _lacking(network, stored)
-            return Loaded(network, None, _dtypes(stored), left_out, config, lacks)
+            return _checked(folder, needs_head=False)[0]
         network, names, config = _described(folder)
     # If config.json lists no class, the class that is supported here is assumed. The weights then
     # have the head of this class.
@@ -603,9 +596,8 @@ def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
     return found
 
 
-def _checked(
-    folder: Path, *, needs_head: bool
-) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...], dict]:
+def _checked(folder: Path, *, needs_head: bool) -> tuple[Loaded, dict[Tensor, _Stored]]:
+    """Check a checkpoint; return what `inspect` does, and where its tensors are."""
     network, names, config = _described(folder)
     # The BERT that Google published calls the gains and biases of norms gamma and beta. Here these
     # names are replaced by those of all other checkpoints, weight and bias.
@@ -634,7 +626,8 @@ def _checked(
         for tensor in tensors(network, names)
     }
     head = {tensor: name for tensor, name in wanted.items() if tensor.path[0] == names.head}
-    if not needs_head and stored.keys().isdisjoint(head.values()):
+    lacks_head = bool(head) and not needs_head and stored.keys().isdisjoint(head.values())
+    if lacks_head:
         wanted = {tensor: name for tensor, name in wanted.items() if tensor not in head}
     rest = stored.keys() - wanted.values() - copies
     left_out = {name for name in rest if not needs_head and _HEADS.fullmatch(name)}
@@ -644,7 +637,9 @@ def _checked(
     if faults:
         raise DataError(_listed(faults))
     found = {tensor: stored[name] for tensor, name in wanted.items()}
-    return network, found, tuple(sorted(left_out)), config
+    kinds = tuple(sorted({_FLOATS[where.kind] for where in found.values()}))
+    lacks = names.head if lacks_head else ""
+    return Loaded(network, None, kinds, tuple(sorted(left_out)), config, lacks), found
 
 
 def _unfit(
@@ -663,14 +658,6 @@ def _unfit(
         if where.kind not in _FLOATS:
             faults.append(f"{where.file}: {name}: have {where.kind}, want a float type")
     return faults
-
-
-def _lacking(network: nn.Module, stored: Iterable[Tensor]) -> str:
-    """Return the name of the head, unless it is among the tensors, or tied."""
-    names = weight_map(network)
-    assert names is not None, "a network of this module has names"
-    is_there = getattr(network, "tied", False) or names.head in {t.path[0] for t in stored}
-    return "" if is_there else names.head
 
 
 def _listed(faults: list[str], most: int = 12) -> str:
