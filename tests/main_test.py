@@ -304,9 +304,10 @@ def test_no_line_and_no_traceback_shows_a_secret(capfd, monkeypatch):
     address = "https://me:Hunter2@hub.example/c4?X-Amz-Signature=Hunter2&b=1"
     library = f"401 for {address} with Bearer Hunter2.x, token hf_Hunter2"
     for error in (ConfigError(library), OSError(library), ValueError(library)):
-        monkeypatch.setattr(cli, "_run", mock.Mock(side_effect=error))
+        monkeypatch.setattr(cli, "parse", mock.Mock(side_effect=error))
         if isinstance(error, ValueError):
             monkeypatch.setattr(cli.sys, "exit", lambda code: None)
+            monkeypatch.setattr(cli.sys, "argv", ["adloco"])
             cli.command()  # an internal error keeps its traceback
         else:
             cli.main([])
@@ -347,10 +348,10 @@ def test_errors_end_with_their_own_code_and_one_line(capsys, monkeypatch):
         (OSError(24, "Too many"), 5, "out of resources: [Errno 24] Too many\n"),
         (RuntimeError("RESOURCE_EXHAUSTED: x"), 5, "out of resources: RESOURCE_EXHAUSTED: x\n"),
     ):
-        monkeypatch.setattr(cli, "_run", mock.Mock(side_effect=error))
+        monkeypatch.setattr(cli, "parse", mock.Mock(side_effect=error))
         assert cli.main([]) == code
         assert capsys.readouterr().err == line
-    monkeypatch.setattr(cli, "_run", mock.Mock(side_effect=RuntimeError("a mistake of ours")))
+    monkeypatch.setattr(cli, "parse", mock.Mock(side_effect=RuntimeError("a mistake of ours")))
     with pytest.raises(RuntimeError):
         cli.main([])
 
