@@ -54,14 +54,14 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
             monkeypatch.setenv(name, value)
         InBucket(monkeypatch, f"s3://bkt/run{seed}", fate)
         settings = settings_of(
-            num_rounds=6,
+            num_rounds=4,
             ensemble={"num_trainers": 2, "num_workers": 2, "model_shards": 1},
             inner={"steps_per_round": 2},
-            merge={"every_rounds": 3},
+            merge={"every_rounds": 2},
             engine={"kind": "bucket", "address": f"s3://bkt/run{seed}", "heartbeat_s": 4.0},
         )
         ended = run(tmp_path, settings)
-    assert ended.controller.round == 6 and runs.audit(tmp_path) == []
+    assert ended.controller.round == 4 and runs.audit(tmp_path) == []
     lines = events(tmp_path, "round")
     assert ended.controller.tokens_total == sum(line["tokens"] for line in lines)
     if is_repaired:
