@@ -25,10 +25,9 @@ from adloco_jax.settings import GROUPS, LINK, OPTIONS, default_of
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command and its options; `--num-rows` and `--num_rows` are the same.
 
-    Of `train` and `plan`, which list all faults at once, those of unknown words are `faults`.
-
     Raises:
-      ConfigError: If a word is invalid. The message gives the command to write instead.
+      ConfigError: If words are unknown, with a line for each; or if one is missing or invalid, with
+        the command to write instead.
     """
     return _parser().parse_args([_with_usual_hyphens(word) for word in words])
 
@@ -55,15 +54,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**how, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words; an unknown one is an error, or one of the faults of the config."""
+        """Parse words; raise ConfigError with a line for each that is unknown."""
         self.words = args
         options, unknown = super().parse_known_args(args, namespace)
-        faults = [self._unknown(word) for word in unknown]
-        if self.takes_keys:
-            options.faults = faults
-        elif faults:
-            self.error(faults[0])
-        return options, []
+        if unknown:
+            raise ConfigError("\n".join(map(self._unknown, unknown)))
+        return options, unknown
 
     def _unknown(self, word: str) -> str:
         """Say that a word is unknown, and which options are the nearest."""

@@ -25,24 +25,16 @@ def configure(options: argparse.Namespace) -> tuple[Path, Settings]:
     settings of the config. A named run is set as `workdir`.
 
     Raises:
-      ConfigError: If the file, a word, or the resulting config has faults; the message lists all.
+      ConfigError: If the file or the resulting config has faults; the message lists all.
     """
     name, is_resumed = options.name or options.config, bool(options.name) and is_run(options.name)
-    faults = list(options.faults)
     if options.name and options.config and not is_resumed:
-        name = options.config
-        faults.insert(0, f"{options.name}: unexpected")
-    try:
-        path, made = _recorded(options) if is_resumed else _load(name, options.size)
-        for key in OPTIONS:
-            if (text := vars(options)[f"config.{key}"]) is not None:
-                override(made, key, text)
-        settings = validate(made)
-        if not faults:
-            return path, settings
-    except ConfigError as error:
-        faults.insert(0, str(error))
-    raise ConfigError("\n".join(faults))
+        raise ConfigError(f"{options.name}: unexpected, as --config names a config")
+    path, made = _recorded(options) if is_resumed else _load(name, options.size)
+    for key in OPTIONS:
+        if (text := vars(options)[f"config.{key}"]) is not None:
+            override(made, key, text)
+    return path, validate(made)
 
 
 def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
