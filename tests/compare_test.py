@@ -8,6 +8,7 @@ import pytest
 from ledgers import round_line, start_line
 from toy import config_of
 
+from adloco_jax import main as cli
 from adloco_jax.cli import compare as compare_command
 from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.errors import ConfigError, DataError
@@ -19,38 +20,11 @@ from studies import results, tables, track
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
-
-TINY = config_of(
-    num_rounds=3,
-    model={"width": 16, "mlp_width": 32, "num_layers": 1},
-    data={"sequence_length": 16, "num_sequences": 400},
-    ensemble={"num_trainers": 1, "num_workers": 2},
-    inner={"steps_per_round": 2},
-    merge={"policy": "none"},
-    batching={"test": "constant", "batch_cap": 8},
-    eval={"every_rounds": 1, "num_sequences": 8},
-)
-
-
-ADAPTIVE = {
-    "batching.test": "norm",
-    "batching.eta": 0.1,
-    "ensemble.num_trainers": 2,
-    "merge.policy": "worst_with_worst",
-    "merge.every_rounds": 2,
-}
-VARIANTS = {
-    "DiLoCo": {},
-    "AdLoCo": ADAPTIVE,
-}
-
 
 def comparison(**changes) -> Comparison:
     fields = {
-        "base": TINY,
-        "variants": VARIANTS,
+        "base": config_of(merge={"policy": "none"}),
+        "variants": {"DiLoCo": {}, "AdLoCo": {"batching.test": "norm"}},
         "baseline": "DiLoCo",
         "target_losses": (5.5, 1.0),
         "seeds": (0, 1, 2),
@@ -73,6 +47,29 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
         assert sum(part in line for line in lines) == 1
     with pytest.raises(ConfigError, match="^seeds"):
         runs_of(comparison(seeds=()), tmp_path)
+
+
+COMPARISON = """
+from toy import tiny_config
+from adloco_jax.study.compare import Comparison
+
+def get_comparison():
+    how = {"baseline": "one", "target_losses": (9,), "seeds": (0,)}
+    return Comparison(base=tiny_config(num_rounds=1), variants={"one": {}}, **how)
+"""
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_command_trains_what_is_missing_and_writes_tables_and_a_report(tmp_path, capsys):
+    (tmp_path / "two.py").write_text(COMPARISON)
+    folder = tmp_path / "runs"
+    for said in ("after", "was finished"):
+        assert cli.main(["compare", str(tmp_path / "two.py"), f"--workdir={folder}"]) == 0
+        out = capsys.readouterr().out
+        assert f"one, seed 0: {said}" in out and "| one | " in out
+    assert (folder / "comparison.md").read_text() in out
+    assert (folder / "report" / "index.html").exists()
+    assert (folder / "one" / "seed-0" / "output.txt").exists()
 
 
 def test_the_comparison_that_ships_can_run(tmp_path):
