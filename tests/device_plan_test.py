@@ -42,16 +42,15 @@ def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
     lines, record = device_plan(tiny_config(), "h100")
     assert record["fits"] and record["max_batch_size"] == 4
     assert record["mode"] == "workers one after another"  # the default on a CPU
-    (tried,) = record["tried"]
-    assert lines[-1] == "Tried: workers one after another: micro-batch 4."
-    kinds = {name.split()[0] for name in tried["programs"]}
+    assert "- Fits: workers one after another; micro-batch 4; 1 device per model." in lines
+    kinds = {name.split()[0] for name in record["programs"]}
     # of the first round: on a CPU others are compiled when they are needed
     assert kinds == {"stats", "start", "steps", "outer"}
-    sums = [p["program"] + p["beside"] for p in tried["programs"].values()]
+    sums = [p["program"] + p["beside"] for p in record["programs"].values()]
     assert record["largest_bytes"] == max(sums) <= record["budget_bytes"]
     text = "\n".join(lines)
     assert text.startswith("Compiled for h100, not run.")
-    assert all(f"| {name} |" in text for name in tried["programs"])
+    assert all(f"| {name} |" in text for name in record["programs"])
 
 
 def test_what_does_not_fit_is_said_with_the_bytes_that_it_needs(monkeypatch):
@@ -59,7 +58,7 @@ def test_what_does_not_fit_is_said_with_the_bytes_that_it_needs(monkeypatch):
     config.batching.update(initial_batch_size=4, batch_cap=8, buckets=(4,), max_batch_size="auto")
     of_bytes(monkeypatch, 2**10)
     lines, record = device_plan(config, "h100")
-    assert not record["fits"] and record["tried"][-1]["max_batch_size"] is None
+    assert not record["fits"]
     assert "4 workers of 2 trainers need" in record["fault"]
     assert f"- Nothing fits: {record['fault']}." in lines
 

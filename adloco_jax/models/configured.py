@@ -13,7 +13,7 @@ from adloco_jax.core.types import LossFn
 from adloco_jax.errors import own_code
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import Adapter
-from adloco_jax.settings import AdapterSettings, ModelSettings
+from adloco_jax.settings import SIZES, AdapterSettings, ModelSettings
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`: draws a model's parameters with a typed PRNG key."""
@@ -46,18 +46,9 @@ def build_network(
     adapted = {}
     if adapter.rank:
         adapted = {"adapter": Adapter(adapter.rank, adapter.alpha, adapter.layers)}
-    build = ARCHITECTURES[model.arch].build
-    return own_code(f"model.arch = {model.arch}")(build)(
-        vocab_size=model.vocab_size,
-        width=model.width,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        mlp_width=model.mlp_width,
-        max_length=model.max_length,
-        norm_eps=model.norm_eps,
-        rope_theta=model.rope_theta,
-        num_classes=model.num_classes,
+    build = own_code(f"model.arch = {model.arch}")(ARCHITECTURES[model.arch].build)
+    return build(
+        **{name: getattr(model, name) for name in SIZES},
         dtype=model.dtype,
         checkpoint=model.checkpoint,
         remat=bool(model.remat) if remat is None else remat,

@@ -76,24 +76,12 @@ class Peak(NamedTuple):
         return self.program + self.beside
 
 
-class Tried(NamedTuple):
-    """The largest micro-batch of a mode that fits, or None and the fault.
-
-    `peaks` has the memory of each program with it, or with the smallest.
-    """
-
-    mode: Mode
-    max_batch_size: int | None  # sequences of a micro-batch
-    peaks: dict[str, Peak]  # the key is the name of the program
-    fault: str = ""
-
-
 class NothingFits(ResourceError):
-    """Error: the run does not fit in a device's memory in any mode (way to run the workers)."""
+    """Error: the run does not fit in a device's memory in any mode; `peaks` are of the last one."""
 
-    def __init__(self, tried: list[Tried]):
-        super().__init__(tried[-1].fault)
-        self.tried = tried
+    def __init__(self, fault: str, peaks: dict[str, Peak]):
+        super().__init__(fault)
+        self.peaks = peaks
 
 
 class Choice(NamedTuple):
@@ -101,7 +89,7 @@ class Choice(NamedTuple):
 
     programs: Programs
     max_batch_size: int  # sequences of a micro-batch
-    tried: list[Tried]  # the results for all modes that were tried, with the chosen one
+    peaks: dict[str, Peak]  # memory of each program that was compiled for it, by name
 
 
 def modes(remat: bool | None, platform: str) -> list[Mode]:
@@ -136,7 +124,6 @@ def choose(
     sizes = sizes if size is None else [size]
     if spec.examples_per_pass is not None:  # on a CPU: more rows than a pass takes gain nothing
         sizes = [n for n in sizes if n <= max(spec.examples_per_pass, sizes[0])]
-    tried: list[Tried] = []
     fits: list[tuple[float, Choice]] = []
     for mode in allowed:
         loss_fn = loss_of(mode, spec.attention)
@@ -145,19 +132,20 @@ def choose(
         )
         programs = Programs(chosen, on_compile)
         if platform == "cpu" and size is not None:
-            return Choice(programs, size, [Tried(mode, size, {})])
-        tried.append(_try(programs, sizes, ensemble, batching, switch))
-        largest = tried[-1].max_batch_size
-        if largest is None:
+            return Choice(programs, size, {})
+        try:
+            choice = _try(programs, sizes, ensemble, batching, switch)
+        except NothingFits:
             programs.close()
+            if mode == allowed[-1] and not fits:
+                raise
             continue
+        largest = choice.max_batch_size
         tokens = largest * tokens_of_a_row(chosen, ensemble.sizes(whole_pool=True))
         is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu"
-        fits.append((math.inf if is_enough else tokens, Choice(programs, largest, tried)))
+        fits.append((math.inf if is_enough else tokens, choice))
         if is_enough:
             break
-    if not fits:
-        raise NothingFits(tried)
     _, best = max(fits, key=lambda each: each[0])
     for _, choice in fits:
         if choice is not best:
@@ -178,9 +166,10 @@ def _try(
     ensemble: EnsembleSettings,
     batching: BatchingSettings,
     switch: SwitchSettings,
-) -> Tried:
+) -> Choice:
+    """Find the largest of some micro-batches that fits; raise NothingFits if none does."""
     spec, first = programs.spec, sizes[0]
-    mode, budget = Mode(spec.sequential, spec.remat), spec.machine.budget(batching.memory_frac)
+    budget = spec.machine.budget(batching.memory_frac)
     workers = ensemble.sizes(whole_pool=True)
     least = least_bytes(spec, workers, accumulates=accumulates(batching, switch, first))
     needs: dict[int, dict[str, Peak]] = {first: {}}
@@ -199,18 +188,18 @@ def _try(
             needs[first] = {str(key): peak(programs, key, workers) for key in keys}
             resting = held_bytes(spec, workers)
             if resting + (largest_peak(needs[first]) - resting) * sizes[-1] / first <= budget:
-                return Tried(mode, sizes[-1], needs[first])
+                return Choice(programs, sizes[-1], needs[first])
         if num_fit := bisect.bisect_right(sizes, budget, key=most):
             largest = sizes[num_fit - 1]
-            return Tried(mode, largest, needs[largest])
+            return Choice(programs, largest, needs[largest])
     needed = max(least, largest_peak(needs[first]))
-    fault = (
+    raise NothingFits(
         f"batching.initial_batch_size={first}: {counted(sum(workers), 'worker')} of"
         f" {counted(len(workers), 'trainer')} need {needed} bytes on a device, have"
         f" {budget} of {spec.machine.device_bytes}; use fewer workers, a smaller batch or model, or"
-        " model.remat=auto"
+        " model.remat=auto",
+        needs[first],
     )
-    return Tried(mode, None, needs[first], fault)
 
 
 def largest_peak(peaks: Mapping[str, Peak]) -> int:

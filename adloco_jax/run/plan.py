@@ -27,7 +27,7 @@ from adloco_jax.engine.spec import (
     num_values,
 )
 from adloco_jax.errors import ConfigError, UserError, counted
-from adloco_jax.loop.adloco import Control, start
+from adloco_jax.loop.adloco import start
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.choose import (
@@ -43,7 +43,7 @@ from adloco_jax.run.choose import (
 from adloco_jax.run.describe import length_lines, plan_lines, run_header
 from adloco_jax.run.program import configured_model, program_spec, spec_of
 from adloco_jax.run.terminal import in_bytes
-from adloco_jax.settings import BatchingSettings, Settings, SwitchSettings
+from adloco_jax.settings import Settings
 
 
 def plan(
@@ -70,7 +70,10 @@ def plan(
     if memory:
         choice = configured_choice(settings, here())
         pool = start(settings.ensemble, settings.batching, choice.max_batch_size, whole_pool=True)
-        lines += _memory_lines(pool, settings.batching, settings.switch, choice)
+        peaks = program_peaks(pool, choice.programs, settings.batching, settings.switch)
+        machine = choice.programs.spec.machine
+        budget = machine.budget(settings.batching.memory_frac)
+        lines += [_chosen(choice), "", *_table(peaks, machine.device_bytes, budget)]
     else:
         lines.append("not compiled: --memory does")
     return "\n".join([*notes, *lines, *(f"not checked: {line}" for line in unchecked)])
@@ -87,15 +90,6 @@ def configured_choice(
     return choose(spec, model.loss_of, *groups, allowed=allowed, size=size, on_compile=on_compile)
 
 
-def _memory_lines(
-    control: Control, batching: BatchingSettings, switch: SwitchSettings, choice: Choice
-) -> list[str]:
-    machine = choice.programs.spec.machine
-    peaks = program_peaks(control, choice.programs, batching, switch)
-    budget = machine.budget(batching.memory_frac)
-    return [_chosen(choice), "", *_table(peaks, machine.device_bytes, budget)]
-
-
 def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], dict]:
     """Compile a run's programs for named devices; report in Markdown lines and as JSON.
 
@@ -107,42 +101,25 @@ def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], 
         settings = completed(settings)
     except UserError:  # without the hub and the text, the config describes the model
         settings = completed(settings, reads=False)
+    budget = machine.budget(settings.batching.memory_frac)
+    record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
     with _progress(device) as on_compile:
         try:
             choice = configured_choice(settings, machine, on_compile)
         except NothingFits as error:
-            tried, found, facts = (
-                error.tried,
-                [f"Nothing fits: {error}."],
-                {"fits": False, "fault": str(error)},
-            )
-            peaks = tried[-1].peaks
+            peaks, found = error.peaks, [f"Nothing fits: {error}."]
+            record |= {"fits": False, "fault": str(error)}
         else:
-            tried, spec = choice.tried, choice.programs.spec
-            mode = Mode(spec.sequential, spec.remat)
-            (peaks,) = (each.peaks for each in tried if each.mode == mode)
+            peaks, spec = choice.peaks, choice.programs.spec
             found = [*run_header(settings, spec, choice.max_batch_size), _chosen(choice)]
-            facts = {"fits": True, "mode": str(mode), "max_batch_size": choice.max_batch_size}
-            facts["model_shards"] = spec.model_shards
-    budget = machine.budget(settings.batching.memory_frac)
-    record = {
-        **{"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget},
-        **facts,
-        "largest_bytes": largest_peak(peaks),
-        "tried": [
-            {"mode": str(each.mode), "max_batch_size": each.max_batch_size}
-            | {"programs": {name: peak._asdict() for name, peak in each.peaks.items()}}
-            for each in tried
-        ],
-        "compile_s": time.perf_counter() - start_s,
-    }
+            record |= {"fits": True, "mode": str(Mode(spec.sequential, spec.remat))}
+            record |= {"max_batch_size": choice.max_batch_size, "model_shards": spec.model_shards}
+    record["programs"] = {name: peak._asdict() for name, peak in peaks.items()}
+    record["largest_bytes"] = largest_peak(peaks)
+    record["compile_s"] = time.perf_counter() - start_s
     lines = [f"Compiled for {device}, not run.", "", *(f"- {line}" for line in found)]
     lines += [f"- Compiled in {record['compile_s']:.0f} s.", ""]
-    lines += [*_table(peaks, machine.device_bytes, budget), ""]
-    for each in tried:
-        size = each.max_batch_size
-        lines.append(f"Tried: {each.mode}: {f'micro-batch {size}' if size else each.fault}.")
-    return lines, record
+    return [*lines, *_table(peaks, machine.device_bytes, budget)], record
 
 
 def _chosen(choice: Choice) -> str:
