@@ -195,8 +195,8 @@ def fit(
       accept_data_change: As in `train`.
 
     Raises:
-      ConfigError: For all faults of the arguments, an optimizer that the settings also name, or a
-        folder that cannot be used.
+      ConfigError: For an argument that cannot be used, an optimizer that the settings also name, or
+        a folder that cannot be used.
       DataError: If there are too few held-out rows: one with one trainer, else two.
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """

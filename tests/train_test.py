@@ -248,10 +248,10 @@ NOISE = optax.chain(optax.sgd(1.0), optax.add_noise(0.1, 0.1, 0))
 @pytest.mark.parametrize(
     ("tx", "fault"),
     [
-        (NOISE, "rng_key: a PRNG key, which cannot be trained or saved"),
+        (NOISE, "rng_key: a PRNG key, which cannot be saved"),
         (
             optax.scale(1.0)._replace(init=lambda params: NOTHING),
-            "its state.*: a leaf of size zero",
+            "its state.*: an array of size zero",
         ),
         (
             optax.scale(1.0)._replace(update=lambda grads, state, params: (grads, (state, 1))),

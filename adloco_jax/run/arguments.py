@@ -1,7 +1,6 @@
 """Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -105,55 +104,56 @@ def own_model(
 def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     """Check the model and rows of the caller of `fit`; return its settings for them.
 
-    These have rate 1 for optimizers that are given, and name no text. ConfigError has one line for
-    each fault, with its argument.
+    These have rate 1 for optimizers that are given, and name no text. Raises ConfigError, which
+    names the argument.
     """
-    faults, rank = _of_rows(corpus), settings.adapter.rank
+    _check_rows(corpus)
     if settings.data.row_parts > 1:
-        faults.append("data.attention, text_column: loss_fn says what tokens attend to; unset both")
-    if rank:
-        faults.append(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
-    faults = faults or _of_params("init_fn" if model.params is None else "params", model.init_fn)
-    updates: dict[str, Any] = {"data": settings.data.model_copy(update=_NO_TEXT)}
-    if not faults:
-        params = jax.eval_shape(model.init_fn, jax.random.key(0))
-        labels = labeller(settings.model.arch, model.label_params)
-        parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)
-        for group, tx in (("inner", model.inner_tx), ("outer", model.outer_tx)):
-            if tx is not None:
-                faults += _beside(group, getattr(settings, group))
-                faults += _of_transform(f"{group}_tx", tx, params)
-                options = getattr(settings, group).model_copy(update={"learning_rate": 1.0})
-                updates[group] = options
-        # The config may name an optimizer that the user has added to the table.
-        if model.inner_tx is None:
-            tx = inner_transform(settings.inner, labels)
-            faults += _of_transform("inner_tx", tx, params)
-        rows_BL = jax.ShapeDtypeStruct((2, corpus.heldout_rows.shape[1]), np.int32)
-        with own_code("loss_of"):
-            loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
-        faults += _of_loss("loss_fn", loss_fn, params, rows_BL)
-        if model.eval_loss_fn is not None:
-            faults += _of_loss("eval_loss_fn", model.eval_loss_fn, params, rows_BL)
+        need = "loss_fn says what tokens attend to; unset both"
+        raise ConfigError(f"data.attention, text_column: {need}")
+    if rank := settings.adapter.rank:
+        raise ConfigError(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
+    params = _checked_params("init_fn" if model.params is None else "params", model.init_fn)
+    labels = labeller(settings.model.arch, model.label_params)
+    parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)
+    # The config may name an optimizer that the user has added to the table.
+    inner_tx = model.inner_tx
+    inner_tx = inner_transform(settings.inner, labels) if inner_tx is None else inner_tx
+    for name, tx in (("inner_tx", inner_tx), ("outer_tx", model.outer_tx)):
+        if tx is not None:
+            _check_transform(name, tx, params)
+    faults: list[str] = []
+    updates: dict[str, Any] = {
+        "data": settings.data.model_copy(update={"path": "", "heldout_path": ""})
+    }
+    for group, tx in (("inner", model.inner_tx), ("outer", model.outer_tx)):
+        if tx is not None:
+            options = getattr(settings, group)
+            faults += _beside(group, options)
+            updates[group] = options.model_copy(update={"learning_rate": 1.0})
     if faults:
         raise ConfigError("\n".join(faults))
+    rows_BL = jax.ShapeDtypeStruct((2, corpus.heldout_rows.shape[1]), np.int32)
+    with own_code("loss_of"):
+        loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
+    key = {"key": jax.random.key(0)} if takes(loss_fn, "key") else {}
+    _check_loss("loss_fn", functools.partial(loss_fn, **key), params, rows_BL)
+    if model.eval_loss_fn is not None:
+        _check_loss("eval_loss_fn", model.eval_loss_fn, params, rows_BL)
     return settings.model_copy(update=updates)
 
 
-_NO_TEXT = {"path": "", "heldout_path": ""}
-
-
-def _of_rows(corpus: Any) -> list[str]:
+def _check_rows(corpus: Any) -> None:
     if lacks := [name for name in _ROWS if not hasattr(corpus, name)]:
-        return [
+        raise ConfigError(
             f"corpus: {_kind(corpus)} without {', '.join(lacks)}; give ArrayRows, or an object with"
             " the methods of adloco_jax.engine.inputs.Rows"
-        ]
+        )
     rows = corpus.heldout_rows
-    if np.ndim(rows) == 2 and np.issubdtype(rows.dtype, np.integer):
-        return []
-    found = f"{getattr(rows, 'dtype', type(rows).__name__)} of shape {np.shape(rows)}"
-    return [f"corpus.heldout_rows: {found}; give an array of integers [E, L + 1]"]
+    if np.ndim(rows) != 2 or not np.issubdtype(rows.dtype, np.integer):
+        found = f"{getattr(rows, 'dtype', type(rows).__name__)} of shape {np.shape(rows)}"
+        need = "give an array of integers [E, L + 1]"
+        raise ConfigError(f"corpus.heldout_rows: {found}; {need}")
 
 
 # The options that describe an optimizer, which do not act on one that the caller gives.
@@ -173,74 +173,59 @@ def _beside(group: str, settings: InnerSettings | OuterSettings) -> list[str]:
     ]
 
 
-def _of_loss(
-    name: str, loss_fn: LossFn, params: PyTree, rows_BL: jax.ShapeDtypeStruct
-) -> list[str]:
-    takes_key = name == "loss_fn" and takes(loss_fn, "key")
+def _check_loss(name: str, loss_fn: LossFn, params: PyTree, rows_BL: jax.ShapeDtypeStruct) -> None:
     with own_code(name):
-        key = {"key": jax.random.key(0)} if takes_key else {}
-        made = jax.eval_shape(functools.partial(loss_fn, **key), params, rows_BL)
-    if getattr(made, "shape", None) == () and jnp.issubdtype(made.dtype, jnp.floating):
-        return []
-    shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", made)
-    return [
-        f"{name}: returned {str(shapes)[:200]}; return one number, the mean loss over the rows:"
-        " jnp.mean of the losses, and nothing beside it (outer_step takes auxiliary outputs)"
-    ]
+        made = jax.eval_shape(loss_fn, params, rows_BL)
+    if getattr(made, "shape", None) != () or not jnp.issubdtype(made.dtype, jnp.floating):
+        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", made)
+        raise ConfigError(
+            f"{name}: returned {str(shapes)[:200]}; return one number, the mean loss over the rows:"
+            " jnp.mean of the losses, and nothing beside it (outer_step takes auxiliary outputs)"
+        )
 
 
-def _of_params(name: str, init_fn: InitFn) -> list[str]:
+def _checked_params(name: str, init_fn: InitFn) -> PyTree:
+    """Return the shapes of a model's parameters; raise ConfigError if they cannot be saved."""
     try:
         with own_code(name):
             params = jax.eval_shape(init_fn, jax.random.key(0))
             trainable(without_state(params))
     except ConfigError as error:
         advice = "; its leaves must all be arrays: leave others out of the tree"
-        return [f"{error}{advice * isinstance(error.__cause__, TypeError)}"]
-    faults = _unsaved(f"{name}: params", params)
+        raise ConfigError(f"{error}{advice * isinstance(error.__cause__, TypeError)}") from error
+    _check_leaves(f"{name}: params", params)
     # A leaf is named by its keys, which the export joins by "/" and Orbax by ".".
     for separator in "/.":
         paths = (path for path, _ in jax.tree.leaves_with_path(params))
         names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
-        faults += [
-            f"{name}: {count} leaves are saved as {leaf!r}; rename all but one"
-            for leaf, count in names.items()
-            if count > 1
-        ]
-    return faults
+        leaf, count = names.most_common(1)[0]
+        if count > 1:
+            raise ConfigError(f"{name}: {count} leaves are saved as {leaf!r}; rename all but one")
+    return params
 
 
-def _unsaved(name: str, tree: PyTree) -> list[str]:
-    """Return a line for each array of an argument that cannot be stored in a checkpoint."""
-    faults = []
+def _check_leaves(name: str, tree: PyTree) -> None:
+    """Raise ConfigError for an array that cannot be stored in a checkpoint."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        where = f"{name}{jax.tree_util.keystr(path)}"
-        if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
-            faults.append(f"{where}: a PRNG key, which cannot be trained or saved; leave it out")
-        elif not math.prod(jnp.shape(leaf)):
-            faults.append(f"{where}: a leaf of size zero, which cannot be saved; leave it out")
-    return faults
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if is_key or not leaf.size:
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            found = "a PRNG key" if is_key else "an array of size zero"
+            raise ConfigError(f"{where}: {found}, which cannot be saved; leave it out")
 
 
-def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> list[str]:
+def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> None:
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
-        return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1e-3)"]
-    try:
-        with own_code(name):
-            before = jax.eval_shape(tx.init, params)
-            if faults := _unsaved(f"{name}: its state", before):
-                return faults
-            update = optax.with_extra_args_support(tx).update
-            _, after = jax.eval_shape(update, params, before, params)
-    except ConfigError as error:
-        return [
-            f"{error}; a round passes only gradients, state and parameters to a transformation: use"
-            " one that needs no other arguments"
-        ]
+        need = "give a transformation, such as optax.adamw(1e-3)"
+        raise ConfigError(f"{name}: {_kind(tx)}; {need}")
+    with own_code(name):
+        before = jax.eval_shape(tx.init, params)
+    _check_leaves(f"{name}: its state", before)
+    with own_code(f"{name}: given gradients, state and parameters"):
+        _, after = jax.eval_shape(optax.with_extra_args_support(tx).update, params, before, params)
     is_same = jax.tree.structure(before) == jax.tree.structure(after)
-    if is_same and shapes(before) == shapes(after):
-        return []
-    return [f"{name}: an update changes the structure of its state"]
+    if not is_same or shapes(before) != shapes(after):
+        raise ConfigError(f"{name}: an update changes the structure of its state")
 
 
 def _kind(value: object) -> str:
