@@ -358,7 +358,6 @@ def test_a_record_with_any_other_value_is_refused_in_a_line(finished):
     ("arguments", "code", "message"),
     [
         (["missing/file.jsonl", "--output", "out"], 3, "no such file"),
-        (["stdlib"], 2, "required: --output/--out; write: adloco prepare stdlib --out prepared"),
         (["stdlib", "--out", "out", "--sequence_length", "0"], 2, "data.sequence_length = 0"),
     ],
 )

@@ -211,16 +211,9 @@ def web(tmp_path):
     (tmp_path / "web").mkdir()
     handler = functools.partial(Web, directory=tmp_path / "web")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-def test_a_file_of_a_web_server(tmp_path, web):
-    path = write_documents(tmp_path / "web", TEXTS, "a.jsonl.gz")
-    assert load(f"{web}/a.jsonl.gz").fingerprint == load(path).fingerprint
-    with pytest.raises(DataError, match="no such file"):
-        load(f"{web}/gone.jsonl")
 
 
 @pytest.mark.parametrize("name", ["encoded.jsonl", "encoded.jsonl.gz", "plain.jsonl.gz"])
@@ -229,6 +222,8 @@ def test_a_file_that_a_server_sends_compressed(tmp_path, web, name):
     content = gzip.compress(path.read_bytes())
     (tmp_path / "web" / name).write_bytes(content if "encoded" in name else path.read_bytes())
     assert load(f"{web}/{name}").fingerprint == load(path).fingerprint
+    with pytest.raises(DataError, match="no such file"):
+        load(f"{web}/gone.jsonl")
     write_documents(tmp_path, [CHATS] * 9, "chats.jsonl")
     (tmp_path / "web" / name).write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
     given = DataSettings().model_copy(update={"source": "jsonl", "path": f"{web}/{name}"})

@@ -15,7 +15,6 @@ import pytest
 from texts import write_documents
 from toy import data_settings
 
-from adloco_jax import main as cli
 from adloco_jax.data import load_corpus, sources
 from adloco_jax.data.corpus import source_of
 from adloco_jax.data.disk import write_errors
@@ -271,17 +270,3 @@ def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_pat
         with pytest.raises(DataError, match=r"a\.parquet: damaged or unreadable") as error:
             corpus(path, source="parquet")
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (["a.csv", "b.md"], r"files of several kinds \(a\.csv, b\.md\); .*set data\.source"),
-    ],
-)
-def test_prepare_refuses_what_it_would_have_to_guess(tmp_path, capsys, files, message):
-    for name in files:
-        write(tmp_path / "in" / name, "a,b\n1,2\n")
-    words = ["prepare", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    assert cli.main(words) == 2
-    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "out").exists()
