@@ -20,13 +20,7 @@ from typing import Any
 import numpy as np
 
 from adloco_jax.data import hub, prepared, rows, sources
-from adloco_jax.data.files import (
-    File,
-    cache_folder,
-    find,
-    identity,
-    is_on_hub,
-)
+from adloco_jax.data.files import File, cache_folder, find, identity, is_address, is_on_hub
 from adloco_jax.data.prepared import DocumentRows, Manifest, Opened
 from adloco_jax.data.rows import NUM_FIELDS, Job
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
@@ -259,9 +253,10 @@ def check_corpus(data: DataSettings, model: ModelSettings, run: Path | None = No
         return []
     if "path" in source.needs:
         job = make_job(data, tokenizer, commit="any")  # any commit, so that the hub is not asked
-        if job.is_on_hub:
+        if job.request["path"]:
             return [f"{_where_of(data)}: whether the hub has it, and its content"]
-        if job.num_bytes_here is None:
+        files = job.request["files"] + job.request["heldout_files"]
+        if any(is_address(name) for name, *_ in files):
             return [f"{_where_of(data)}: its content"]
         for parts, where in zip(job.parts(), reversed(job.where), strict=True):
             documents = (d for part in parts for d in job.documents(part, part.file, where))

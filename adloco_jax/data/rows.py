@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from adloco_jax.data import chats, prepared, sources
 from adloco_jax.data.disk import file_sha256, replaced_folder
-from adloco_jax.data.files import File, is_address, local_copy
+from adloco_jax.data.files import File, local_copy
 from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
@@ -67,18 +67,6 @@ class Job:
     where: tuple[str, str]
     heldout_limit: int | None = None
     cuts: bool = False
-
-    @property
-    def is_on_hub(self) -> bool:
-        """Whether the text is a data set on the hub."""
-        return bool(self.request["path"])
-
-    @property
-    def num_bytes_here(self) -> int | None:
-        """Size of the files of text if all are on this machine; else None."""
-        files = [*self.request["files"], *self.request["heldout_files"]]
-        is_elsewhere = self.is_on_hub or any(is_address(name) for name, *_ in files)
-        return None if is_elsewhere else sum(size for _, size, *_ in files)
 
     def documents(self, part: Part, path: File | None, where: str) -> Iterator[Document]:
         """Yield the documents of a part, whose file is at `path`; see `sources.documents_of`."""
