@@ -152,8 +152,8 @@ def trainers(options: argparse.Namespace) -> dict:
     for count in (1, 2, 4, 8):
         shape = dataclasses.replace(SMALL, num_steps=16 // count)
         tokens = random_tokens(shape, 8, count)
-        for how, parallelism in (("in turn", 1), ("at once", count)):
-            run = InnerSteps(settings_of(shape), tokens, parallelism=parallelism)
+        for how, sequential in (("in turn", True), ("at once", False)):
+            run = InnerSteps(settings_of(shape), tokens, sequential=sequential)
             runs[f"{count} {how}"] = run
     times = interleave(runs, options.repeats)
     report("16 updates of batch 8 in all", times)

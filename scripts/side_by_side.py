@@ -81,7 +81,7 @@ class InnerSteps:
         tokens_SRBL: np.ndarray,
         params: PyTree | None = None,
         *,
-        parallelism: int | None = None,
+        sequential: bool | None = None,
     ):
         """Compile the inner steps.
 
@@ -89,7 +89,7 @@ class InnerSteps:
           settings: The model, the optimizer and the learning rate.
           tokens_SRBL: The tokens that each call trains on, int32 [S, R, B, L + 1].
           params: One model's parameters to start from; None draws them from key 0.
-          parallelism: How many workers compute as one batch; None: as a run on this device.
+          sequential: Whether workers run one after another; None: as in a run on this device.
         """
         init_fn, loss_fn = functions_of(settings)
         label_params, num_workers = labeller(settings.model.arch), tokens_SRBL.shape[1]
@@ -113,7 +113,7 @@ class InnerSteps:
                 loss_fn,
                 inner_tx=inner_tx,
                 learning_rate_TR=rates_SR,
-                worker_parallelism=parallelism or (1 if here().platform == "cpu" else None),
+                sequential=here().platform == "cpu" if sequential is None else sequential,
                 examples_per_pass=examples_per_pass(
                     settings.data.sequence_length * settings.model.width, here()
                 ),

@@ -101,19 +101,17 @@ SIZES = st.integers(1, 4096)
     batch_size=SIZES,
     max_growth=st.integers(1, 8) | st.floats(1.0, 8.0),
     batch_cap=SIZES,
-    monotone=st.booleans(),
 )
 def test_next_batch_is_a_whole_number_within_growth_and_cap(
-    requested, batch_size, max_growth, batch_cap, monotone
+    requested, batch_size, max_growth, batch_cap
 ):
-    limits = {"max_growth": max_growth, "monotone": monotone}
-    new = next_batch_size(requested, batch_size=batch_size, batch_cap=batch_cap, **limits)
-    assert type(new) is int and 1 <= new <= max(batch_size, batch_cap)
-    assert new <= max(max_growth * batch_size, 1)
-    if monotone:
-        assert new >= batch_size
+    limits = {"max_growth": max_growth, "batch_cap": batch_cap}
+    new = next_batch_size(requested, batch_size=batch_size, **limits)
+    assert type(new) is int and batch_size <= new <= max(batch_size, batch_cap)
+    assert new <= max_growth * batch_size
     if isinstance(max_growth, int):
-        assert new == oracle.limited(requested, batch=batch_size, cap=batch_cap, **limits)
+        given = {"max_growth": max_growth, "cap": batch_cap}
+        assert new == oracle.limited(requested, batch=batch_size, **given)
     # A request within the limits is met exactly.
     if batch_size <= requested <= min(int(max_growth * batch_size), batch_cap):
         assert new == math.ceil(requested)

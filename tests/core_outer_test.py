@@ -77,14 +77,13 @@ def different_trainers(sizes, inner_tx=ADAMW, outer_tx=NESTEROV, seed=0):
 @pytest.mark.parametrize(
     ("accumulates", "how"),
     [
-        (False, {"worker_parallelism": 1}),
-        (True, {"worker_parallelism": 3}),
+        (True, {"sequential": True}),
         (False, {"examples_per_pass": 2}),
         (True, {"examples_per_pass": 5}),
     ],
 )
 def test_workers_in_turn_and_batches_in_passes_are_all_at_once(accumulates, how):
-    """Also if the number at once does not divide the workers, and if a worker skips."""
+    """Also if a worker skips."""
     batch = batch_of(4, 4, 6)
     batch["y"][1, 2, 4] = np.nan
     data = {"learning_rate_TR": jnp.asarray(np.linspace(0.1, 1.0, 16).reshape(4, 4), jnp.float32)}
@@ -417,7 +416,7 @@ def test_random_keys_in_states_and_whole_numbers_go_through_a_round():
             loss,
             inner_tx=noisy,
             update_T=flags(1, 1),
-            worker_parallelism=1,
+            sequential=True,
         )
         return outer_update(ensemble, workers, outer_tx=PLAIN)[0]
 
@@ -507,11 +506,12 @@ def test_in_shard_map_a_round_is_refused_and_inner_steps_are_each_devices():
     with pytest.raises(ValueError, match="outer_step: called in jax.shard_map over data, where"):
         jax.shard_map(round_of, out_specs=P(), **how)(ensemble, batch)
 
+    @jax.jit
     def steps(ensemble, batch):
         workers, *_ = inner_steps(start_round(ensemble), batch, loss_fn, inner_tx=TXS["inner_tx"])
         return workers.params_R
 
-    actual = jax.shard_map(steps, out_specs=P("data"), **how)(ensemble, batch)
+    actual = jax.jit(jax.shard_map(steps, out_specs=P("data"), **how))(ensemble, batch)
     parts_4 = jax.tree.map(
         lambda leaf: jnp.moveaxis(leaf.reshape(2, 1, 4, 2, *leaf.shape[3:]), 2, 0), batch
     )

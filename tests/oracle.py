@@ -163,15 +163,12 @@ def ip_variance(sums, mode):
     return sums["ip"] / sums["ip_weight"]
 
 
-def limited(request, *, batch, max_growth, cap, monotone=True):
-    """The request, rounded up and limited by growth and cap; it never falls if monotone."""
+def limited(request, *, batch, max_growth, cap):
+    """The request, rounded up and limited by growth and cap; it never falls."""
     if not math.isfinite(request):
         return batch
     new = math.ceil(request)
-    new = min(new, max_growth * batch, cap)
-    if monotone:
-        new = max(new, batch)
-    return max(new, 1)
+    return max(min(new, max_growth * batch, cap), batch)
 
 
 # --- Switch mode (section 3), merge choice and allocation (section 4).

@@ -168,14 +168,11 @@ BATCH_TESTS: dict[str, BatchTest] = {
 """Batch-size tests and schedules by name, for `batching.test`; add an entry for your own."""
 
 
-def next_batch_size(
-    requested: float, *, batch_size: int, max_growth: float, batch_cap: int, monotone: bool = True
-) -> int:
+def next_batch_size(requested: float, *, batch_size: int, max_growth: float, batch_cap: int) -> int:
     """Round a test's request up, and limit its growth and its size, in sequences per worker.
 
     A request that is not finite changes nothing. One test multiplies `batch_size` at most by
-    `max_growth`. If `monotone`, the batch never falls, even above `batch_cap`; else it may fall to
-    1.
+    `max_growth`. The batch never falls, even above `batch_cap`.
 
     Source: docs/algorithm.md, section 2. The reference code has no upper limit
       (studies/published.md, defect 7).
@@ -184,9 +181,8 @@ def next_batch_size(
     batch_cap = _whole("batch_cap", batch_cap)
     if not math.isfinite(requested):
         return batch_size
-    low = batch_size if monotone else 1
-    high = max(low, min(int(max_growth * batch_size), batch_cap))
-    return min(max(math.ceil(requested), low), high)
+    high = max(batch_size, min(int(max_growth * batch_size), batch_cap))
+    return min(max(math.ceil(requested), batch_size), high)
 
 
 def switch_mode(

@@ -48,7 +48,7 @@ def inner_steps(
     update_T: Bool[Array, " T"] | None = None,
     key_TRB: Key[Array, "T R B"] | None = None,
     has_aux: bool = False,
-    worker_parallelism: int | None = None,
+    sequential: bool = False,
     examples_per_pass: int | None = None,
 ) -> tuple:
     """Train every worker on T micro-batches; the workers do not communicate.
@@ -68,9 +68,9 @@ def inner_steps(
       key_TRB: A key for each example, for a loss that takes `key`; a call of the loss receives the
         key of its first example.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
-      worker_parallelism: Workers that run at once, as one batch, lowered to a divisor of R. None:
-        all. One needs the least memory, and is fastest on a CPU. Results change only by rounding.
-        If workers are spread over devices, call the function on each device (`jax.shard_map`).
+      sequential: Whether workers run one after another, and not at once as one batch. It needs the
+        least memory, and is fastest on a CPU. Results change only by rounding. If workers are
+        spread over devices, call the function on each device (`jax.shard_map`).
       examples_per_pass: Largest number of examples in one pass, lowered to a divisor of B. None: B.
         Gradients of passes are averaged in float32. Results change only by rounding.
 
@@ -106,7 +106,7 @@ def inner_steps(
 
     carry_R = (workers.params_R, workers.inner_state_R, workers.grad_sum_R, workers.finite_R)
     inputs_RT = _swap(((batch_TRB, key_TRB), learning_rate_TR))
-    carry_R, measured_RT = _map_workers(run_worker, carry_R, inputs_RT, worker_parallelism)
+    carry_R, measured_RT = _map_workers(run_worker, carry_R, inputs_RT, sequential=sequential)
     params_R, state_R, grad_sum_R, finite_R = carry_R
     loss_TR, skipped_TR, aux_TR = _swap(measured_RT)
     workers = Workers(params_R, state_R, grad_sum_R, num_grads, finite_R)
@@ -186,7 +186,8 @@ def _in_passes(
 ) -> PyTree:
     """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples."""
     num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
-    size = _at_once(num_examples, limit)
+    most = min(limit or num_examples, num_examples)
+    size = max(n for n in range(1, most + 1) if num_examples % n == 0)
     if size == num_examples:
         return value_and_grad(params, inputs_B)
     num_passes = num_examples // size
@@ -201,42 +202,27 @@ def _in_passes(
     return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, one)
 
 
-def _at_once(count: int, limit: int | None) -> int:
-    if limit is None:
-        return count
-    return max(n for n in range(1, min(limit, count) + 1) if count % n == 0)
-
-
 def _map_workers(
-    run: Callable, carry_R: PyTree, inputs_R: PyTree, parallelism: int | None
+    run: Callable, carry_R: PyTree, inputs_R: PyTree, *, sequential: bool
 ) -> tuple[PyTree, PyTree]:
-    """Call `run(carry, inputs) -> (carry, outputs)` for each worker, `parallelism` at a time.
+    """Call `run(carry, inputs) -> (carry, outputs)` for each worker.
 
     The carry of a scan updates workers in place; `lax.map` would hold all in memory twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
-    at_once = _at_once(num_workers, parallelism)
-    if at_once == num_workers:
-        if num_workers > 1:
-            return jax.vmap(run)(carry_R, inputs_R)
+    if num_workers == 1:
         after = run(*jax.tree.map(lambda leaf: leaf[0], (carry_R, inputs_R)))
         return jax.tree.map(lambda leaf: leaf[None], after)
-    lead, run_some = ((), run) if at_once == 1 else ((at_once,), jax.vmap(run))
-    num_steps = num_workers // at_once
+    if not sequential:
+        return jax.vmap(run)(carry_R, inputs_R)
 
-    def run_next(carry_N, step):
+    def run_next(carry_R, step):
         index, inputs = step
-        carry = jax.tree.map(lambda leaf: leaf[index], carry_N)
-        carry, outputs = run_some(carry, inputs)
-        return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), carry_N, carry), outputs
+        carry = jax.tree.map(lambda leaf: leaf[index], carry_R)
+        carry, outputs = run(carry, inputs)
+        return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), carry_R, carry), outputs
 
-    carry_N, inputs_N = jax.tree.map(
-        lambda leaf: leaf.reshape(num_steps, *lead, *leaf.shape[1:]), (carry_R, inputs_R)
-    )
-    after_N = lax.scan(run_next, carry_N, (jnp.arange(num_steps), inputs_N))
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(num_workers, *leaf.shape[1 + len(lead) :]), after_N
-    )
+    return lax.scan(run_next, carry_R, (jnp.arange(num_workers), inputs_R))
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:

@@ -382,7 +382,7 @@ def add_keys(
     return tokens_TRBL, fold_in_each(key, trainer_R, stream_R, first_R + place_TRB)
 
 
-def _advance(spec: ProgramSpec, at: Placement, *, at_once: int | None) -> Callable:
+def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
     """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function."""
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
@@ -396,7 +396,7 @@ def _advance(spec: ProgramSpec, at: Placement, *, at_once: int | None) -> Callab
             learning_rate_TR=rate_TR,
             update_T=update_T,
             key_TRB=key_TRB,
-            worker_parallelism=at_once,
+            sequential=sequential,
             # If devices share a batch, they would communicate gradients after every pass, so there
             # is only one pass.
             examples_per_pass=None if is_shared else spec.examples_per_pass,
@@ -430,10 +430,10 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
-    sequential = _on_each_device(_advance(spec, at, at_once=1), at)
+    sequential = _on_each_device(_advance(spec, at, sequential=True), at)
     # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
     # the devices.
-    at_once = _advance(spec, at, at_once=None)
+    at_once = _advance(spec, at, sequential=False)
 
     def steps(workers, keyed, rate_TR, update_T):
         one_each = num_groups > 1 and rate_TR.shape[1] == num_groups
@@ -444,7 +444,7 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
 
 
 def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
-    advance = _advance(spec, at, at_once=1)
+    advance = _advance(spec, at, sequential=True)
 
     def advance_one(workers, keyed, rate_TR, update_T, position):
         stack = (workers.params_R, workers.inner_state_R)
