@@ -6,7 +6,6 @@ import math
 import signal
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,8 +24,6 @@ from adloco_jax.run.events import USES
 from adloco_jax.run.observers import Evaluator
 from adloco_jax.study import summary
 from probes import runs
-
-ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

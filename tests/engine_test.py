@@ -1,4 +1,4 @@
-"""The engine compiles the public functions, and no more programs than the plan lists."""
+"""The local engine: the programs that it compiles, its turns, and the rows that it reads ahead."""
 
 import dataclasses
 
@@ -23,8 +23,6 @@ from adloco_jax.loop.plans import round_plans
 from adloco_jax.run.choose import program_peaks
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-SIZES = (2, 1, 1)
 
 
 def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path):
