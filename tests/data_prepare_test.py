@@ -14,7 +14,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 import pytest
-from texts import write_documents
+from texts import byte_tokenizer, write_documents
 from toy import data_settings
 
 from adloco_jax import main as cli
@@ -273,11 +273,7 @@ def test_a_prepared_folder_gives_the_rows_of_its_text(finished, prepared_once):
 
 
 def test_a_config_that_does_not_fit_is_refused(prepared_once, tmp_path):
-    import tokenizers
-
-    backend = tokenizers.ByteLevelBPETokenizer()
-    backend.train_from_iterator(["a few words"], vocab_size=260, show_progress=False)
-    backend.save(str(tmp_path / "tokenizer.json"))
+    byte_tokenizer("</s>").save(str(tmp_path / "tokenizer.json"))
     for changes, message in (
         ({"sequence_length": 16}, "rows of 15 tokens, data.sequence_length=16; set the same"),
         (

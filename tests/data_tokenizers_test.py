@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from texts import byte_tokenizer
 from toy import tiny_config
 
 from adloco_jax.config import validate
@@ -22,20 +23,6 @@ TEXTS = [
 @pytest.fixture
 def shared_tokenizers(data_dir):
     return data_dir / "tokenizers"
-
-
-def byte_level_tokenizer(*special_tokens):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=list(special_tokens),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["hello world, hello there"], trainer)
-    return tokenizer
 
 
 def save_folder(tokenizer, folder, **special_tokens):
@@ -68,23 +55,23 @@ def test_bytes_are_their_own_ids():
 
 def test_tokenizer_json_round_trips_and_knows_its_end_of_text(tmp_path):
     path = tmp_path / "tokenizer.json"
-    byte_level_tokenizer("<pad>", "</s>").save(str(path))
+    byte_tokenizer("<pad>", "</s>").save(str(path))
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.eot_id == 1
     assert_round_trip(tokenizer)
-    plain = byte_level_tokenizer()  # a tokenizer without special tokens gets an end of text
+    plain = byte_tokenizer()  # a tokenizer without special tokens gets an end of text
     plain.save(str(path))
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.eot_id == plain.get_vocab_size() == tokenizer.vocab_size - 1
     assert_round_trip(tokenizer)
-    byte_level_tokenizer("<pad>", "<finis>").save(str(path))
+    byte_tokenizer("<pad>", "<finis>").save(str(path))
     with pytest.raises(ConfigError, match="with eos_token None: need a folder"):
         load_tokenizer(str(path))
 
 
 def test_defect_12_truncation_padding_and_special_tokens_saved_with_a_tokenizer_are_off(tmp_path):
     """A tokenizer.json can ask for padding and for truncation; the reference trains on padding."""
-    tokenizer = byte_level_tokenizer("</s>", "<s>")
+    tokenizer = byte_tokenizer("</s>", "<s>")
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 0)]
     )
@@ -123,14 +110,14 @@ def test_a_cached_hub_tokenizer_needs_no_network_and_yields_to_a_path(tmp_path, 
     refs.mkdir(parents=True)
     (refs / "main").write_text("0" * 40)
     snapshot.parent.mkdir()
-    save_folder(byte_level_tokenizer("</s>"), snapshot, eos_token="</s>")
+    save_folder(byte_tokenizer("</s>"), snapshot, eos_token="</s>")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     cached = load_tokenizer("somebody/words")
     assert_round_trip(cached)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "somebody").mkdir()
-    save_folder(byte_level_tokenizer("</s>", "<s>"), tmp_path / "somebody/words", eos_token="</s>")
+    save_folder(byte_tokenizer("</s>", "<s>"), tmp_path / "somebody/words", eos_token="</s>")
     assert load_tokenizer("somebody/words").fingerprint != cached.fingerprint
 
 
@@ -149,7 +136,7 @@ SPEAKERS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def with_template(*template):
-    backend = byte_level_tokenizer("<s>", "</s>")
+    backend = byte_tokenizer("<s>", "</s>")
     named = [(name, backend.token_to_id(name)) for name in template if name != "$A"]
     backend.post_processor = tokenizers.processors.TemplateProcessing(template, None, named)
     return backend
@@ -158,7 +145,7 @@ def with_template(*template):
 def chat_folder(folder):
     """A folder as those of Qwen's chat models."""
     save_folder(
-        byte_level_tokenizer(*SPEAKERS),
+        byte_tokenizer(*SPEAKERS),
         folder,
         tokenizer_class="Qwen2Tokenizer",
         eos_token="<|im_end|>",
@@ -254,8 +241,8 @@ def test_the_tokenizer_of_a_run_is_its_checkpoints(tmp_path):
     assert of(None).name == str(chat) and of(None).eot_id == 2
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes: 257 ids, .*tokenizer unset"):
         of("bytes")
-    with pytest.raises(ConfigError, match=r"chat has 273 ids.*set model.vocab_size"):
-        of(None, vocab_size=260)
+    with pytest.raises(ConfigError, match=r"chat has 259 ids.*set model.vocab_size"):
+        of(None, vocab_size=258)
     # The same tokenizer by another name: what belongs to the weights is kept.
     copy = shutil.copytree(chat, tmp_path / "copy")
     (copy / "generation_config.json").unlink()

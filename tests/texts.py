@@ -19,16 +19,23 @@ def write_documents(folder, documents, name="docs.jsonl"):
     return path
 
 
-def save_byte_tokenizer(folder, **names):
-    """Writes a Hugging Face folder of a tokenizer of bytes with special tokens or a template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast  # slow to import
+def byte_tokenizer(*special):
+    """A tokenizer of bytes, of the library `tokenizers`; special tokens have the first ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # slow to import
 
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(letters, []))
+    letters = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
+    backend.add_special_tokens([*special])
+    return backend
+
+
+def save_byte_tokenizer(folder, **names):
+    """Writes a Hugging Face folder of a tokenizer of bytes with special tokens or a template."""
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **names).save_pretrained(folder)
     return folder
 
 
