@@ -348,7 +348,7 @@ def test_nothing_in_a_pickle_runs(folder, tmp_path, name):
     (folder / "model.safetensors").unlink()
     for content in (Payload(canary), np.ones(3), {GAIN: Payload(canary)}, [1, 2]):
         (folder / name).write_bytes(pickle.dumps(content))
-        assert name in refused(folder)
+        assert "model.safetensors" in refused(folder)
         assert name in refused(folder / name)
     assert not canary.exists()
     pickle.loads(pickle.dumps(Payload(canary)))

@@ -38,7 +38,6 @@ _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The files that may have the weights, or an index of other files; the first that exists is read.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Buffers (constant tensors) that old versions of transformers saved; config.json determines them.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
 _CONVERT = "convert with `save_pretrained(..., safe_serialization=True)`"
@@ -539,11 +538,8 @@ class _Stored(NamedTuple):
 def _stored(folder: Path) -> dict[str, _Stored]:
     file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
     if file is None:
-        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
-        have = f"have {', '.join(pickled[:3])}, which is never read" if pickled else "have neither"
-        raise DataError(
-            f"{folder}: need model.safetensors, or an index and its shards; {have}; {_CONVERT}"
-        )
+        need = "needs model.safetensors, or an index and its shards; no other weights are read"
+        raise DataError(f"{folder}: {need}; {_CONVERT}")
     if file.suffix != ".json":
         return _open(_inside(folder, file.name))
     index = checked(read_json(file, DataError, **_JSON), _Index, f"{file}: index", DataError)
