@@ -17,8 +17,8 @@ from adloco_jax.data.disk import replaced_folder
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import Machine
+from adloco_jax.engine.sharding import ensemble_spec, fetch
+from adloco_jax.engine.spec import Layout, Machine
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.models import hf
 from adloco_jax.models.configured import build_network, class_count
@@ -132,7 +132,7 @@ def read_trained(
 ) -> Trained:
     """Read the model of a trainer id, or the consensus, from a checkpoint (None: the newest).
 
-    It is on the machine's first device. The consensus of several trainers needs the run's data.
+    The consensus of several trainers needs the run's data.
     Raises ConfigError if there is no such checkpoint or trainer, or `fit` made the run and its
     model or data are needed; CheckpointError, DataError.
     """
@@ -150,16 +150,10 @@ def read_trained(
         checkpoint.verify(path)
         data = checkpoint.read_host(path).get("control")
         control = read_control(path, data, settings.ensemble)
-        at = jax.sharding.SingleDeviceSharding(machine.devices[0])
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (len(control.trainers), *leaf.shape), leaf.dtype, sharding=at
-            ),
-            spec.params,
-        )
         name = "average_M" if settings.outer.average else "params_M"
-        params_M = checkpoint.read_field(path, name, shapes)
-        ensemble = Ensemble(params_M, (), (), (1,) * len(control.trainers), jnp.int32(0))
+        template = getattr(ensemble_spec(spec, Layout(control.sizes)), name)
+        params_M = checkpoint.read_field(path, name, template)
+        ensemble = Ensemble(params_M, (), (), control.sizes, jnp.int32(0))
     except (checkpoint.Damaged, ConfigError) as error:
         refuse_fit(workdir)
         if isinstance(error, ConfigError):
