@@ -95,5 +95,5 @@ def test_seconds_are_divided_by_use():
     events = [start | {"start_s": 7.0, "stall_s": 5.0}, round_line(1, step_s=20.0, stall_s=9.0)]
     events += [evaluation, evaluation, start | {"start_s": 1.0, "stall_s": 0.5}]  # resumed
     events += [start, round_line(2, step_s=20.0), {"event": "eval"}]  # by an earlier version
-    used = {"start": 2.0 + 0.5, "compile": 5.0 + 0.5, "rounds": 40.0, "eval": 5.0}
+    used = {"start": 2.0 + 0.5, "compile": 5.0 + 0.5, "rounds": 40.0, "stall": 9.0, "eval": 5.0}
     assert curves.seconds_by_use(events) == used

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,30 +198,21 @@ def _nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
-    """For each round, its seconds, and how many of them were spent waiting for compilation.
-
-    Trainers that end a round together state the same seconds, which count once. Otherwise each
-    states the seconds since the previous trainer ended, and these are summed.
-    """
-    seconds = {}
-    for number, group in by_round(events).items():
-        ends = {(e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in group}
-        seconds[number] = (sum(step_s for step_s, _ in ends), sum(stall_s for _, stall_s in ends))
-    return seconds
-
-
 def seconds_by_use(events: Sequence[dict]) -> dict[str, float]:
     """Seconds of a run by what they were used for, all processes together.
 
     The names: start (without compilation), compile (before the first round of each process),
-    rounds (with their compilation) and eval.
+    rounds (with their compilation, stall) and eval.
     """
     starts = lines(events, "start")
     waited_s = sum(e.get("stall_s", 0.0) for e in starts)
+    # Trainers that end a round together state the same seconds, which count once. Otherwise each
+    # states the seconds since the previous trainer ended, and these are summed.
+    ends = {(e["round"], e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in lines(events, "round")}
     return {
         "start": sum(e.get("start_s", 0.0) for e in starts) - waited_s,
         "compile": waited_s,
-        "rounds": sum(step_s for step_s, _ in stalls(events).values()),
+        "rounds": sum(step_s for _, step_s, _ in ends),
+        "stall": sum(stall_s for *_, stall_s in ends),
         "eval": sum(e.get("eval_s") or 0.0 for e in lines(events, "eval")),
     }

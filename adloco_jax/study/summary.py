@@ -19,7 +19,6 @@ from adloco_jax.study.curves import (
     lines,
     read_run,
     seconds_by_use,
-    stalls,
 )
 
 _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
@@ -105,7 +104,6 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         **{f"learners_{use}_s": sum(e.get(f"{use}_s") or 0.0 for e in in_learners) for use in USES},
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
-        "stall_s": sum(stall_s for _, stall_s in stalls(events).values()),
         # Peak memory of the host, of the fullest device, and of the largest program.
         "host_peak_bytes": max((e["host_peak_bytes"] for e in memory), default=None),
         "device_peak_bytes": max(device, default=None),
