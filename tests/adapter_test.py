@@ -67,7 +67,7 @@ def starting_model(config):
     return with_its_weights(completed(validate(config)))[0]
 
 
-@pytest.mark.parametrize(("form", "remat"), [("scan", False), ("call", False), ("inline", True)])
+@pytest.mark.parametrize(("form", "remat"), [("scan", False), ("inline", True)])
 def test_the_loss_and_gradient_are_those_of_the_merged_weights(form, remat):
     adapter, base = drawn()
     loss_fn = next_token_loss(NETWORK.clone(layer_form=form, remat=remat))
