@@ -264,7 +264,7 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
     failures = Failures()
     with (
         exclusive(run.workdir),
-        processes.stop_requests(lambda: _STOPPING) as stop,
+        processes.stop_requests(_STOPPING) as stop,
         processes.ending_together(),
         _explaining(run),
     ):

@@ -73,12 +73,12 @@ def join(
     """
     check_installed("obstore", "bucket", "adloco join")
     bucket = Store(url, patience_s=patience_s)
-    with processes.stop_requests(lambda: "leaving"):
+    with processes.stop_requests("leaving"):
         run = read_run(bucket)
     if run is None:
         return
     given = _given(bucket, run, own, accepts_data, parts)
-    with processes.stop_requests(lambda: "leaving when the round under way has ended"):
+    with processes.stop_requests("leaving when the round under way has ended"):
         BucketLearner(bucket, Learner(given), given, workdir, run.id).serve()
 
 

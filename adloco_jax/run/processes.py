@@ -261,10 +261,10 @@ def is_asked_to_stop() -> bool:
 
 
 @contextlib.contextmanager
-def stop_requests(what: Callable[[], str]) -> Iterator[threading.Event]:
+def stop_requests(what: str) -> Iterator[threading.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
 
-    The first is answered with a line that says `what()` happens.
+    The first is answered with a line that says `what` happens.
 
     Python's handlers wait for the main thread, which may be compiling for minutes, so a thread
     reads the pipe of signals. Outside the main thread no handler can be set, and signals act as
@@ -285,7 +285,7 @@ def stop_requests(what: Callable[[], str]) -> Iterator[threading.Event]:
             if stop.is_set():
                 os._exit(128 + data[0])
             stop.set()
-            line = f"{signal.Signals(data[0]).name}: {what()}; send it again to stop at once"
+            line = f"{signal.Signals(data[0]).name}: {what}; send it again to stop at once"
             print(line, file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
