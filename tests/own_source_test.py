@@ -42,7 +42,7 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
         return main.main([command, "own.py", *words, *more]), capsys.readouterr()
 
     code, printed = run_main("plan")
-    assert code == 0 and " to train on" in printed.out and "not checked" not in printed.out
+    assert code == 0 and "data.path=diaries/*.csv: its content after the first" in printed.out
     config = load_config(Path("own.py"), "get_config", ConfigDict)
     config.update(changes | {"num_rounds": 1})
     settings = validate(config)
