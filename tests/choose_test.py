@@ -77,7 +77,6 @@ def chosen_for(settings, spec, loss_of, size=None):
         ([3, 24, 4], AT_ONCE_REMAT),
         ([3, 24, 3, 24], AT_ONCE),  # both modes have 12,288 tokens: the earlier one wins
         ([None, 16, 2, 24], SEQUENTIAL_REMAT),  # the most tokens
-        ([None, None, None, 1], SEQUENTIAL_REMAT),
     ],
 )
 def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, expected):
