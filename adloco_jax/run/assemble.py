@@ -100,7 +100,6 @@ def assemble(
         unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
     # Rows of labelled texts are as long as the longest of them.
     unused = spec.row_length - corpus.heldout_rows.shape[1]
-    length = spec.sequence_length - unused
     return Run(
         settings=settings,
         model=model,
@@ -108,7 +107,7 @@ def assemble(
             spec,
             num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
             row_length=spec.row_length - unused,
-            sequence_length=length,
+            sequence_length=spec.sequence_length - unused,
         ),
         corpus=corpus,
         heldout=heldout,
