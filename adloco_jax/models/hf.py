@@ -81,11 +81,6 @@ class Loaded(NamedTuple):
     lacks: str
     ends: tuple[int, ...] = ()
 
-    @property
-    def has_head(self) -> bool:
-        """Whether the checkpoint has the model's head, perhaps tied."""
-        return not self.lacks
-
 
 def weight_map(network: nn.Module) -> WeightMap | None:
     """Return the Hugging Face names of a model's parameters, if an architecture has any."""
@@ -314,7 +309,7 @@ def require_same_network(network: Any, found: Loaded, settings: ModelSettings) -
     if names is None or type(found.network) is not names.model:
         other = type(found.network).__name__
         raise ConfigError(f"model.arch = {settings.arch}: {settings.init_from} is a {other}")
-    free = names.free | (set() if found.has_head else {"num_classes"})
+    free = names.free | ({"num_classes"} if found.lacks else set())
     sizes = {ours for ours, _ in names.sizes.values()}
     faults = [
         f"model.{ours} = {getattr(network, ours)}: {settings.init_from} has"
