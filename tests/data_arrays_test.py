@@ -1,15 +1,11 @@
 """Rows from an array: how they are cut, held out, sampled and refused."""
 
-import jax
 import numpy as np
 import pytest
 from toy import LENGTH, bigram_loss, init_fn, settings_of
 
 from adloco_jax import ArrayRows, fit
 from adloco_jax.errors import ConfigError, DataError, UserError
-from adloco_jax.models import hf
-from adloco_jax.models.configured import build_model, build_network
-from adloco_jax.run.export import write_consensus
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -90,14 +86,3 @@ def test_fit_refuses_rows_of_another_length_before_it_makes_a_folder(tmp_path):
     with pytest.raises(UserError, match="data.sequence_length = 8: .* have 4; set it to 4"):
         fit(settings_of(), corpus=ArrayRows(NUMBERED[:, :5]), workdir=tmp_path / "r", **functions)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_configured_model_is_exported_for_transformers_whatever_its_loss(tmp_path):
-    sizes = {"width": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 8}
-    settings = settings_of(model=sizes)
-    init, _ = build_model(settings.model)
-    params = jax.tree.map(np.asarray, init(jax.random.key(0)))
-    write_consensus(params, tmp_path / "export", settings, None)
-    loaded = hf.load(tmp_path / "export")
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
-    assert type(loaded.network) is type(build_network(settings.model))

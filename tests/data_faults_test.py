@@ -64,19 +64,19 @@ def test_harmless_rows_are_read_plain_and_compressed(tmp_path):
     assert [jsonl(path) for path in sorted(tmp_path.iterdir())] == [["one", "\1"]] * 2
 
 
-def test_two_thousand_random_rows_are_read_or_refused(tmp_path):
+def test_random_rows_are_read_or_refused(tmp_path):
     rng = random.Random(1)
     alphabet = [b'{"text": "', b'"}', b"{", b"}", b"[", b'"', b"\\u", b"\\", b"\xff", b"\0", b"a"]
     alphabet += [b":", b",", b"null", b"1e999", b"NaN", b'"text"', b"\xef\xbb\xbf", b" ", b"\r"]
     path, num_refused = tmp_path / "fuzz.jsonl", 0
-    for _ in range(2000):
+    for _ in range(500):
         path.write_bytes(b"".join(rng.choices(alphabet, k=rng.randint(1, 12))))
         try:
             jsonl(path)
         except DataError as error:
             assert "\n" not in str(error)
             num_refused += 1
-    assert 1500 < num_refused < 2000
+    assert 375 < num_refused < 500
 
 
 WHOLE = gzip.compress(lines_of(GOOD))

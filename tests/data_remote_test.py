@@ -121,7 +121,6 @@ def write_chats(path):
     ("source", "name", "column"),
     [
         ("jsonl", "a.jsonl", "messages"),
-        ("jsonl", "a.jsonl.gz", "messages"),
         ("parquet", "a.parquet", "messages"),
         ("hf", "a.csv", "prompt+completion"),
         ("hf", "gone.jsonl", "text"),
@@ -166,23 +165,21 @@ def test_rows_are_kept_until_an_object_is_rewritten(tmp_path, bucket, copied):
 
 REFUSED = {
     "data/gone.jsonl": "data.path=s3://texts/data/gone.jsonl: no such file or folder",
-    "data/*.gz": r"data.path=s3://texts/data/\*.gz: no file matches",
+    "data/*.txt": r"data.path=s3://texts/data/\*.txt: no file matches",
     "data/bad.jsonl": r"^s3://texts/data/bad.jsonl:2: not one JSON object per line",
     "data/cut.jsonl.gz": "^s3://texts/data/cut.jsonl.gz: damaged or unreadable",
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_fault_is_the_line_of_a_local_file_with_the_address(tmp_path, bucket, name):
-    write_documents(tmp_path / "folder", TEXTS)
-    (tmp_path / "folder" / "bad.jsonl").write_bytes(b'{"text": "fine"}\n{"text": \n')
-    cut = tmp_path / "folder" / "cut.jsonl.gz"
-    if "cut" in name:
-        cut.write_bytes(gzip.compress(b'{"text": "fine"}\n' * 99)[:-9])
-    bucket(tmp_path / "folder", "data")
-    with pytest.raises(DataError, match=REFUSED[name]) as error:
-        load(f"s3://texts/{name}")
-    assert "\n" not in str(error.value) and str(tmp_path) not in str(error.value)
+def test_a_fault_is_the_line_of_a_local_file_with_the_address(tmp_path, bucket):
+    write_documents(tmp_path, [], "bad.jsonl").write_bytes(b'{"text": "fine"}\n{"text": \n')
+    cut = gzip.compress(b'{"text": "fine"}\n' * 99)[:-9]
+    write_documents(tmp_path, [], "cut.jsonl.gz").write_bytes(cut)
+    bucket(tmp_path, "data")
+    for name, message in REFUSED.items():
+        with pytest.raises(DataError, match=message) as error:
+            load(f"s3://texts/{name}")
+        assert "\n" not in str(error.value) and str(tmp_path) not in str(error.value)
 
 
 class Web(http.server.SimpleHTTPRequestHandler):
@@ -239,9 +236,9 @@ def test_no_access_and_no_server_are_one_line(bucket, web, monkeypatch):
     )
     for address, (kind, message) in (
         ("s3://status-403/a.jsonl", refused),
-        ("s3://status-401/a.jsonl", refused),
-        *((f"{web}/{status}.jsonl", refused) for status in (401, 403)),
-        *((f"{web}/{status}.jsonl", lost) for status in (429, 500, 503)),
+        (f"{web}/401.jsonl", refused),
+        (f"{web}/429.jsonl", lost),
+        (f"{web}/503.jsonl", lost),
         ("s3://status-503/a.jsonl", lost),
         ("http://127.0.0.1:9/a.jsonl", lost),
     ):

@@ -54,7 +54,7 @@ CARD = ("--config", ROOT / "configs" / "microllama.py")
 def hub(tmp_path_factory, hub_root):
     """The environment of commands that use the hub, and the folder with the hub's log."""
     folder = tmp_path_factory.mktemp("hub")
-    with served(hub_root, folder) as (environment, _):
+    with served(hub_root, folder) as environment:
         yield environment, folder
 
 

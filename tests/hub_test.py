@@ -85,7 +85,7 @@ def found(tmp_path_factory, hub_root):
     )
     cases += [("chats", {}, CHATS, False), ("kept chats", {"latency_s": 3}, CHATS, True)]
     cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
-    with served(hub_root, folder) as (environment, _):
+    with served(hub_root, folder) as environment:
         # The address of a mirror may contain a password.
         environment["HF_ENDPOINT"] = environment["HF_ENDPOINT"].replace("//", "//me:SecretOfMine@")
         done = subprocess.run(

@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = "TinyLlama/TinyLlama-1.1B-step-50K-105b"
 
 
-def make_hub(root, data_dir, *options: str) -> Path:
+def make_hub(root, data_dir) -> Path:
     """Makes a hub with C4, a small stand-in for MicroLlama, and TinyLlama's tokenizer."""
     if "ADLOCO_LOCAL_HUB" not in os.environ:
         pytest.skip("ADLOCO_LOCAL_HUB is not set: no hub on this machine")
     tokenizer = data_dir / "tokenizers" / "mistral-v1.model"
     words = ["make", root, "--c4", data_dir / "c4", "--tokenizer", tokenizer]
     tool = [sys.executable, os.environ["ADLOCO_LOCAL_HUB"]]
-    subprocess.run([*tool, *map(str, words), "--shards", "4", *options], check=True)
+    subprocess.run([*tool, *map(str, words), "--shards", "4"], check=True)
     return root
 
 
@@ -54,7 +54,7 @@ def add_qwen3(model) -> None:
 
 @contextlib.contextmanager
 def served(root: Path, folder: Path):
-    """Serves a hub; yields the environment of commands, and a function that stops it.
+    """Serves a hub; yields the environment of commands.
 
     The JSON in `folder / "faults"` says how the hub misbehaves.
     """
@@ -65,11 +65,6 @@ def served(root: Path, folder: Path):
     words += ["--log", folder / "log"]
     tool = [sys.executable, os.environ["ADLOCO_LOCAL_HUB"]]
     server = subprocess.Popen([*tool, *map(str, words)], stdout=subprocess.DEVNULL)
-
-    def stop() -> None:
-        server.kill()
-        server.wait()
-
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -77,16 +72,14 @@ def served(root: Path, folder: Path):
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.1)
-        yield (
-            {
-                "HF_ENDPOINT": f"http://127.0.0.1:{port}",
-                "HF_HOME": str(folder / "home"),
-                "HF_HUB_OFFLINE": "0",
-                "XDG_CACHE_HOME": str(folder / "cache"),
-                "FAULTS": str(folder / "faults"),
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-            },
-            stop,
-        )
+        yield {
+            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+            "HF_HOME": str(folder / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "FAULTS": str(folder / "faults"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        }
     finally:
-        stop()
+        server.kill()
+        server.wait()

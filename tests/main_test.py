@@ -191,18 +191,13 @@ GUESSES = {
     "runs/first": "write: adloco report runs/first",
     "train runs/first --workdir runs/second": "runs/first: a run, which stays in its folder",
     "train studies/compare_quick.py": "write: adloco compare ",
-    "train quickstart --confg.seed=3": "did you mean --config.seed?",
-    "train quickstart --config.inner.lr=1": "did you mean inner.learning_rate?",
     "compare": "write: adloco compare studies/compare_quick.py",
     "export runs/first --config.seed=3": "did you mean --config?",
     "compare quickstart": "write: adloco train ",
     "train quickstart --data=x.txt": "did you mean --config.data.source or --config.data.path?",
-    "train quickstart --config.batching.initial_batch_size=16 --config.batching.max_batch_size=8": (
-        "set batching.max_batch_size=16"
-    ),
     "prepare text.txt": "write: adloco prepare text.txt --out prepared",
+    "prepare stdlib --out out --sequence_length 0": "data.sequence_length = 0: must be",
     "plan quickstart --save x.json": "add --device KINDxN",
-    "plan quickstart --config.engine.kind=radio": "engine.kind = 'radio': must be 'local' or",
     "exprt runs/first": "did you mean adloco export runs/first?",
 }
 
@@ -281,8 +276,7 @@ def test_what_was_found_is_said(elsewhere, capsys, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("size", ["10M", "35M", "100M"])
-@pytest.mark.parametrize("config", ["diloco", "growing_pool"])
+@pytest.mark.parametrize(("size", "config"), [("10M", "diloco"), ("100M", "growing_pool")])
 def test_one_size_sets_the_model_and_its_tokens(size, config):
     text = ["--config.data.path=a.txt", "--config.data.tokenizer=bytes"]
     settings = configured(f"--size={size}", *text, config=config)
