@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import adloco_jax
+from adloco_jax.settings import ENTRIES
 
 PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 
@@ -121,15 +122,20 @@ def test_the_pure_functions_cost_jax_flax_and_optax_only_and_the_package_alone_n
     code += "; print(*{name.split('.')[0] for name in sys.modules})"
     code += "; print(*[name for name in sys.modules if name.startswith('adloco_jax.')])"
     code += "; a = adloco_jax; print(*a.AGGREGATORS, *a.INNER_OPTIMIZERS, *a.ROUND_LENGTHS)"
+    code += "; from adloco_jax.config import tables"
+    code += "; print({name: sorted(table) for name, table in tables().items()})"
     command, how = [sys.executable, "-c", code], {"capture_output": True, "text": True}
     run = subprocess.run(command, cwd=PACKAGE.parent, timeout=120, **how)
     assert run.returncode == 0, run.stderr
-    libraries, modules, entries = (set(line.split()) for line in run.stdout.splitlines())
+    *lines, shipped = run.stdout.splitlines()
+    libraries, modules, entries = (set(line.split()) for line in lines)
     assert {"rda", "muon", "qsr", "linear"} <= entries
     heavy = {"datasets", "ml_collections", "orbax", "tqdm", "transformers"}
     assert not libraries & heavy
     above = {name for name in modules if name.split(".")[1] not in ("core", "models")}
     assert "adloco_jax.core" in modules and not above
+    named = {entry.table: sorted(entry.names.split()) for entry in ENTRIES.values()}
+    assert ast.literal_eval(shipped) == named  # in the help
 
 
 def test_type_checkers_see_the_public_names_where_they_are():
