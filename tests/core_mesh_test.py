@@ -20,48 +20,53 @@ PARAMS = draw({"w": (4, 2), "b": (2,), "scale": ()})
 F = {"num_fragments": 2}
 
 
-def steps(workers, batch):
-    return aj.inner_steps(workers, batch, loss_fn, inner_tx=ADAMW)
-
-
 def answers(stats):
     pooled = aj.pool(jax.tree.map(lambda leaf: leaf[None], stats))
     norm, inner = aj.norm_test(pooled, eta=0.5), aj.inner_product_test(stats, vartheta=0.5)
     return pooled, norm, inner, aj.augmented_inner_product_test(stats, vartheta=0.5, nu=0.5)
 
 
-def fragment(ensemble):
+def parts_of_a_round(ensemble, batch):
+    workers = aj.start_round(ensemble)
+    reset = aj.start_round(ensemble, accumulate=True, reset_tx=ADAMW)
+    after = aj.outer_update(ensemble, workers, outer_tx=NESTEROV)
+    return reset, aj.inner_steps(workers, batch, loss_fn, inner_tx=ADAMW), after
+
+
+def differences(ensemble):
+    workers = aj.start_round(ensemble)
+    applied = aj.apply_differences(
+        ensemble, aj.pack_differences(ensemble, workers), outer_tx=NESTEROV
+    )
+    return aj.pack_differences(ensemble, workers, precision="int4"), applied
+
+
+def fragments(ensemble):
     sent_R = aj.take_fragment(ensemble.params_R, 1, **F)
-    return aj.outer_update_fragment(ensemble, sent_R, 1, outer_tx=NESTEROV, **F)
+    after = aj.outer_update_fragment(ensemble, sent_R, 1, outer_tx=NESTEROV, **F)
+    received = aj.receive_fragment(aj.start_round(ensemble), ensemble, 1, mixing=0.5, **F)
+    return after, received, streaming.flush_workers(ensemble)
 
 
 # Shardings of an ensemble, a round's batch, one model's parameters, and examples.
 CALLS = {
     "init": lambda e, b, p, x: aj.init(p, num_trainers=4, num_workers=8, **TXS),
-    "take": lambda e, b, p, x: aj.take(e, [0, 2]),
-    "put": lambda e, b, p, x: aj.put(e, [3, 2], aj.take(e, [2, 3])),
-    "merge": lambda e, b, p, x: aj.merge(e, (1, 2), weights=(1.0, 2.0)),
-    "reassign": lambda e, b, p, x: aj.reassign(e, [2, 2, 1, 4]),
-    "spawn": lambda e, b, p, x: aj.spawn(e, 0, 5),
-    "start_round": lambda e, b, p, x: aj.start_round(e, accumulate=True, reset_tx=ADAMW),
-    "inner_steps": lambda e, b, p, x: steps(aj.start_round(e), b),
-    "outer_update": lambda e, b, p, x: aj.outer_update(e, aj.start_round(e), outer_tx=NESTEROV),
-    "pack_differences": lambda e, b, p, x: aj.pack_differences(
-        e, aj.start_round(e), precision="int4"
+    "take put": lambda e, b, p, x: (
+        aj.take(e, [0, 2]),
+        aj.put(e, [3, 2], aj.take(e, [2, 3])),
     ),
-    "apply_differences": lambda e, b, p, x: aj.apply_differences(
-        e, aj.pack_differences(e, aj.start_round(e)), outer_tx=NESTEROV
+    "merge reassign spawn": lambda e, b, p, x: (
+        aj.merge(e, (1, 2), weights=(1.0, 2.0)),
+        aj.reassign(e, [2, 2, 1, 4]),
+        aj.spawn(e, 0, 5),
     ),
+    "start_round inner_steps outer_update": lambda e, b, p, x: parts_of_a_round(e, b),
+    "pack_differences apply_differences": lambda e, b, p, x: differences(e),
     "outer_step": lambda e, b, p, x: aj.outer_step(e, b, loss_fn, **TXS),
-    "take_fragment": lambda e, b, p, x: aj.take_fragment(e.params_M, 1, **F),
-    "put_fragment": lambda e, b, p, x: aj.put_fragment(
+    "take_fragment put_fragment": lambda e, b, p, x: aj.put_fragment(
         e.params_R, aj.take_fragment(e.params_R, 1, **F), 0, **F
     ),
-    "outer_update_fragment": lambda e, b, p, x: fragment(e),
-    "receive_fragment": lambda e, b, p, x: aj.receive_fragment(
-        aj.start_round(e), e, 1, mixing=0.5, **F
-    ),
-    "flush_workers": lambda e, b, p, x: streaming.flush_workers(e),
+    "outer_update_fragment receive_fragment flush_workers": lambda e, b, p, x: fragments(e),
     "gradient_stats pool norm_test inner_product_test augmented_inner_product_test": (
         lambda e, b, p, x: answers(aj.gradient_stats(loss_fn, p, x))
     ),
@@ -96,7 +101,11 @@ def on_mesh(tree, *spec):
 
 @pytest.mark.parametrize(
     ("name", "is_jitted"),
-    [*((name, True) for name in CALLS), ("outer_step", False), ("take_fragment", False)],
+    [
+        *((name, True) for name in CALLS),
+        ("outer_step", False),
+        ("take_fragment put_fragment", False),
+    ],
 )
 def test_a_public_function_gives_the_same_jitted_and_eagerly(name, is_jitted, arguments):
     call, (ensemble, batch, params, examples) = CALLS[name], arguments
@@ -113,6 +122,8 @@ def test_a_public_function_gives_the_same_jitted_and_eagerly(name, is_jitted, ar
     with jax.set_mesh(jax.make_mesh(*MESH)) if is_jitted else contextlib.nullcontext():
         actual = (jax.jit(call) if is_jitted else call)(*placed)
     assert_close(jax.device_get(actual), jax.device_get(expected), rtol=1e-5)
-    if isinstance(actual, aj.Ensemble) and name != "init":
-        kept = [leaf.sharding.spec[0] for leaf in jax.tree.leaves(actual.inner_state_R)]
-        assert set(kept) == {("pool", "model") if actual.num_workers == 8 else None}
+    parts = jax.tree.leaves(actual, is_leaf=lambda part: isinstance(part, aj.Ensemble))
+    for part in parts if name != "init" else []:
+        if isinstance(part, aj.Ensemble):
+            kept = [leaf.sharding.spec[0] for leaf in jax.tree.leaves(part.inner_state_R)]
+            assert set(kept) == {("pool", "model") if part.num_workers == 8 else None}
