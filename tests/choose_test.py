@@ -31,7 +31,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 def tiny(**model):
     config = default_config()
-    config.model.update({"width": 32, "num_layers": 4, "mlp_width": 128} | model)
+    config.model.update({"width": 32, "num_layers": 2, "mlp_width": 128} | model)
     config.data.sequence_length = 64
     config.inner.steps_per_round = 2
     config.ensemble.num_trainers = config.ensemble.num_workers = 2

@@ -144,8 +144,8 @@ def test_loss_and_gradients_are_the_same_on_an_accelerator(as_on_a_gpu):
     assert_close(on_a_gpu, on_a_cpu, rtol=1e-4, atol=1e-6)
 
 
-# the length leaves a remainder
-def test_chunked_losses_gradients_and_slopes_equal_the_whole(chunk=2):
+def test_chunked_losses_gradients_and_slopes_equal_the_whole():
+    chunk = 2  # leaves a remainder
     params, direction = make_params(MODEL), make_params(MODEL, 1)
     rows = jnp.asarray(make_rows(MODEL))
     loss, grads = step_of(MODEL)(params, rows)

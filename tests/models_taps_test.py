@@ -75,16 +75,16 @@ def test_each_parameter_has_one_tap_which_changes_no_loss_and_is_chosen_by_auto(
 
 
 @pytest.mark.parametrize(
-    ("name", "column", "how"),
-    [("llama", 0, {"sequences_per_chunk": 2}), ("bert", 2, {}), ("family", 0, {})],
+    ("name", "column"),
+    [("bert", 2), ("family", 0)],
 )
-def test_negative_tap_leaves_out_an_example_of_nan(name, column, how):
+def test_negative_tap_leaves_out_an_example_of_nan(name, column):
     model = TAPPED[name]
     params, rows = make_params(model), make_rows(model)
     rows[2, column] = model.vocab_size  # the embedding gives NaN
     others = np.arange(BATCH) != 2
     expected = flat(example_grads(model), axes=1)[others]
-    backward = tapped_grad(model, **how)
+    backward = tapped_grad(model)
     grads, norms_B = backward(params, rows, jnp.zeros(BATCH).at[2].set(-1.0))
     assert norms_B[2] == 0.0
     assert relative(BATCH**2 * norms_B[others], (expected**2).sum(axis=1)) < 1e-5
