@@ -19,6 +19,8 @@ from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.training import fit
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 W = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
 B = np.float32([0.3, -0.2])
 PARAMS = {"w": W, "b": B}
@@ -135,7 +137,8 @@ def test_a_loss_that_needs_a_key_is_given_another_for_evaluations(tmp_path):
     def loss(params, rows, key):
         return bigram_loss(params, rows)
 
-    how = {"settings": settings_of(num_rounds=1), "loss_fn": loss}
+    one = {"ensemble": {"num_trainers": 1, "num_workers": 1}, "num_rounds": 1}
+    how = {"settings": settings_of(**one, batching={"test": "constant"}), "loss_fn": loss}
     with pytest.raises(ConfigError, match="^loss_fn: needs a `key`, .* eval_loss_fn$"):
         run(tmp_path / "r", **how)
     assert not (tmp_path / "r").exists()
