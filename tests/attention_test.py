@@ -1,4 +1,4 @@
-"""The kernels and the form of a network's program on a device, and the header that names them."""
+"""The kernel and the form of a network's program on a device."""
 
 import contextlib
 from unittest import mock
@@ -8,24 +8,9 @@ import toy
 
 from adloco_jax.elastic.learner import Given, Learner
 from adloco_jax.engine.spec import Machine, here
-from adloco_jax.run.ledger import read
 from adloco_jax.run.program import configured_model, layer_form, program_spec
-from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-
-def test_header_and_ledger_give_the_speed(tmp_path, capsys):
-    settings = toy.settings_of(num_rounds=2, batching={"test": "constant"})
-    functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
-    fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)
-    assert "attention by xla" in capsys.readouterr().out
-    events = read(tmp_path / "ledger.jsonl")
-    end = events[-1]
-    rounds = [event for event in events if event["event"] == "round"]
-    by_round = {event["round"]: event["step_s"] - event["stall_s"] for event in rounds}
-    rate = end["tokens_total"] / sum(by_round.values())
-    assert end["tokens_per_s"] == pytest.approx(rate, rel=0.01)
 
 
 def a_gpu(capability):
