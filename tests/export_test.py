@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nets import config_of
-from safetensors.numpy import load_file, save_file
 from toy import data_settings, tiny_config, with_its_weights
 from transformers import AutoTokenizer
 from trees import assert_close, assert_equal
@@ -284,20 +283,6 @@ def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_pa
     assert json.loads(recorded) == described | more
     with pytest.raises(DataError, match="no such folder"):
         train(config, tmp_path / "another")
-
-
-def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):
-    folder = shutil.copytree(trained.workdir / "export", tmp_path / "headless")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    model, lines = with_its_weights(validate(tiny(init_from=str(folder))))
-    params = model.params
-    assert lines == [f"model.init_from = {folder}: has no head; a random one is used"]
-    head = np.asarray(params["head"]["kernel"])
-    assert abs(head.std() - 0.02) < 2e-3
-    assert np.any(head != trained.params["head"]["kernel"])
-    assert_equal(params | {"head": trained.params["head"]}, trained.params)
 
 
 def test_sizes_that_are_unset_are_the_checkpoints(trained):
