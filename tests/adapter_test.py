@@ -40,12 +40,16 @@ ROWS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (4, 9)), jnp.int32)
 
 
 @functools.cache
+def initial(network):
+    return jax.jit(network.init)(jax.random.key(1), ROWS[:, :-1])["params"]
+
+
+@functools.cache
 def drawn(network=NETWORK):
     """The adapter, whose second matrices are not zero, and the base weights."""
-    params = jax.jit(network.init)(jax.random.key(1), ROWS[:, :-1])["params"]
     rng = np.random.default_rng(2)
     return split_adapter(
-        jax.tree.map(lambda x: x + np.float32(0.1 * rng.normal(size=x.shape)), params)
+        jax.tree.map(lambda x: x + np.float32(0.1 * rng.normal(size=x.shape)), initial(network))
     )
 
 
@@ -103,12 +107,12 @@ def test_the_layers_of_an_adapter_are_those_that_the_setting_names(layers, parts
 
 
 def test_an_adapter_begins_as_peft_does_and_changes_nothing():
-    adapter, base = split_adapter(NETWORK.init(jax.random.key(1), ROWS[:, :-1])["params"])
+    adapter, base = split_adapter(initial(NETWORK))
     a_NDr = adapter["layers"]["mlp"]["gate"]["lora_a"]
     assert a_NDr.shape == (2, 12, 2) and 0.8 * 12**-0.5 < np.abs(a_NDr).max() <= 12**-0.5
     np.testing.assert_array_equal(adapter["layers"]["mlp"]["gate"]["lora_b"], np.zeros((2, 2, 10)))
-    losses = sequence_losses(NETWORK)(adapter, ROWS, base=base)
-    np.testing.assert_array_equal(losses, sequence_losses(PLAIN)(base, ROWS))
+    losses = jax.jit(sequence_losses(NETWORK))(adapter, ROWS, base=base)
+    np.testing.assert_array_equal(losses, jax.jit(sequence_losses(PLAIN))(base, ROWS))
 
 
 def test_an_update_computes_no_gradient_of_the_base():
@@ -132,7 +136,7 @@ def test_frozen_weights_of_bfloat16_are_used_as_they_are():
     adapter, base = drawn()
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), base)
-    loss_fn = sequence_losses(NETWORK)
+    loss_fn = jax.jit(sequence_losses(NETWORK))
     np.testing.assert_array_equal(
         loss_fn(adapter, ROWS, base=base), loss_fn(adapter, ROWS, base=wide)
     )

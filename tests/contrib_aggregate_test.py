@@ -93,19 +93,20 @@ def test_without_labels_each_leaf_goes_by_its_own_shape_whatever_its_name():
     """One matrix as a layer, as an embedding and alone; four stacked ones are not one matrix."""
     matrix_W, share_W = jnp.asarray(draw({"w": (4, 3)}, 2)["w"]), jnp.float32([0.5, 0.5])
     names = ("w", "layers", "layers_0", "players", "embedding", "lm_head")
-    moved = AGGREGATORS["rda"](dict.fromkeys(names, matrix_W), share_W)
+    moved = jax.jit(AGGREGATORS["rda"])(dict.fromkeys(names, matrix_W), share_W)
     expected = by_tensor("rda", np.float64(matrix_W), share_W)
     for name in names:
         np.testing.assert_allclose(moved[name], expected, rtol=1e-5, atol=1e-6)
     stack_W = jnp.asarray(draw({"w": (5, 4, 3)}, 2)["w"])
     labelled = functools.partial(AGGREGATORS["rda"], label_params=lambda _: "stacked_matrix")
     layers = [by_tensor("rda", np.float64(stack_W[:, n]), share_W) for n in range(5)]
-    np.testing.assert_allclose(labelled(stack_W, share_W), layers, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(labelled)(stack_W, share_W), layers, rtol=1e-5, atol=1e-6)
 
 
 def test_quantised_differences_are_aggregated_after_they_have_arrived():
     ones, difference_R = np.ones(3, np.float32), draw(SHAPES, 3)
-    arrived_R = unpack(pack(difference_R, "int4"), difference_R, "int4")
+    arrive = jax.jit(lambda leaves_R: unpack(pack(leaves_R, "int4"), leaves_R, "int4"))
+    arrived_R = arrive(difference_R)
     _, expected_M = update_of("rda")(arrived_R, ones, (3,))
     _, norm_M = update_of("rda", "int4")(difference_R, ones, (3,))
     np.testing.assert_allclose(norm_M, expected_M, rtol=1e-5)

@@ -7,7 +7,6 @@ import shutil
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from nets import config_of
@@ -74,8 +73,10 @@ def test_each_evaluation_continues_the_same_heldout_text_with_the_consensus(trai
     network = hf.load(trained.workdir / "export").network
     tokenizer, (start, text) = load_tokenizer(str(trained.workdir / "export")), samples[-1]
     (ids,) = tokenizer.encode_batch([start.encode().decode("unicode_escape")])
+    logits_of = jax.jit(lambda tokens_BL: network.apply({"params": trained.params}, tokens_BL))
     for _ in range(5):  # samples from softmax(logits / 0.8) by the Gumbel trick
-        logits_V = network.apply({"params": trained.params}, jnp.array([ids], jnp.int32))[0, -1]
+        tokens_L = np.pad(np.int32(ids), (0, network.max_length - len(ids)))
+        logits_V = logits_of(tokens_L[None])[0, len(ids) - 1]
         noise_V = jax.random.gumbel(jax.random.fold_in(jax.random.key(0), len(ids)), (1, 257))[0]
         ids = [*ids, int((logits_V + 0.8 * noise_V).argmax())]
     assert text == readable(np.array(ids[-5:]), tokenizer, max_chars=99)
