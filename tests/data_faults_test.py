@@ -13,19 +13,14 @@ from adloco_jax.data import load_corpus, rows, sources
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import DataError
 
-GOOD = [{"text": f"document {i}: {'words and more ' * 6}"} for i in range(40)]
 DATA = data_settings(label_column="").data
-HOW = {"where": "x", "num_classes": None, "tokenizer": load_tokenizer("bytes")}
-
-
-def lines_of(rows):
-    return "\n".join(json.dumps(row) for row in rows).encode()
 
 
 def jsonl(path):
     """The texts of a file of JSON lines."""
     found = sources.jsonl_documents(path, DATA)
-    return [document.text for document in sources.documents_of(found, DATA, **HOW)]
+    how = {"where": "x", "num_classes": None, "tokenizer": load_tokenizer("bytes")}
+    return [document.text for document in sources.documents_of(found, DATA, **how)]
 
 
 def corpus(path, **options):
@@ -79,7 +74,8 @@ def test_random_rows_are_read_or_refused(tmp_path):
     assert 375 < num_refused < 500
 
 
-WHOLE = gzip.compress(lines_of(GOOD))
+GOOD = [{"text": f"document {i}: {'words and more ' * 6}"} for i in range(40)]
+WHOLE = gzip.compress("\n".join(map(json.dumps, GOOD)).encode())
 DAMAGED = {
     "truncated": (WHOLE[:-20], r"damaged or unreadable \(Compressed"),
     "trailing junk": (WHOLE + b"junk", "damaged or unreadable"),

@@ -142,15 +142,10 @@ def test_a_config_imports_its_neighbours_by_folder(tmp_path, elsewhere, monkeypa
 def test_help_says_what_every_key_means_allows_and_how_to_unset_it(capsys):
     assert cli.main(["--config=quickstart", "--help"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "--workdir " in out
-        and "config.merge:\n  Which trainers are merged into one, and when" in out
-    )
+    assert "config.merge:\n  Which trainers are merged into one, and when" in out
     entries = out.split("  --config.")
     assert [entry.partition(" ")[0] for entry in entries[1:]] == list(OPTIONS)
     by_key = {entry.partition(" ")[0]: " ".join(entry.split()) for entry in entries}
-    assert "Devices over which one worker's parameters" in by_key["ensemble.model_shards"]
-    assert "Largest micro-batch per worker" in by_key["batching.max_batch_size"]
     assert by_key["batching.eta"].endswith("a number, greater than 0, at most 100 (default: 0.8)")
     assert by_key["inner.clip_norm"].endswith("(default: unset); unset with =none")
     assert by_key["data.heldout_path"].endswith("text (default: ''); unset with =''")
@@ -433,13 +428,16 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert run_folder.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
 
 
-def test_flags_let_a_run_resume_with_changes(run, capsys):
+def test_flags_let_a_run_resume_with_changes(run, capsys, monkeypatch):
     changed = [*TINY, "--config.num_rounds=2", "--config.inner.learning_rate=1e-4"]
     assert cli.main(changed) == 2
     out, err = capsys.readouterr()
     assert out == "" and "inner.learning_rate: was 0.001, is 0.0001" in err
     assert "--accept-config-change" in err.splitlines()[-1]
+    resumed = mock.Mock()
+    monkeypatch.setattr(training, "train", resumed)
     assert cli.main([*changed, "--accept_config_change"]) == 0
+    assert resumed.call_args.kwargs["accept_config_change"]
 
 
 @contextlib.contextmanager

@@ -93,10 +93,6 @@ def feed(workdir, lines, *, history=(), **log):
     return faults
 
 
-def consensus_losses(plain):
-    return [(e["round"], e["loss"]) for e in events(plain.workdir, "eval", trainer="consensus")]
-
-
 def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, plain):
     assert feed(tmp_path, events(plain.workdir), **BOTH) == []
     rounds = events(plain.workdir, "round", trainer=0)
@@ -153,12 +149,13 @@ def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
     tmp_path, board, wandb, plain
 ):
     lines = events(plain.workdir)
+    evals = events(plain.workdir, "eval", trainer="consensus")
     again = [lines[0], *(e for e in lines if e.get("round", 0) > 2)]  # rounds 3 and 4
     history = [e for e in lines if e.get("round", 0) <= 2]
     for switched_on_late in (True, False):
         assert feed(tmp_path, again, history=history, **BOTH) == []
         for tracker in (board, wandb):
-            assert tracker.values("loss/consensus") == consensus_losses(plain)
+            assert tracker.values("loss/consensus") == [(e["round"], e["loss"]) for e in evals]
             assert len(tracker.opened) == (1 if switched_on_late else 2)
     feed(tmp_path, [lines[0] | {"time": "later"}], wandb=True)  # another run
     first, again, other = (options["id"] for _, options in wandb.opened)
