@@ -3,6 +3,7 @@
 import itertools
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from ledgers import round_line, start_line
@@ -212,24 +213,15 @@ def test_a_run_whose_line_was_not_written_gets_it_and_its_folder_goes(tmp_path, 
     monkeypatch.setattr(compare_command, "finished", finished)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(compare_command, "train", train)
-        patch.setattr(results, "append", raising(KeyboardInterrupt))
+        patch.setattr(results, "append", mock.Mock(side_effect=KeyboardInterrupt))
         track.make(one, tmp_path, record, command="")
     assert results.read(record) == {} and run.workdir.exists()
-    monkeypatch.setattr(compare_command, "train", raising(AssertionError))
+    monkeypatch.setattr(compare_command, "train", mock.Mock(side_effect=AssertionError))
     for _ in range(2):
         track.make(one, tmp_path, record, command="")
         (line,) = results.read(record).values()
         assert line["variant"] == "DiLoCo" and len(line["curve"]) == 3
         assert not run.workdir.exists()
-
-
-def raising(error):
-    """A function that raises."""
-
-    def fail(*_, **__):
-        raise error
-
-    return fail
 
 
 STARTED = {"start": {"num_params": 1}}

@@ -190,12 +190,8 @@ CONTRADICTIONS = {
     "a share of what?": dict(ensemble__spawn_frac=0.1),
     "twice": dict(batching__growth=("batch", "batch")),
     "no room for a sample": dict(eval__sample_tokens=512),
-    "a classifier's sample": dict(
-        model__arch="bert", data__source="jsonl", data__path="x", eval__sample_tokens=5
-    ),
-    "a classifier's documents": dict(
-        model__arch="bert", data__source="jsonl", data__path="x", data__attention="document"
-    ),
+    "a classifier's sample": BERT | dict(eval__sample_tokens=5),
+    "a classifier's documents": BERT | dict(data__attention="document"),
     "chats in text": dict(data__source="text", data__path="x", data__text_column="messages"),
     "answers of text": dict(data__loss="all"),
     "inner decay": dict(inner__tx="sgd"),

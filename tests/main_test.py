@@ -440,13 +440,6 @@ def test_flags_let_a_run_resume_with_changes(run, capsys, monkeypatch):
     assert resumed.call_args.kwargs["accept_config_change"]
 
 
-@contextlib.contextmanager
-def _stop(what):
-    stop = threading.Event()
-    stop.set()
-    yield stop
-
-
 def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, monkeypatch):
     fresh = ["train", *(word for word in TINY if "workdir" not in word), "--config.num_rounds=7"]
 
@@ -455,8 +448,11 @@ def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, mo
         assert cli.main(shlex.split(command)[1:]) == 75
         assert f"resuming after round {done}\n" in capsys.readouterr().out
 
+    stop = threading.Event()
+    stop.set()  # after each round
+    requests = mock.Mock(return_value=contextlib.nullcontext(stop))
     with monkeypatch.context() as patch:
-        patch.setattr("adloco_jax.run.processes.stop_requests", _stop)  # stops after each round
+        patch.setattr("adloco_jax.run.processes.stop_requests", requests)
         assert cli.main(fresh) == 75
         header, preemption = capsys.readouterr()
         (run,) = Path("runs").iterdir()
@@ -495,17 +491,12 @@ def get_config():
 """
 
 
-@pytest.fixture
-def own(elsewhere, monkeypatch):
-    """A config file that registers a batch-size test; the table is restored afterwards."""
+@mock.patch.dict(BATCH_TESTS)
+def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(
+    elsewhere, capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    path = elsewhere / "own.py"
-    path.write_text(OWN)
-    with mock.patch.dict(BATCH_TESTS):
-        yield path
-
-
-def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, elsewhere, capsys):
+    (elsewhere / "own.py").write_text(OWN)
     settings = configured(config="own.py")
     write_config(elsewhere, settings)
     del BATCH_TESTS["own"]

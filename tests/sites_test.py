@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ from toy import settings_of, spec_of
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import bytes_per_s
 from adloco_jax.study.sites import FRONT, site_lines
+from studies import tables
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from studies import tables  # noqa: E402
-
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
