@@ -35,13 +35,9 @@ def changed(**values) -> dict:
     """The default config as plain dicts, with changes; `inner__tx` stands for inner.tx."""
     config = copy.deepcopy(DEFAULTS)
     for key, value in values.items():
-        put(config, key.replace("__", "."), value)
+        group, _, name = key.replace("__", ".").rpartition(".")
+        (config[group] if group else config)[name] = value
     return config
-
-
-def put(config, key: str, value) -> None:
-    group, _, name = key.rpartition(".")
-    (config[group] if group else config)[name] = value
 
 
 def faults(config) -> list[str]:

@@ -41,13 +41,12 @@ def near(x, y):
     return [(a, pytest.approx(b, nan_ok=True)) for a, b in zip(x, y, strict=True)]
 
 
-def variant(*runs):
-    return Variant(runs[0].folder.name, [*runs])
-
-
 def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     run = read(tmp_path)
-    made, time_s = loss.charts([variant(run)]), cluster.run_seconds(run.events, loss.CLUSTER)
+    made, time_s = (
+        loss.charts([Variant("run", [run])]),
+        cluster.run_seconds(run.events, loss.CLUSTER),
+    )
     assert [*made] == ["Tokens", "Sequential steps", "Synchronisations", "Bytes", "Simulated time"]
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
     spent = [TOKENS, [4, 8, 12, 16, 20, 24], [1, 2, 4, 5, 6, 7], moved, [*time_s.values()]]

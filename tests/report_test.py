@@ -144,7 +144,6 @@ class Page(HTMLParser):
             self.text += data
 
 
-FILES = {"index.html", "loss.svg", "summary.json"}
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=y> & $a_$ \"'"
 
 
@@ -172,7 +171,8 @@ def many(tmp_path_factory):
 
 def test_one_run_leaves_a_page_and_the_totals(single):
     run, path = single
-    assert {file.name for file in path.parent.iterdir()} == FILES
+    files = {file.name for file in path.parent.iterdir()}
+    assert files == {"index.html", "loss.svg", "summary.json"}
     assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 5
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
