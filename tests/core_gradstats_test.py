@@ -246,6 +246,7 @@ def test_noise_signal_and_inner_product_variance_are_unbiased():
 # --- From mean gradients that a training loop already has
 
 
+@functools.partial(jax.jit, static_argnames="batch_size")
 def of_means(grads_N, batch_size):
     norms_N = jnp.linalg.norm(grads_N, axis=1)
     return gradient_stats_of_means(grads_N.mean(axis=0), norms_N, batch_size=batch_size)
@@ -257,7 +258,7 @@ def test_statistics_of_means_are_the_same_formulas_on_means(batch_size):
     grads = grads_by_hand(batch_of(12))
     sums = oracle.gradient_sums(grads.reshape(-1, batch_size, grads.shape[1]).mean(axis=1))
     means = jnp.float32(grads.reshape(-1, batch_size, grads.shape[1]).mean(axis=1))
-    actual = in_true_units(jax.jit(functools.partial(of_means, batch_size=batch_size))(means))
+    actual = in_true_units(of_means(means, batch_size))
     for name, factor in (("noise", batch_size), ("examples", batch_size), ("signal", 1)):
         np.testing.assert_allclose(actual[name], factor * sums[name], rtol=1e-4)
     assert actual["noise_weight"] == sums["noise_weight"]

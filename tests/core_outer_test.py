@@ -231,9 +231,9 @@ def test_a_skipped_update_is_the_same_on_an_accelerator(as_on_a_gpu):
     batch = batch_of(2, 2, 4)
     batch["y"][0, 1, 0] = np.nan
     start = start_round(different_trainers([1, 1]))
-    on_a_cpu = inner_steps(start, batch, loss_fn, inner_tx=ADAMW)
+    on_a_cpu = inner_steps_of(ADAMW)(start, batch)
     as_on_a_gpu()
-    on_a_gpu = inner_steps(start, batch, loss_fn, inner_tx=ADAMW)
+    on_a_gpu = inner_steps_of(ADAMW)(start, batch)
     assert on_a_gpu[2].tolist() == [[False, True], [False, False]]
     assert_close(on_a_gpu, on_a_cpu, rtol=1e-6)
 
@@ -246,7 +246,8 @@ def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped():
 
     ensemble = ensemble_of([1], np.float32(1.0), inner_tx=SGD, outer_tx=PLAIN)
     start, batch_TRB = start_round(ensemble), np.zeros((1, 1, 2), np.float32)
-    after, loss_TR, skipped_TR = inner_steps(start, batch_TRB, root_loss, inner_tx=SGD)
+    steps = jax.jit(functools.partial(inner_steps, loss_fn=root_loss, inner_tx=SGD))
+    after, loss_TR, skipped_TR = steps(start, batch_TRB)
     assert np.isfinite(loss_TR).all() and skipped_TR.tolist() == [[True]]
     assert same(states_of(after, 0), states_of(start, 0))
 
@@ -390,7 +391,7 @@ def test_float64_parameters_move_as_far_as_their_workers():
         ensemble = ensemble_of([1], params, inner_tx=SGD, outer_tx=PLAIN)
         workers = start_round(ensemble)
         workers = workers.replace(params_R=workers.params_R - 1e-8)
-        after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN)
+        after, norm_M = plain_outer_update(ensemble, workers)
         np.testing.assert_allclose(params - after.params_M[0], 1e-8, rtol=1e-6)
         np.testing.assert_allclose(norm_M, 1e-8, rtol=1e-6)
 
