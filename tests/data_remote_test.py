@@ -108,31 +108,18 @@ def test_an_address_gives_the_rows_and_records_of_the_files(tmp_path, bucket, so
 CHATS = {"messages": [{"role": "user", "content": "?"}], "id": "0"}
 
 
-def write_chats(path):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CHATS]), path)
-    elif path.suffix == ".csv":
-        path.write_text("id,prompt,completion\n1,?,!\n")
-    else:
-        write_documents(path.parent, [CHATS] * 9, path.name)
-
-
-@pytest.mark.parametrize(
-    ("source", "name", "column"),
-    [
-        ("jsonl", "a.jsonl", "messages"),
-        ("parquet", "a.parquet", "messages"),
-        ("hf", "a.csv", "prompt+completion"),
-        ("hf", "gone.jsonl", "text"),
-    ],
-)
-def test_chats_at_an_address_are_known_by_their_columns(
-    tmp_path, bucket, web, copied, source, name, column
-):
-    if column != "text":
-        write_chats(tmp_path / "web" / name)
-    addresses = [bucket(tmp_path / "web", "data") + f"/{name}", f"{web}/{name}"]
-    for address in addresses[: 1 if name.endswith("parquet") else 2]:  # it has no ranges
+def test_chats_at_an_address_are_known_by_their_columns(tmp_path, bucket, web, copied):
+    folder = tmp_path / "web"
+    write_documents(folder, [CHATS] * 9, "a.jsonl")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CHATS]), folder / "a.parquet")
+    (folder / "a.csv").write_text("id,prompt,completion\n1,?,!\n")
+    stored = bucket(folder, "data")
+    for source, address, column in (
+        ("jsonl", f"{stored}/a.jsonl", "messages"),
+        ("parquet", f"{stored}/a.parquet", "messages"),  # the web server has no ranges
+        *(("hf", f"{root}/a.csv", "prompt+completion") for root in (stored, web)),
+        *(("hf", f"{root}/gone.jsonl", "text") for root in (stored, web)),
+    ):
         given = {"source": source, "path": address}
         assert column_of_texts(DataSettings().model_copy(update=given)) == column
     assert copied == []

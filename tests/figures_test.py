@@ -43,10 +43,8 @@ def near(x, y):
 
 def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     run = read(tmp_path)
-    made, time_s = (
-        loss.charts([Variant("run", [run])]),
-        cluster.run_seconds(run.events, loss.CLUSTER),
-    )
+    made = loss.charts([Variant("run", [run])])
+    time_s = cluster.run_seconds(run.events, loss.CLUSTER)
     assert [*made] == ["Tokens", "Sequential steps", "Synchronisations", "Bytes", "Simulated time"]
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
     spent = [TOKENS, [4, 8, 12, 16, 20, 24], [1, 2, 4, 5, 6, 7], moved, [*time_s.values()]]
