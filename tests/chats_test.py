@@ -134,15 +134,11 @@ def test_a_prompt_and_its_completion_are_turns_or_text(tmp_path, tokenizer):
     corpus = load(write_documents(tmp_path, records), tokenizer, **both)
     assert chats_in(corpus) == expected(tokenizer, chats, first=-1)
     texts = [{"prompt": f"{n}? ", "completion": f"Twice is {2 * n}."} for n in range(40)]
-    (tmp_path / "texts.csv").write_text(
-        "prompt,completion\n" + "".join(f"{t['prompt']},{t['completion']}\n" for t in texts)
-    )
-    for name in ("texts.csv", write_documents(tmp_path, texts, "texts.jsonl").name):
-        source = "hf" if name.endswith("csv") else "jsonl"
-        corpus = load(tmp_path / name, "bytes", source=source, sequence_length=60, **both)
-        found = [(bytes(ids[:-1]).decode(), bytes(a[:-1]).decode()) for ids, a in chats_in(corpus)]
-        assert found == sorted((t["prompt"] + t["completion"], t["completion"]) for t in texts)
-        assert all(ids[-1] == answer[-1] == 256 for ids, answer in chats_in(corpus))
+    path = write_documents(tmp_path, texts, "texts.jsonl")
+    corpus = load(path, "bytes", sequence_length=60, **both)
+    found = [(bytes(ids[:-1]).decode(), bytes(a[:-1]).decode()) for ids, a in chats_in(corpus)]
+    assert found == sorted((t["prompt"] + t["completion"], t["completion"]) for t in texts)
+    assert all(ids[-1] == answer[-1] == 256 for ids, answer in chats_in(corpus))
 
 
 def test_a_prepared_folder_has_the_rows_of_its_text_and_fewer_if_asked(tmp_path, tokenizer, capsys):
