@@ -80,7 +80,7 @@ def test_workers_that_have_not_moved_move_nothing():
 
 
 def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
-    rule = AGGREGATORS["rda"]
+    rule = jax.jit(AGGREGATORS["rda"])
     share_W = jnp.asarray([0.25, 0.75])
     moved = rule({"w": jnp.asarray([[3.0, 0.0], [0.0, 1.0]])}, share_W)["w"]
     np.testing.assert_allclose(np.linalg.norm(moved), 0.25 * 3 + 0.75 * 1, rtol=1e-6)

@@ -74,15 +74,9 @@ def test_each_micro_batch_has_a_key_of_its_own_and_auxiliary_output_is_its_updat
 def test_a_pass_has_the_key_of_its_first_example():
     ensemble = ensemble_of([1], PARAMS)
     key_TRB = jax.random.split(jax.random.key(0), (1, 1, 4))
-    *_, aux_TR = inner_steps(
-        start_round(ensemble),
-        batch_of(1, 1, 4),
-        bits_loss,
-        inner_tx=ADAMW,
-        key_TRB=key_TRB,
-        has_aux=True,
-        examples_per_pass=2,
-    )
+    how = {"inner_tx": ADAMW, "has_aux": True, "examples_per_pass": 2}
+    steps = jax.jit(functools.partial(inner_steps, loss_fn=bits_loss, **how))
+    *_, aux_TR = steps(start_round(ensemble), batch_of(1, 1, 4), key_TRB=key_TRB)
     bits = np.asarray(jax.random.key_data(key_TRB))[0, 0, ::2, 1] % 2**20
     assert aux_TR["bits"].tolist() == [[bits.mean()]]
 
