@@ -83,7 +83,7 @@ def test_systemd_and_kubernetes_know_the_exit_codes():
 def command(words, workdir):
     """A file's command, changed for this machine: one process, a small config, another folder."""
     text = shlex.join(word for word in words if word != "--distributed")
-    text = re.sub(r"--config[= ]\S+", "--config=faults", text)
+    text = re.sub(r"--config[= ]\S+", f"--config={ROOT}/probes/faults.py", text)
     text = re.sub(r"--workdir[= ]\S+", f"--workdir={workdir}", text)
     assert "--config.checkpoint.watchdog_s=" in text
     return [sys.executable, *shlex.split(text)[1:], "--config.num_rounds=1"]
