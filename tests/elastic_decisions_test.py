@@ -2,7 +2,7 @@
 
 import math
 import types
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -98,7 +98,8 @@ def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_spee
     assert idle.fault(1e9, **limits) == ""
     idle.sent(100, 50.0, heartbeat_s=10.0)
     assert idle.due_s == math.inf  # its speed is unknown
-    idle.sequence_s, idle.due_s = 0.1, None
+    idle.sequence_s.append(0.1)
+    idle.due_s = None
     idle.sent(100, 50.0, heartbeat_s=10.0)
     assert idle.due_s == pytest.approx(50 + 5 * 10)
     idle.sent(1, 50.0, heartbeat_s=10.0)
@@ -113,7 +114,8 @@ def test_updates_by_speed_are_whole_parts_in_proportion(steps, parts):
     )
     assert num_parts(settings.inner.steps_per_round, settings.engine) == parts
     seconds = dict(enumerate(np.random.default_rng(steps).uniform(0.1, 2.0, 50).tolist()))
-    updates = updates_by_speed(3 * steps, parts, seconds | {50: None, 51: 0.0})
+    measured = {worker_id: [each] * 3 for worker_id, each in seconds.items()}
+    updates = updates_by_speed(3 * steps, parts, measured | {50: [], 51: [9.0, 9.0]})
     fastest_s = min(seconds.values())
     assert updates[50] == updates[51] == 3 * steps
     for worker, number in updates.items():
@@ -125,9 +127,33 @@ def test_updates_by_speed_are_whole_parts_in_proportion(steps, parts):
             assert abs(number - want) <= 3 * steps / parts / 2 or number == 3 * steps // parts
 
 
+@pytest.mark.parametrize(
+    ("slower", "updates"),
+    [
+        ([4.0, 4.4, 3.8], 10),
+        ([4.0, 0.9, 4.0, 4.0, 4.0], 40),  # one of its rounds was as fast
+        ([4.0, 4.0], 40),  # measured too few times
+        ([1.1, 1.1, 1.1], 40),  # slower, but by less than an eighth
+    ],
+)
+def test_a_learner_makes_fewer_updates_only_if_all_its_rounds_were_slower(slower, updates):
+    assert updates_by_speed(40, 8, {0: [1.0, 1.0, 1.02], 1: slower}) == {0: 40, 1: updates}
+
+
+def test_noise_that_equal_learners_share_takes_hardly_any_updates():
+    draw, made = np.random.default_rng(0), []
+    recent = {worker_id: deque(maxlen=5) for worker_id in range(4)}
+    for _ in range(400):
+        for each in recent.values():
+            each.append(draw.choice([1.0, 1.2, 4.0], p=[0.5, 0.3, 0.2]))
+        made.append(sum(updates_by_speed(80, 8, recent).values()) / (4 * 80))
+    assert np.mean(made) > 0.97
+
+
 def test_a_speed_that_is_too_good_leaves_others_a_part():
-    assert updates_by_speed(40, 8, {0: 1e-300, 1: 0.1, 2: 1e9}) == {0: 40, 1: 5, 2: 5}
-    assert updates_by_speed(7, 7, {0: None, 1: 0.0}) == {0: 7, 1: 7}
+    measured = {0: [0.0] * 3, 1: [0.1] * 3, 2: [1e9] * 3}
+    assert updates_by_speed(40, 8, measured) == {0: 40, 1: 5, 2: 5}
+    assert updates_by_speed(7, 7, {0: [], 1: [0.0] * 3}) == {0: 7, 1: 7}
     assert num_parts(16, settings_of(engine={"kind": "ray", "steps": "equal"}).engine) == 1
 
 
@@ -140,7 +166,7 @@ def test_an_update_a_thousand_times_too_large_never_counts():
 
 
 def test_deadlines_follow_the_median_of_what_was_measured():
-    learner = LearnerRecord(0, 0, 0.0, joined=True, sequence_s=0.5)
+    learner = LearnerRecord(0, 0, 0.0, joined=True, sequence_s=deque([0.5]))
     for measured, usual in [
         ([], 0),
         ([30.0], 30),  # the only measurement counts as usual

@@ -21,6 +21,10 @@ SLOW = 5.0
 # parameters) never counts.
 HUGE = 1e3
 _MEASURED = 16  # number of the last durations that count
+_SPEED_ROUNDS = 5  # a learner's speed is the median of so many rounds
+_FEWEST_ROUNDS = 3  # rounds that a learner's speed needs, before it makes fewer updates
+_SHORTEST_S = 1e-300  # what a learner says may be zero
+_CLEARLY_SLOWER = 8 / 9  # of the fastest one's speed: an eighth more seconds for a sequence
 
 
 @dataclass
@@ -35,7 +39,8 @@ class LearnerRecord:
     asked_s: float | None = None  # time of a ping without a response yet
     next_s: float = 0.0  # time of the next ping
     max_batch_size: int = INT32  # largest micro-batch for which its memory may suffice
-    sequence_s: float | None = None  # measured seconds per sequence; None: not measured yet
+    # Measured seconds per sequence of its last rounds, in this process.
+    sequence_s: deque[float] = field(default_factory=partial(deque, maxlen=_SPEED_ROUNDS))
     # The last seconds from a request to its response, without the round itself.
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     spent_s: float = 0.0  # up to when it has said what it did with its time
@@ -64,9 +69,10 @@ class LearnerRecord:
 
     def predicted_s(self, sequences: int) -> float:
         """Return the seconds until some sequences are done and sent; infinity if unknown."""
-        if self.sequence_s is None:
+        if not self.sequence_s:
             return math.inf
-        return self.sequence_s * sequences + statistics.median(self.transfer_s or [0.0])
+        transfer_s = statistics.median(self.transfer_s or [0.0])
+        return statistics.median(self.sequence_s) * sequences + transfer_s
 
     def sent(self, sequences: int, now_s: float, *, heartbeat_s: float) -> None:
         """Record that a request for some sequences is sent, and until when they must be done.
@@ -145,16 +151,29 @@ def num_parts(steps: int, engine: EngineSettings) -> int:
 
 
 def updates_by_speed(
-    num_updates: int, parts: int, sequence_s: Mapping[int, float | None]
+    num_updates: int, parts: int, sequence_s: Mapping[int, Collection[float]]
 ) -> dict[int, int]:
     """Return each worker's updates: whole parts, at least one, in proportion to its speed.
 
-    The fastest makes `num_updates`, as does one of unknown speed, or less than an eighth slower.
-    Source: DyLU of Async DiLoCo (arXiv 2401.09135).
+    A worker makes all `num_updates` unless it is clearly slower than the fastest: by an eighth
+    in the median, and in each of its measured rounds (at least three) slower than the fastest in
+    any of its own. So equal learners on a noisy machine make equal updates.
+
+    Args:
+      num_updates: Updates of the fastest worker.
+      parts: Number of equal parts into which these can be divided.
+      sequence_s: By worker, its learner's measured seconds per sequence, one for each round.
+
+    Source: DyLU of Async DiLoCo (arXiv 2401.09135), which uses one measurement.
     """
-    fastest_s = min((seconds for seconds in sequence_s.values() if seconds), default=0.0)
-    shares = {w: fastest_s / seconds if seconds else 1.0 for w, seconds in sequence_s.items()}
-    return {
-        w: max(round(share * parts), 1) * num_updates // parts if share < 8 / 9 else num_updates
-        for w, share in shares.items()
-    }
+    updates = dict.fromkeys(sequence_s, num_updates)
+    measured = {w: each for w, each in sequence_s.items() if len(each) >= _FEWEST_ROUNDS}
+    if not measured:
+        return updates
+    fastest = min(measured.values(), key=statistics.median)
+    for worker_id, seconds in measured.items():
+        ratio = statistics.median(fastest) / max(statistics.median(seconds), _SHORTEST_S)
+        if ratio < _CLEARLY_SLOWER and min(seconds) > max(fastest):
+            num_parts_done = max(round(ratio * parts), 1)
+            updates[worker_id] = num_parts_done * num_updates // parts
+    return updates

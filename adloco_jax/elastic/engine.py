@@ -399,7 +399,7 @@ class ElasticEngine:
         self._spent_s += learner.believed([seconds, *spent_s], time.monotonic())
         if request.is_taken(self.spec):  # then it has its own
             learner.params_ids.pop(request.trainer, None)
-        learner.sequence_s = seconds / request.num_sequences
+        learner.sequence_s.append(seconds / request.num_sequences)
         learner.transfer_s.append(elapsed_s - seconds)
         if request.trainer in self.rounds:  # otherwise the round has ended
             worker_ids = [work.worker_id for work in request.work]
