@@ -22,7 +22,7 @@ from toy_runs import events, run
 from adloco_jax import __version__, join
 from adloco_jax.config import validate
 from adloco_jax.data.formats import Format
-from adloco_jax.elastic import bucket, bucket_learner, learner, store
+from adloco_jax.elastic import bucket, bucket_learner, learner, objects, store
 from adloco_jax.elastic.formats import (
     DriverHeartbeat,
     LearnerHeartbeat,
@@ -33,6 +33,7 @@ from adloco_jax.elastic.formats import (
     array_bytes,
     check_form,
 )
+from adloco_jax.elastic.signatures import Signatures
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.run.folder import recorded_settings
@@ -123,7 +124,7 @@ def test_an_altered_object_is_refused_by_name(at):
 
 
 def test_no_memory_is_made_for_arrays_larger_than_the_run_has(monkeypatch, tmp_path):
-    there = store.Store(f"file://{tmp_path}/bucket")
+    there = store.at(f"file://{tmp_path}/bucket")
     monkeypatch.setattr(store, "READ_PAUSES_S", ())
     there.put("requests/1", store.pack(Format(), {"a": np.zeros(1, np.float32)}))
     form = {"a": jax.ShapeDtypeStruct((2**32,), np.dtype("f4"))}
@@ -137,9 +138,26 @@ def test_parameters_are_read_only_from_where_parameters_are(name):
         Params(name=name, sha256="")
 
 
+@pytest.mark.parametrize("kind", ["bucket", "memory"])
+def test_every_keeper_of_objects_keeps_them_alike(tmp_path, kind):
+    keeper = objects.Bucket(f"file://{tmp_path}/bucket")
+    if kind == "memory":
+        keeper = objects.Memory("memory")
+    there = store.Store(keeper, Signatures())
+    assert there.get("a/1") is None and there.names() == []
+    large = np.random.default_rng(0).bytes(2 * objects.PIECE_BYTES + 1)
+    there.put("a/1", b"first")
+    there.put("a/1", large)
+    assert there.get("a/1", limit=len(large)) == large
+    assert [there.create("b", About(about=word)) for word in ("one", "two")] == [True, False]
+    assert there.message("b", About) == About(about="one")
+    there.delete("a/1", "missing")
+    assert there.get("a/1") is None and there.names() == ["b"]
+
+
 @pytest.mark.parametrize("link", ["file", "folder"])
 def test_a_link_inside_a_folder_is_not_followed(tmp_path, link):
-    outside, there = tmp_path / "outside", store.Store(f"file://{tmp_path}/bucket")
+    outside, there = tmp_path / "outside", store.at(f"file://{tmp_path}/bucket")
     (outside / "own").mkdir(parents=True)
     (outside / "own" / "1").write_bytes(b"secret")
     if link == "folder":
@@ -157,7 +175,7 @@ def test_a_link_inside_a_folder_is_not_followed(tmp_path, link):
 
 def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
     monkeypatch.setattr(store, "READ_PAUSES_S", (0.0, 0.0))
-    there = store.Store(f"file://{tmp_path}/bucket")
+    there = store.at(f"file://{tmp_path}/bucket")
     there.put("requests/1", store.pack(Format(), TREE))
     get, damaged = there.get, [1, 2]
 
@@ -175,7 +193,7 @@ def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
 
 
 def test_a_link_carries_its_rate_in_each_direction_and_small_objects_beside_large_ones(tmp_path):
-    there = store.Store(f"file://{tmp_path}/bucket")
+    there = store.at(f"file://{tmp_path}/bucket")
     there.hold("8Mbit/s")
     start_s = time.monotonic()
     large = threading.Thread(target=there.put, args=("large", bytes(1_000_000)))
@@ -227,7 +245,7 @@ def test_states_travel_in_the_outer_precision_and_no_second_moment_becomes_zero(
 def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(
     monkeypatch, tmp_path
 ):
-    there = store.Store(f"file://{tmp_path}/bucket")
+    there = store.at(f"file://{tmp_path}/bucket")
     there.put("driver/1.json", store.to_json(DriverHeartbeat(count=1)))
     clock = types.SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(bucket, "time", clock)
@@ -251,7 +269,7 @@ def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it
 
 
 def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
-    there = store.Store(f"file://{tmp_path}/bucket")
+    there = store.at(f"file://{tmp_path}/bucket")
     for generation in (1, 2):
         heartbeat = DriverHeartbeat(count=9, has_ended=True)
         there.put(f"driver/{generation}.json", store.to_json(heartbeat))
@@ -338,11 +356,11 @@ def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
 def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
     for url in (f"file://{tmp_path}/no/run", "ftp://host/run", "s3://", f"{tmp_path}/run", "run"):
         with pytest.raises(ConfigError) as error:
-            store.Store(url)
+            store.at(url)
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="is no folder here; make it"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
-    store.Store(f"file://{tmp_path}/other").put("run.json", store.to_json(About(about="another")))
+    store.at(f"file://{tmp_path}/other").put("run.json", store.to_json(About(about="another")))
     with pytest.raises(ConfigError, match="holds another run"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/other"), tmp_path / "r")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -404,7 +422,7 @@ def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp
 
 
 def test_a_learner_goes_to_the_newest_driver_and_ignores_older_heartbeats(there, tmp_path, capfd):
-    (one, *_), shared = there.learners.values(), store.Store(there.url)
+    (one, *_), shared = there.learners.values(), store.at(there.url)
     one.handle, one.generation, path = None, 0, tmp_path / "bucket/run.json"
     capfd.readouterr()
 
@@ -446,7 +464,7 @@ def test_a_learner_goes_to_the_newest_driver_and_ignores_older_heartbeats(there,
 
 
 def test_heartbeats_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(there):
-    (one, *_), shared = there.learners.values(), store.Store(there.url)
+    (one, *_), shared = there.learners.values(), store.at(there.url)
     one.handle, counts = request(1, 0, 0), itertools.count(one.driver.count + 1)
     busy = LearnerRequests(id=one.handle, is_free=False)
 
@@ -479,7 +497,7 @@ def test_a_resumed_driver_writes_its_own_version(there, monkeypatch, tmp_path):
 
 
 def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(there):
-    (one, *_), shared, num_read = there.learners.values(), store.Store(there.url), iter([4, 4, 5])
+    (one, *_), shared, num_read = there.learners.values(), store.at(there.url), iter([4, 4, 5])
     one.handle, one.num_responses, one.learner.leaving = request(1, 0, 0), 5, True
     counts = itertools.count(1000)
 
@@ -500,12 +518,12 @@ def test_a_learner_without_a_driver_ends_after_its_patience(there, tmp_path):
     (one, *_), start_s = there.learners.values(), there.now_s
     run_id = json.loads((tmp_path / "bucket/run.json").read_bytes())["message"]["id"]
     ended = DriverHeartbeat(count=10**9, has_ended=True, adloco_jax=__version__)
-    store.Store(there.url).put("driver/1.json", store.to_json(ended))
-    patient = store.Store(there.url, patience_s=600.0)
+    store.at(there.url).put("driver/1.json", store.to_json(ended))
+    patient = store.at(there.url, patience_s=600.0)
     late = bucket_learner.BucketLearner(patient, one.learner, there.given, None, run_id)
     with pytest.raises(ResourceError, match="left, as for 10 minutes there was no driver"):
         late.serve()
-    empty = store.Store(f"file://{tmp_path}/empty", patience_s=600.0)
+    empty = store.at(f"file://{tmp_path}/empty", patience_s=600.0)
     with pytest.raises(ResourceError, match="for 10 minutes there was no driver"):
         bucket_learner.read_run(empty)
     assert 1200 < there.now_s - start_s < 1300
@@ -526,7 +544,7 @@ def test_learners_that_have_left_are_not_waited_for(monkeypatch, tmp_path, capfd
 
 
 def test_a_learner_that_is_lost_deletes_its_last_answer(there):
-    (one, *_), shared = there.learners.values(), store.Store(there.url)
+    (one, *_), shared = there.learners.values(), store.at(there.url)
     one.handle, one.num_responses = request(1, 0, 0), 5
     again = LearnerRequests(id=RequestId(generation=1, learner=0, incarnation=1), is_free=True)
     heartbeat = DriverHeartbeat(count=1000, learners=[again], adloco_jax=__version__)
@@ -564,7 +582,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     waits = []
     clock = types.SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
     monkeypatch.setattr(store, "time", clock)
-    there = store.Store(f"file://{tmp_path}/bucket")
+    there = store.at(f"file://{tmp_path}/bucket")
     there.put("a", b"1")
     fails = iter([True] * 12 + [False])
 
@@ -595,10 +613,11 @@ def test_a_server_that_asks_for_patience_at_the_start_is_waited_for(monkeypatch,
 
     def read(failures):
         if status := next(fails):
-            raise RuntimeError(f"GET in 1.403s - Server returned non-2xx status code: {status}")
+            with objects.explained():
+                raise RuntimeError(f"GET in 1.403s - Server returned non-2xx status code: {status}")
         return 7
 
-    assert store.Store(f"file://{tmp_path}/bucket").patiently("read", "a", read) == 7
+    assert store.at(f"file://{tmp_path}/bucket").patiently("read", "a", read) == 7
 
 
 def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
@@ -607,7 +626,7 @@ def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
     spec = spec_of(validate(importlib.import_module(QUICKSTART).get_config()), here())
     settings = types.SimpleNamespace(engine=types.SimpleNamespace(heartbeat_s=1000.0))
     given = types.SimpleNamespace(spec=spec, settings=settings)
-    there, is_open = store.Store(f"file://{tmp_path}/bucket"), threading.Event()
+    there, is_open = store.at(f"file://{tmp_path}/bucket"), threading.Event()
     about = {"id": "a", "adloco_jax": "1", "fingerprint": "", "commit": "", "settings": {}}
     driver = bucket.BucketTransport(there, RunDescription(**about, driver=1), given)
     put, written = there.put, concurrent.futures.Future()
@@ -632,7 +651,7 @@ def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
 @pytest.mark.parametrize("data", [b"", b"1" * (2**20 + 1), b"[]"])
 def test_a_description_that_is_none_ends_a_learner_in_one_line(monkeypatch, tmp_path, data):
     monkeypatch.setattr(store, "READ_PAUSES_S", ())
-    store.Store(f"file://{tmp_path}/bucket").put("run.json", data)
+    store.at(f"file://{tmp_path}/bucket").put("run.json", data)
     with pytest.raises(DataError, match="run.json: .*; name the prefix of a run") as error:
         bucket_learner.join(f"file://{tmp_path}/bucket", own={})
     assert "\n" not in str(error.value)
@@ -663,10 +682,11 @@ def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, k
     waits = []
     clock = types.SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
     monkeypatch.setattr(store, "time", clock)
-    there = store.Store(f"file://{tmp_path}/bucket")
+    there = store.at(f"file://{tmp_path}/bucket")
 
     def fails(failures):
-        raise FileNotFoundError(error) if error == "FileNotFoundError" else RuntimeError(error)
+        with objects.explained():
+            raise FileNotFoundError(error) if error == "FileNotFoundError" else RuntimeError(error)
 
     with pytest.raises((ConfigError, ResourceError), match=words) as refusal:
         there.patiently(kind, "a", fails)

@@ -86,7 +86,7 @@ def test_a_request_that_is_never_answered_is_asked_again(monkeypatch, server):
     with faulty_store.faulty(server, fate) as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
-        there = store.Store("s3://bkt/silent")
+        there = store.at("s3://bkt/silent")
         there.put("a", b"1" * 100)
         assert there.create("b", Format())
         assert there.get("a") == b"1" * 100
@@ -102,7 +102,7 @@ def test_after_a_signal_nobody_waits_for_a_server_that_is_silent(monkeypatch, se
     with faulty_store.faulty(server, lambda *_: "silent") as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
-        start_s, there = time.monotonic(), store.Store("s3://bkt/silent")
+        start_s, there = time.monotonic(), store.at("s3://bkt/silent")
         with pytest.raises(ResourceError, match=r"cannot read \(no response in 0 s\)|no response"):
             there.get("a")
         assert time.monotonic() - start_s < 3
@@ -113,7 +113,7 @@ def test_an_empty_object_is_damaged(monkeypatch, tmp_path, server, where):
     for name, value in faulty_store.environment(server).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(store, "READ_PAUSES_S", ())
-    there = store.Store("s3://bkt/empty" if where == "s3" else f"file://{tmp_path}/bucket")
+    there = store.at("s3://bkt/empty" if where == "s3" else f"file://{tmp_path}/bucket")
     there.put("1", b"")
     with pytest.raises(store.Refused, match="^1: 0 bytes"):
         there.read("1", 2**30, Format, lambda _: {})

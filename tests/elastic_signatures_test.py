@@ -20,7 +20,7 @@ KEY, NAME = "k" * 32, "driver/2.json"
 
 def opened(monkeypatch, folder, *, key=KEY, run="a"):
     monkeypatch.setenv("ADLOCO_KEY", key)
-    there = store.Store(f"file://{folder}/bucket")
+    there = store.at(f"file://{folder}/bucket")
     there.signatures.run = run
     return there
 

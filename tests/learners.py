@@ -180,9 +180,7 @@ class InBucket:
         for method in CALLS:
             setattr(made, method, self.fated(made, handle, method))
         run_id = (self.log / "id").read_text("utf-8")
-        there = bucket_learner.BucketLearner(
-            store.Store(self.url), made, self.given, self.log, run_id
-        )
+        there = bucket_learner.BucketLearner(store.at(self.url), made, self.given, self.log, run_id)
         self.joining = handle
         with contextlib.suppress(_Waits):
             while there.handle is None:

@@ -88,7 +88,7 @@ def check_possible(settings: Settings, folder: Path) -> None:
     cannot be read or written; ResourceError if it cannot be reached.
     """
     check_installed("obstore", "bucket", "engine.kind = bucket")
-    bucket = Store(settings.engine.address)
+    bucket = store.at(settings.engine.address)
     if (run := _described(bucket, folder / "learners" / "id")) is not None:
         _check_same(bucket, run.settings, settings)
     # Find out if this is permitted, and if an object that is there is kept.
@@ -110,7 +110,7 @@ def connected(
     Learners end with the driver if the run `is_over` then, or wait for it to be continued. Raises
     ConfigError if the bucket cannot be used, holds another run, or has a driver that is alive.
     """
-    bucket, heartbeat_s = Store(address), given.settings.engine.heartbeat_s
+    bucket, heartbeat_s = store.at(address), given.settings.engine.heartbeat_s
     bucket.hold(given.settings.engine.link)
     run = _description(bucket, given)
     bucket.signatures.run = run.id

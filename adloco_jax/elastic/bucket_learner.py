@@ -72,7 +72,7 @@ def join(
     `assemble` does.
     """
     check_installed("obstore", "bucket", "adloco join")
-    bucket = Store(url, patience_s=patience_s)
+    bucket = store.at(url, patience_s=patience_s)
     with processes.stop_requests("leaving"):
         run = read_run(bucket)
     if run is None:

@@ -1,4 +1,4 @@
-"""The bucket through which driver and learners exchange objects: S3, Google Cloud, Azure, a folder.
+"""What driver and learners read and write: objects, wherever they are kept (`objects`).
 
 An object is JSON, or JSON with arrays (safetensors), with a SHA-256. Nothing that is read is
 executed or unpickled.
@@ -6,17 +6,14 @@ executed or unpickled.
 
 import concurrent.futures
 import contextlib
-import datetime
 import functools
 import hashlib
 import json
 import math
-import re
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -25,24 +22,22 @@ from jaxtyping import PyTree
 from safetensors.numpy import load, save
 
 from adloco_jax.data.formats import Format, checked
-from adloco_jax.elastic import signatures
 from adloco_jax.elastic.formats import Refused, array_bytes, check_form
+from adloco_jax.elastic.objects import PIECE_BYTES, Bucket, Busy, Denied, Objects, first_line
+from adloco_jax.elastic.signatures import NUM_BYTES, Signatures
 from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.run import processes
 from adloco_jax.run.terminal import say
 from adloco_jax.settings import bytes_per_s
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
-PIECE_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
 LIMIT_S, BYTE_S = 5.0, 1e-5  # the deadline of a request: seconds, and more for each byte
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
 _RETRY_S = 3.0  # longest pause before a failed request is repeated
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
 READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
-SECOND = datetime.timedelta(seconds=1)
 _BURST_S = 0.05  # for which a link may catch up; what it carries at a time lasts as long
 
 T = TypeVar("T")
@@ -69,48 +64,18 @@ class Link:
 
 
 class Store:
-    """A bucket, or the part of one whose names begin with a prefix; thread-safe.
+    """Reads and writes objects for driver or learner, wherever they are kept; thread-safe.
 
     A request that fails, or is not answered in a few times the usual time, is repeated, with
     growing pauses, until it succeeds. The first of its kind (read, write) is given up soon if there
     is no server, or no permission.
     """
 
-    def __init__(self, url: str, *, patience_s: float = math.inf):
-        """Open a bucket, such as s3://bucket/run1 or file:///shared/run1, without a request.
-
-        A request that fails for `patience_s` seconds raises ResourceError. Raises ConfigError for
-        another address, a missing parent folder, or a short `ADLOCO_KEY`.
-        """
-        from obstore.store import from_url
-
-        self.url, self.patience_s, self._known = url, patience_s, set[str]()
-        self.signatures = signatures.Signatures()
+    def __init__(self, objects: Objects, signing: Signatures, *, patience_s: float = math.inf):
+        """Use the objects of a keeper; a request that fails for `patience_s` seconds raises."""
+        self._objects, self.signatures, self.patience_s = objects, signing, patience_s
+        self.url, self._known = objects.address, set[str]()
         self.hold("")
-        self._folder: Path | None = None  # of file://
-        folder = Path(url.removeprefix("file://"))
-        if not url.startswith(("file:///", "s3://", "gs://", "az://")):
-            raise ConfigError(
-                f"{url}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
-            )
-        how: dict[str, Any] = {"mkdir": True}
-        if url.startswith("file://"):
-            if not folder.parent.is_dir():
-                raise ConfigError(
-                    f"{url}: {folder.parent} is no folder here; make it (mkdir -p), or name another"
-                )
-            self._folder = folder.resolve()
-        else:
-            backoff = {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2}
-            retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * SECOND}
-            # http is used only if the user's endpoint says so; `_answered` has shorter deadlines.
-            client = {"connect_timeout": "10s", "read_timeout": "180s", "timeout": "86400s"}
-            client |= {"allow_http": True}
-            how = {"retry_config": retry, "client_options": client}
-        try:
-            self._store: Any = from_url(url, **how)
-        except Exception as error:  # deliberately broad: obstore's errors have no common meaning
-            raise ConfigError(f"{url}: {_cause(error)}") from error
 
     def hold(self, link: str) -> None:
         """Hold each direction of this process's transfers to the rate of `engine.link`."""
@@ -121,20 +86,16 @@ class Store:
 
         Raises Refused if it has more than `limit` bytes, or is not signed as it must be.
         """
-        limit += signatures.NUM_BYTES
+        limit += NUM_BYTES
 
         def read(failures: int) -> bytearray | None:
-            try:
-                begin = functools.partial(self._store.get, name)
-                found = self._answered(0, failures, begin)
-            except FileNotFoundError as error:
-                if any(word in str(error) for word in _NO_BUCKET):
-                    raise  # not only the object is missing
+            begin = functools.partial(self._objects.get, name)
+            if (found := self._answered(0, failures, begin)) is None:
                 return None
-            size, data = found.meta["size"], bytearray()
+            size, pieces = found
+            data = bytearray()
             if not 0 < size <= limit:
                 raise Refused(f"{name}: {size} bytes, expected 1 to {limit}")
-            pieces = iter(found.stream(min_chunk_size=PIECE_BYTES))
             while len(data) < size:
                 length = min(PIECE_BYTES, size - len(data))
                 data += self._answered(length, failures, functools.partial(next, pieces))
@@ -181,28 +142,23 @@ class Store:
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
         data = self.signatures.signed(name, data)
-        # More pieces at a time would each take longer than a client waits on a slow link.
-        how = {"chunk_size": PIECE_BYTES, "max_concurrency": 2}
-        put = functools.partial(self._store.put, name, data, **how)
+        put = functools.partial(self._objects.put, name, data)
         self._up.carry(len(data))
         self.patiently("write", name, lambda n: self._answered(len(data), n, put))
 
     def create(self, name: str, message: Format) -> bool:
         """Write an object of JSON unless there is one; say whether this call has written it."""
-        from obstore.exceptions import AlreadyExistsError
-
         data = to_json(message, uuid.uuid4().hex)  # nobody else would write the same
         signed = self.signatures.signed(name, data)
 
         def write(failures: int) -> bool:
-            put = functools.partial(self._store.put, name, signed, mode="create")
-            try:
-                self._answered(len(signed), failures, put)
-            except AlreadyExistsError:  # perhaps by this call, whose response was lost
-                with contextlib.suppress(Refused):  # larger, so another's
-                    return self.get(name, limit=len(data)) == data
-                return False
-            return True
+            put = functools.partial(self._objects.create, name, signed)
+            if self._answered(len(signed), failures, put):
+                return True
+            with contextlib.suppress(Refused):  # larger, so another's
+                # Perhaps written by this call, whose response was lost.
+                return self.get(name, limit=len(data)) == data
+            return False
 
         return self.patiently("write", name, write)
 
@@ -210,7 +166,7 @@ class Store:
         """Delete objects, if they are there and may be deleted."""
         for name in names:  # what is left costs space only
             try:
-                self._answered(0, 0, functools.partial(self._store.delete, name))
+                self._answered(0, 0, functools.partial(self._objects.delete, name))
             except TimeoutError:
                 return
             except Exception:  # noqa: S110  deliberately broad: missing, or not permitted
@@ -219,8 +175,7 @@ class Store:
     def names(self) -> list[str]:
         """List the names of all objects; the list is empty if listing is not permitted."""
         with contextlib.suppress(Exception):
-            found = self._answered(0, 0, lambda: self._store.list().collect())
-            return sorted(each["path"] for each in found)
+            return self._answered(0, 0, self._objects.names)
         return []
 
     def _answered(self, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
@@ -238,24 +193,23 @@ class Store:
 
     def patiently(self, kind: str, name: str, act: Callable[[int], T]) -> T:
         """Return what `act` returns for a number of failures; repeat it while it fails."""
-        if self._folder and (self._folder / name).resolve() != self._folder / name:
-            error = Refused if kind == "read" else ConfigError
-            raise error(f"{self.url}: {name}: not followed, as it is a link; remove it")
         pause_s, failures, start_s, told_s = 0.2, 0, time.monotonic(), 0.0
         while True:
             try:
                 result = act(failures)
             except (Refused, ConfigError):
                 raise
-            except Exception as error:  # deliberately broad: obstore's errors have no common kind
+            except Exception as error:  # deliberately broad: keepers' errors have no common kind
                 failures, failed_s = failures + 1, time.monotonic() - start_s
                 if processes.is_asked_to_stop() or failed_s > self.patience_s:
-                    raise ResourceError(f"{self.url}: cannot {kind} ({_cause(error)})") from error
+                    raise ResourceError(
+                        f"{self.url}: cannot {kind} ({first_line(error)})"
+                    ) from error
                 if kind not in self._known:
                     self._give_up(kind, error, failures)
                 if failures >= 3 and (not told_s or failed_s > told_s + TELL_S):
                     told_s = failed_s
-                    why = f"cannot {kind} ({_cause(error)})"
+                    why = f"cannot {kind} ({first_line(error)})"
                     say(f"{self.url}: {why}; waiting for the bucket, {failed_s:.0f} s")
             else:
                 self._known.add(kind)
@@ -267,21 +221,19 @@ class Store:
             pause_s = min(2 * pause_s, _RETRY_S)
 
     def _give_up(self, kind: str, error: Exception, failures: int) -> None:
-        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+        fault = f"{self.url}: cannot {kind} objects ({first_line(error)})"
+        if isinstance(error, Denied):
+            raise ConfigError(f"{fault}; {error.remedy}") from error
+        if failures >= _FIRST_TRIES and not isinstance(error, Busy):
+            raise ResourceError(fault) from error
 
-        text = str(error)  # has the address, and seconds such as 1.403
-        # Of errors without a class. Without credentials, the host's own are asked for.
-        words = "403 Forbidden", "401 Unauthorized", "os error 13", "169.254.169", "metadata.google"
-        refused = PermissionDeniedError, UnauthenticatedError, FileNotFoundError
-        if isinstance(error, refused) or any(word in text for word in words):
-            raise ConfigError(
-                f"{self.url}: cannot {kind} objects ({_cause(error)}); make the bucket, set its"
-                " credentials in the environment (docs/guides/sites.md), and allow what is listed"
-                " there"
-            ) from error
-        # A server that answers thus asks for another try.
-        if failures >= _FIRST_TRIES and not re.search(r"status code: (429|5\d\d)", text):
-            raise ResourceError(f"{self.url}: cannot {kind} objects ({_cause(error)})") from error
+
+def at(url: str, *, patience_s: float = math.inf) -> Store:
+    """Open the bucket at an address, without a request (`objects.Bucket`).
+
+    Raises ConfigError for another address, a missing parent folder, or a short `ADLOCO_KEY`.
+    """
+    return Store(Bucket(url), Signatures(), patience_s=patience_s)
 
 
 def again(read: Callable[[], T]) -> T:
@@ -291,11 +243,6 @@ def again(read: Callable[[], T]) -> T:
             return read()
         time.sleep(pause_s)
     return read()
-
-
-def _cause(error: BaseException) -> str:
-    """Return the first line of an error of obstore, whose later lines are Rust's."""
-    return reason(RuntimeError(str(error).partition("\n")[0]), 200)
 
 
 def longer(pause_s: float) -> float:
