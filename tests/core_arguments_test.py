@@ -81,6 +81,24 @@ def test_a_pass_has_the_key_of_its_first_example():
     assert aux_TR["bits"].tolist() == [[bits.mean()]]
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda params, batch, key: of_dict(params, batch), lambda p, b, key=None: of_dict(p, b)],
+    ids=["needs", "takes"],
+)
+def test_a_loss_with_dropout_is_refused_without_a_key_unless_it_has_one(loss_fn):
+    arguments = ensemble_of([1], PARAMS), batch_of(1, 1, 4)
+    with pytest.raises(ValueError, match=r"^key: none is given, .* dropout is off; pass key="):
+        jax.eval_shape(functools.partial(outer_step, loss_fn=loss_fn, **TXS), *arguments)
+    with pytest.raises(ValueError, match="^key_TRB: none is given"):
+        workers = start_round(arguments[0])
+        jax.eval_shape(
+            functools.partial(inner_steps, loss_fn=loss_fn, inner_tx=ADAMW), workers, arguments[1]
+        )
+    bound = functools.partial(loss_fn, key=jax.random.key(0))
+    jax.eval_shape(functools.partial(outer_step, loss_fn=bound, **TXS), *arguments)
+
+
 def test_statistics_use_one_key_and_leave_auxiliary_output_out():
     def noisy(params, batch, key):
         loss, aux = bits_loss(params, batch, key)

@@ -62,7 +62,9 @@ REFUSED = {
     "tokens: int64 of shape (9, 2), sequence_length=None, ids [0, 4294967296]": lambda: ArrayRows(
         [[0, 2**32]] * 9
     ),
-    "tokens: int64 of shape (90,), sequence_length=None": lambda: ArrayRows(np.arange(90)),
+    "(90,), sequence_length=None; give ArrayRows the length of its rows: ArrayRows(..., seq": (
+        lambda: ArrayRows(np.arange(90))
+    ),
     "sequence_length=5, ids []; give": lambda: ArrayRows(NUMBERED, sequence_length=5),
     "corpus: have 0 rows for a trainer": lambda: ArrayRows(NUMBERED, heldout=1.5).ordered(
         settings_of()

@@ -67,8 +67,10 @@ def test_a_model_of_ones_own_is_trained_by_fit_and_the_same_call_resumes(tmp_pat
     assert len(events(tmp_path / "own", "round")) == 4
 
 
-def test_dropout_draws_from_each_key_and_rests_in_evaluations(tmp_path):
+def test_dropout_draws_from_each_key_and_rests_in_evaluations(tmp_path, capsys):
     names = runpy.run_path(str(ROOT / "examples" / "dropout.py"))
+    losses = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
+    assert len(losses) == 10 and 1.09 < float(losses[-1]) < float(losses[-2]) < float(losses[0])
     loss_fn, params = jax.jit(names["loss_fn"]), names["params"]
     rows, keys = corpus().rows[:4], jax.random.split(jax.random.key(0), 2)
     plain, first, other = (float(loss_fn(params, rows, key=key)) for key in (None, *keys))
@@ -96,6 +98,8 @@ def test_fit_leaves_report_table_and_parameters_here_and_equal_ones_through_a_bu
     names, printed, _ = run(changed(LOOP, FIT), capsys)
     loss = names["result"].loss
     assert loss < 1.2 and f"held-out loss   {loss:.4f} nats/token" in printed
+    assert "batches: 4 sequences per worker and update, in all rounds; up to 4 at once" in printed
+    assert printed.count(", batch 4, ") == 5
     assert "export: runs/own/export/params.safetensors" in printed
     assert "report: runs/own/report/index.html" in printed
     assert "Held-out loss" in Path("runs/own/report/index.html").read_text(encoding="utf-8")

@@ -90,10 +90,21 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
     return array
 
 
-def checked_key(name: str, key: Array | None) -> None:
-    """Raise ValueError for a key that is not a typed one."""
-    if key is not None and not is_key(key):
-        raise ValueError(f"{name}: got {key.dtype}{key.shape}, not typed keys; use jax.random.key")
+def checked_key(name: str, key: Array | None, loss_fn: LossFn) -> None:
+    """Raise ValueError for a key that is not a typed one, and for none if the loss takes one."""
+    if key is not None:
+        if not is_key(key):
+            found = f"{key.dtype}{key.shape}"
+            raise ValueError(f"{name}: got {found}, not typed keys; use jax.random.key")
+        return
+    parameter = inspect.signature(loss_fn).parameters.get("key")
+    if parameter is not None and (
+        parameter.default is None or parameter.default is parameter.empty
+    ):
+        raise ValueError(
+            f"{name}: none is given, and loss_fn takes a `key`, without which its dropout is off;"
+            f" pass {name}=, or a loss without this parameter"
+        )
 
 
 def checked_update(

@@ -65,8 +65,8 @@ def inner_steps(
       learning_rate_TR: A factor on the update that the micro-batch completes. None means 1.
       update_T: True where a micro-batch completes an update, by the mean of all gradients since the
         last. None: everywhere. An array, so that one program serves every accumulation.
-      key_TRB: A key for each example, for a loss that takes `key`; a call of the loss receives the
-        key of its first example.
+      key_TRB: A key for each example, needed if the loss takes `key`; a call of the loss receives
+        the key of its first example.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
       sequential: Whether workers run one after another, and not at once as one batch. It needs the
         least memory, and is fastest on a CPU. Results change only by rounding. If workers are
@@ -85,7 +85,7 @@ def inner_steps(
     num_micro_batches = checked_batch_length(batch_TRB, num_workers, name="batch_TRB")
     shape_TR = (num_micro_batches, num_workers)
     learning_rate_TR = checked_factors("learning_rate_TR", learning_rate_TR, shape_TR)
-    checked_key("key_TRB", key_TRB)
+    checked_key("key_TRB", key_TRB, loss_fn)
     num_grads, flags_T = workers.num_grads, None
     if update_T is not None:
         if num_grads is None:

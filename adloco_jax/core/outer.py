@@ -152,9 +152,9 @@ def outer_step(
       learning_rate_SR: A factor on each update of `inner_tx`, which should then have learning rate
         1. None means 1.
       weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
-      key: A typed key, a new one for each round. Each micro-batch gets it with the trainer's
-        position, the worker's position and the number of examples used before in this round folded
-        in.
+      key: A typed key, a new one for each round, needed if the loss takes `key`. Each micro-batch
+        gets it with the trainer's position, the worker's position and the number of examples used
+        before in this round folded in.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays); the metrics have the
         arrays' means over each update.
       aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
@@ -168,7 +168,7 @@ def outer_step(
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
     refuse_in_shard_map("outer_step")
-    checked_key("key", key)
+    checked_key("key", key, loss_fn)
     num_updates = checked_batch_length(batch, ensemble.num_workers, num_accum_steps, name="batch")
     shape_SR = (num_updates, ensemble.num_workers)
     learning_rate_TR = checked_factors("learning_rate_SR", learning_rate_SR, shape_SR)

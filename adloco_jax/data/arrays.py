@@ -110,6 +110,11 @@ def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarra
     ids = [int(array.min(initial=0)), int(array.max(initial=0))] if fits else []
     if not fits or not -(2**31) <= ids[0] <= ids[1] < 2**31:
         found = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
+        if array.ndim == 1 and sequence_length is None:
+            raise ConfigError(
+                f"{found}; give ArrayRows the length of its rows: ArrayRows(..., sequence_length=L)"
+                " (data.sequence_length does not reach it)"
+            )
         raise ConfigError(f"{found}, ids {ids}; {_EXPECTED}")
     if array.ndim == 1:
         num_rows = len(array) // (length + 1)

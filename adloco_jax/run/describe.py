@@ -114,6 +114,8 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
 
 
 def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: InnerSettings) -> str:
+    if batching.test == "constant":
+        return "in all rounds"
     if not measures_gradients(batching):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
     wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
