@@ -358,15 +358,17 @@ def save(
         )
     sizes = {key: (ours, getattr(network, ours)) for key, (ours, _) in names.sizes.items()}
     if config:
-        changed = _differing(network, names, config)  # such as a longer context
+        changed = _differing(network, names.attributes(dict(config)))  # such as a longer context
         config = {**config, **{key: size for key, (ours, size) in sizes.items() if ours in changed}}
         if "num_classes" in changed:  # which names of classes would contradict
             config = {key: value for key, value in config.items() if "label2" not in key}
+        differing = _differing(network, names.attributes(config))
     else:
         config = {key: size for key, (_, size) in sizes.items()}
         config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
         config |= {} if tokenizer is None else tokenizer.token_ids
-    if differing := _differing(network, names, config):
+        differing = _differing(network, names.attributes_of_normalised(config))
+    if differing:
         have = ", ".join(f"{name}={value}" for name, value in differing.items())
         kind = config["model_type"]
         raise ConfigError(f"{folder}: no {kind} has {have}; give the config.json of such a model")
@@ -464,11 +466,11 @@ def _arrays(params: PyTree, named: Iterable[Tensor]) -> dict[str, np.ndarray]:
     return {tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path])) for tensor in named}
 
 
-def _differing(network: nn.Module, names: WeightMap, config: Mapping[str, Any]) -> dict[str, Any]:
+def _differing(network: nn.Module, described: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a model that differ from those that a `config.json` describes."""
     return {
         name: getattr(network, name)
-        for name, value in names.attributes(dict(config)).items()
+        for name, value in described.items()
         if getattr(network, name) != value and name != "pad_id"  # it follows the tokenizer
     }
 

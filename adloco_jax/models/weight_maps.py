@@ -40,7 +40,7 @@ class WeightMap:
       features: `features(content, sizes)` returns the attributes of `model` that are not sizes,
         from the result of `normalise` and the attributes in `sizes`.
       extra: `extra(model)` returns the remaining entries of config.json for an export, such as
-        `model_type`.
+        `model_type`, in the spelling of `normalise`.
       ties: From a tensor to another with the same values under `tie_word_embeddings`. One of the
         two may then be absent.
       free: Attributes that may differ from the checkpoint's, because no weight depends on them.
@@ -66,7 +66,11 @@ class WeightMap:
 
         Raises Unusable for the first key that describes another model.
         """
-        content, found = self.normalise(content), {}
+        return self.attributes_of_normalised(self.normalise(content))
+
+    def attributes_of_normalised(self, content: dict) -> dict[str, Any]:
+        """Return the attributes that a result of `normalise`, or of `extra`, describes."""
+        found = {}
         kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
         for key, (ours, default) in self.sizes.items():
             found[ours] = _positive(key, content.get(key, default), kinds[ours])
@@ -163,7 +167,7 @@ def _normalised_llama(content: dict) -> dict:
     if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
         raise Unusable("rope_parameters", rope, "one object for all layers, or null")
     made["use_bidirectional_attention"] = made.get("use_bidirectional_attention") or False
-    return made | own | {"rope": rope, "rope_theta": rope.get("rope_theta")}
+    return made | own | {"rope_parameters": rope, "rope_theta": rope.get("rope_theta")}
 
 
 def _rope_scaling(rope: Mapping) -> RopeScaling | None:
@@ -206,7 +210,7 @@ def _layer_kinds(content: dict, rotary: LayerKind, count: int) -> tuple[LayerKin
 
 
 def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
-    family, rope = content["model_type"], content["rope"]
+    family, rope = content["model_type"], content["rope_parameters"]
     biases = {key: bool(content.get(key)) for key in _BIASES.get(family, ())}
     qkv_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
     rotary = LayerKind(sizes["rope_theta"], _rope_scaling(rope))
