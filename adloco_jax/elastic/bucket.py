@@ -57,7 +57,7 @@ from adloco_jax.elastic.learner import (
 from adloco_jax.elastic.signatures import Unsigned
 from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
-from adloco_jax.run import processes
+from adloco_jax.host import processes
 from adloco_jax.settings import OPTIONS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
