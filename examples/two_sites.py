@@ -11,6 +11,7 @@ import argparse
 import html
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ class Demonstration:
     def __init__(self, folder: Path):
         self.folder, self.run = folder, folder / "run"
         self.start_s, self.printed, self.started = time.monotonic(), [], []
-        self.learners: list[subprocess.Popen] = []
+        self.key = secrets.token_hex(32)  # so that the sites need not be told the driver's own
 
     def say(self, line: str) -> None:
         """Print a line, and keep it with its time."""
@@ -51,7 +52,7 @@ class Demonstration:
     def start(self, name: str, *words: object) -> subprocess.Popen:
         """Start a command of adloco; its output goes to a file."""
         command = [sys.executable, "-m", "adloco_jax", *map(str, words)]
-        environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+        environ = os.environ | {"JAX_PLATFORMS": "cpu", "ADLOCO_KEY": self.key}
         with open(self.folder / f"{name}.log", "a") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
         self.started.append(process)

@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -230,6 +231,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("option", nargs="*", help="KEY=VALUE of the runs' config")
     given = parser.parse_intermixed_args()
+    os.environ.setdefault("ADLOCO_KEY", secrets.token_hex(32))  # learners start before the driver
     given.transport = given.transport or ("ray" if given.every is None else "bucket")
     kind = "single" if given.every is None else "every"
     given.folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import importlib.util
 import itertools
-import json
 import math
 import os
 import shutil
@@ -15,7 +14,8 @@ import types
 import jax
 import numpy as np
 import pytest
-from learners import InBucket
+from learners import KEY, InBucket, opened
+from learners import described as description
 from toy import Table, bigram_loss, corpus, init_fn, settings_of
 from toy_runs import events, run
 
@@ -27,15 +27,13 @@ from adloco_jax.elastic.formats import (
     DriverHeartbeat,
     LearnerHeartbeat,
     LearnerRequests,
-    Params,
     RequestId,
     RunDescription,
     array_bytes,
     check_form,
 )
-from adloco_jax.elastic.signatures import Signatures
 from adloco_jax.engine.spec import here
-from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run.folder import recorded_settings
 from adloco_jax.run.program import spec_of
 
@@ -74,14 +72,16 @@ def ended(tmp_path_factory, one_device):
 
 
 @pytest.fixture
-def described(ended, tmp_path):
+def described(monkeypatch, ended, tmp_path):
     """A function that changes the run's description in a copy of that bucket; its address."""
     folder = shutil.copytree(ended, tmp_path / "bucket")
 
+    monkeypatch.setenv("ADLOCO_KEY", KEY)
+
     def write(*, data=(), **changed):
-        message = json.loads((folder / "run.json").read_bytes())["message"]
-        message["settings"]["data"] |= dict(data)
-        (folder / "run.json").write_bytes(store.to_json(RunDescription(**message | changed)))
+        settings = description(folder).settings
+        settings["data"] |= dict(data)
+        description(folder, settings=settings, **changed)
         return f"file://{folder}"
 
     return write
@@ -123,41 +123,9 @@ def test_an_altered_object_is_refused_by_name(at):
     assert "\n" not in str(error.value)
 
 
-def test_no_memory_is_made_for_arrays_larger_than_the_run_has(monkeypatch, tmp_path):
-    there = store.at(f"file://{tmp_path}/bucket")
-    monkeypatch.setattr(store, "READ_PAUSES_S", ())
-    there.put("requests/1", store.pack(Format(), {"a": np.zeros(1, np.float32)}))
-    form = {"a": jax.ShapeDtypeStruct((2**32,), np.dtype("f4"))}
-    with pytest.raises(store.Refused, match="^requests/1: for 17179869184 bytes, expected at most"):
-        there.read("requests/1", 2**20, Format, lambda _: form)
-
-
-@pytest.mark.parametrize("name", ["params/../run.json", "/etc/passwd", "params/1/1.safetensors\n"])
-def test_parameters_are_read_only_from_where_parameters_are(name):
-    with pytest.raises(ValueError, match="name"):
-        Params(name=name, sha256="")
-
-
-@pytest.mark.parametrize("kind", ["bucket", "memory"])
-def test_every_keeper_of_objects_keeps_them_alike(tmp_path, kind):
-    keeper = objects.Bucket(f"file://{tmp_path}/bucket")
-    if kind == "memory":
-        keeper = objects.Memory("memory")
-    there = store.Store(keeper, Signatures())
-    assert there.get("a/1") is None and there.names() == []
-    large = np.random.default_rng(0).bytes(2 * objects.PIECE_BYTES + 1)
-    there.put("a/1", b"first")
-    there.put("a/1", large)
-    assert there.get("a/1", limit=len(large)) == large
-    assert [there.create("b", About(about=word)) for word in ("one", "two")] == [True, False]
-    assert there.message("b", About) == About(about="one")
-    there.delete("a/1", "missing")
-    assert there.get("a/1") is None and there.names() == ["b"]
-
-
 @pytest.mark.parametrize("link", ["file", "folder"])
 def test_a_link_inside_a_folder_is_not_followed(tmp_path, link):
-    outside, there = tmp_path / "outside", store.at(f"file://{tmp_path}/bucket")
+    outside, there = tmp_path / "outside", opened(tmp_path / "bucket")
     (outside / "own").mkdir(parents=True)
     (outside / "own" / "1").write_bytes(b"secret")
     if link == "folder":
@@ -175,7 +143,7 @@ def test_a_link_inside_a_folder_is_not_followed(tmp_path, link):
 
 def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
     monkeypatch.setattr(store, "READ_PAUSES_S", (0.0, 0.0))
-    there = store.at(f"file://{tmp_path}/bucket")
+    there = opened(tmp_path / "bucket")
     there.put("requests/1", store.pack(Format(), TREE))
     get, damaged = there.get, [1, 2]
 
@@ -193,7 +161,7 @@ def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
 
 
 def test_a_link_carries_its_rate_in_each_direction_and_small_objects_beside_large_ones(tmp_path):
-    there = store.at(f"file://{tmp_path}/bucket")
+    there = opened(tmp_path / "bucket")
     there.hold("8Mbit/s")
     start_s = time.monotonic()
     large = threading.Thread(target=there.put, args=("large", bytes(1_000_000)))
@@ -245,7 +213,7 @@ def test_states_travel_in_the_outer_precision_and_no_second_moment_becomes_zero(
 def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it_does_not(
     monkeypatch, tmp_path
 ):
-    there = store.at(f"file://{tmp_path}/bucket")
+    there = opened(tmp_path / "bucket")
     there.put("driver/1.json", store.to_json(DriverHeartbeat(count=1)))
     clock = types.SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(bucket, "time", clock)
@@ -269,7 +237,7 @@ def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it
 
 
 def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
-    there = store.at(f"file://{tmp_path}/bucket")
+    there = opened(tmp_path / "bucket")
     for generation in (1, 2):
         heartbeat = DriverHeartbeat(count=9, has_ended=True)
         there.put(f"driver/{generation}.json", store.to_json(heartbeat))
@@ -317,10 +285,8 @@ def test_rounds_that_epochs_have_shortened_are_those_of_the_bucket(monkeypatch, 
 
 def test_an_old_driver_that_comes_back_ends(monkeypatch, tmp_path):
     def fate(n, incarnation, method, arguments):
-        path = tmp_path / "bucket/run.json"
         if method == "run_round" and arguments[0].round == 2:
-            message = json.loads(path.read_bytes())["message"]
-            path.write_bytes(store.to_json(RunDescription(**message | {"driver": 2})))
+            description(tmp_path / "bucket", driver=2)
         return "response"
 
     there = InBucket(monkeypatch, tmp_path / "bucket", fate)
@@ -328,7 +294,7 @@ def test_an_old_driver_that_comes_back_ends(monkeypatch, tmp_path):
         run(tmp_path / "run", settings_at(there.url).model_copy(update={"num_rounds": 9}))
 
 
-@pytest.mark.parametrize("how", ["deleted", "empty", "another"])
+@pytest.mark.parametrize("how", ["deleted", "noise", "another"])
 def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
     monkeypatch, tmp_path, how
 ):
@@ -337,11 +303,12 @@ def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
 
     def fate(n, incarnation, method, arguments):
         if method == "run_round" and arguments[0].round == 2 and not spoilt:
-            spoilt.append(json.loads((folder / "run.json").read_bytes())["message"])
-            message = spoilt[0] | {"id": "another"}
-            data = store.to_json(RunDescription(**message)) if how == "another" else b""
+            spoilt.append(description(folder))
+            if how == "another":
+                description(folder, id="another")
+                return "response"
             for name in ("run.json", "driver/1.json"):
-                (folder / name).write_bytes(data if name == "run.json" else b"{}")
+                (folder / name).write_bytes(b"{}")
                 if how == "deleted":
                     (folder / name).unlink()
         dies = method == "run_round" and (n, incarnation, arguments[0].round) == (1, 0, 3)
@@ -350,18 +317,18 @@ def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
     there = InBucket(monkeypatch, folder, fate)
     ended = run(tmp_path / "run", settings_at(there.url).model_copy(update={"num_rounds": 5}))
     assert ended.controller.round == 5 and (1, 1) in there.learners
-    assert json.loads((folder / "run.json").read_bytes())["message"] == spoilt[0]
+    assert description(folder) == spoilt[0]
 
 
 def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
     for url in (f"file://{tmp_path}/no/run", "ftp://host/run", "s3://", f"{tmp_path}/run", "run"):
         with pytest.raises(ConfigError) as error:
-            store.at(url)
+            store.at(url, KEY)
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="is no folder here; make it"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
-    store.at(f"file://{tmp_path}/other").put("run.json", store.to_json(About(about="another")))
-    with pytest.raises(ConfigError, match="holds another run"):
+    opened(tmp_path / "other").put("run.json", store.to_json(About(about="another")))
+    with pytest.raises(ConfigError, match="run.json: .*; delete it if no other run is there"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/other"), tmp_path / "r")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"adloco_jax\[bucket\]"):
@@ -422,19 +389,16 @@ def test_a_store_that_overwrites_what_it_should_keep_is_refused(monkeypatch, tmp
 
 
 def test_a_learner_goes_to_the_newest_driver_and_ignores_older_heartbeats(there, tmp_path, capfd):
-    (one, *_), shared = there.learners.values(), store.at(there.url)
-    one.handle, one.generation, path = None, 0, tmp_path / "bucket/run.json"
+    one, *_ = there.learners.values()
+    one.handle, one.generation, one.driver, shared = None, 0, DriverHeartbeat(count=0), one._store
     capfd.readouterr()
 
     def write(generation, count, **heartbeat):
-        heartbeat = DriverHeartbeat(count=count, **{"adloco_jax": __version__} | heartbeat)
+        start = {"adloco_jax": __version__, "start": f"start {generation}"}
+        heartbeat = DriverHeartbeat(count=count, **start | heartbeat)
         shared.put(f"driver/{generation}.json", store.to_json(heartbeat))
 
-    def name(**changed):
-        message = json.loads(path.read_bytes())["message"] | changed
-        path.write_bytes(store.to_json(RunDescription(**message)))
-
-    own_id = json.loads(path.read_bytes())["message"]["id"]
+    own_id = description(there.url).id
     for generation in (2, 3):
         write(generation, 7)
     for changed, found in [
@@ -443,7 +407,7 @@ def test_a_learner_goes_to_the_newest_driver_and_ignores_older_heartbeats(there,
         ({"driver": 3, "id": "another"}, 2),
         ({"id": own_id}, 3),
     ]:
-        name(**changed)
+        description(there.url, **changed)
         assert one.step() == "nothing" and one.generation == found
     free = LearnerRequests(id=request(3, 0, 0), is_free=True)
     for count, version, joins in [
@@ -463,47 +427,22 @@ def test_a_learner_goes_to_the_newest_driver_and_ignores_older_heartbeats(there,
     assert "the driver has ended; waiting" in capfd.readouterr().out
 
 
-def test_heartbeats_of_a_driver_that_somebody_else_writes_are_not_believed_for_long(there):
-    (one, *_), shared = there.learners.values(), store.at(there.url)
-    one.handle, counts = request(1, 0, 0), itertools.count(one.driver.count + 1)
-    busy = LearnerRequests(id=one.handle, is_free=False)
-
-    def looks(count=None, **forged):
-        count = next(counts) if count is None else count
-        heartbeat = DriverHeartbeat(count=count, learners=[busy], adloco_jax=__version__, **forged)
-        shared.put("driver/1.json", store.to_json(heartbeat))
-        there.now_s += 1
-        return one.step(), one.driver.count == count
-
-    assert looks() == ("nothing", True)
-    assert looks(is_over=True) == ("nothing", True) and looks() == ("nothing", True)
-    shared.put("driver/1.json", b"")
-    assert one.step() == "nothing" and looks() == ("nothing", True)
-    assert looks(2**62) == ("nothing", True)  # until it counts as silent
-    assert [looks()[1] for _ in range(4)] == [False, False, False, True]
-    assert looks() == ("nothing", True)
-    looks(is_over=True)  # and no other heartbeat comes
-    there.now_s += 1
-    assert one.step() == "nothing"
-    there.now_s += 1
-    assert one.step() == "over"
-
-
 def test_a_resumed_driver_writes_its_own_version(there, monkeypatch, tmp_path):
     monkeypatch.setattr(bucket, "__version__", "9.9")
     monkeypatch.setattr(bucket_learner, "__version__", "9.9")
     run(tmp_path / "one", settings_at(there.url).model_copy(update={"num_rounds": 4}))
-    assert json.loads((tmp_path / "bucket/run.json").read_bytes())["message"]["adloco_jax"] == "9.9"
+    assert description(there.url).adloco_jax == "9.9"
 
 
 def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(there):
-    (one, *_), shared, num_read = there.learners.values(), store.at(there.url), iter([4, 4, 5])
+    (one, *_), num_read = there.learners.values(), iter([4, 4, 5])
+    shared, start = one._store, one.driver.start
     one.handle, one.num_responses, one.learner.leaving = request(1, 0, 0), 5, True
     counts = itertools.count(1000)
 
     def write(seconds=0):
         own = LearnerRequests(id=one.handle.of(5), num_read=next(num_read), is_free=False)
-        heartbeat = DriverHeartbeat(count=next(counts), learners=[own], adloco_jax=__version__)
+        heartbeat = DriverHeartbeat(start=start, count=next(counts), learners=[own])
         shared.put("driver/1.json", store.to_json(heartbeat))
 
     write()
@@ -516,14 +455,14 @@ def test_a_learner_asked_to_leave_waits_until_its_answer_can_have_been_read(ther
 
 def test_a_learner_without_a_driver_ends_after_its_patience(there, tmp_path):
     (one, *_), start_s = there.learners.values(), there.now_s
-    run_id = json.loads((tmp_path / "bucket/run.json").read_bytes())["message"]["id"]
+    run_id = description(there.url).id
     ended = DriverHeartbeat(count=10**9, has_ended=True, adloco_jax=__version__)
-    store.at(there.url).put("driver/1.json", store.to_json(ended))
-    patient = store.at(there.url, patience_s=600.0)
+    one._store.put("driver/1.json", store.to_json(ended))
+    patient = opened(there.url, patience_s=600.0)
     late = bucket_learner.BucketLearner(patient, one.learner, there.given, None, run_id)
     with pytest.raises(ResourceError, match="left, as for 10 minutes there was no driver"):
         late.serve()
-    empty = store.at(f"file://{tmp_path}/empty", patience_s=600.0)
+    empty = opened(tmp_path / "empty", patience_s=600.0)
     with pytest.raises(ResourceError, match="for 10 minutes there was no driver"):
         bucket_learner.read_run(empty)
     assert 1200 < there.now_s - start_s < 1300
@@ -544,16 +483,54 @@ def test_learners_that_have_left_are_not_waited_for(monkeypatch, tmp_path, capfd
 
 
 def test_a_learner_that_is_lost_deletes_its_last_answer(there):
-    (one, *_), shared = there.learners.values(), store.at(there.url)
-    one.handle, one.num_responses = request(1, 0, 0), 5
+    one, *_ = there.learners.values()
+    one.handle, one.num_responses, shared = request(1, 0, 0), 5, one._store
     again = LearnerRequests(id=RequestId(generation=1, learner=0, incarnation=1), is_free=True)
-    heartbeat = DriverHeartbeat(count=1000, learners=[again], adloco_jax=__version__)
+    heartbeat = DriverHeartbeat(start=one.driver.start, count=1000, learners=[again])
     shared.put("driver/1.json", store.to_json(heartbeat))
     last = one.handle.of(5)
     for name in (last.heartbeat_name(), last.name("responses")):
         shared.put(name, b"late")
     assert one.step() == "done" and one.handle is None
     assert shared.names() == ["driver/1.json", "run.json"]
+
+
+@pytest.mark.parametrize("what", ["noise", "of an earlier start"])
+def test_what_is_in_a_free_place_is_named_and_keeps_nobody_out(there, tmp_path, capfd, what):
+    """An earlier start's heartbeat has its count of responses, which are none of this start."""
+    one, *_ = there.learners.values()
+    one.handle, one.num_responses, one.learner.leaving = request(1, 0, 0), 11, False
+    if what == "noise":
+        (tmp_path / "bucket" / one.handle.heartbeat_name()).write_bytes(b"{}")
+    else:
+        one.give_sign()
+    about = description(there.url, driver=1)
+    shared = opened(there.url, run=about.id, start="new")
+    driver = bucket.BucketTransport(shared, about, there.given)
+    call, _ = driver.submit(driver.start(0, 0), "ping")
+    assert driver.poll([call], 3.0) == {}
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "deleted" in line]
+    assert line.startswith(f"{there.url}: learners/1/0-0.json: damaged, or not signed with this")
+    there.now_s += 10  # so that the learner no longer waits for the driver before
+    for _ in range(5):
+        one.step()
+        driver.give_sign()
+    assert one.num_responses == 0
+    assert driver.poll([call], 3.0)[call].value == one.learner.ping()
+
+
+def test_a_learner_says_what_it_waits_for_and_goes_to_the_run_that_is_there(there, capfd):
+    (one, *_), about = there.learners.values(), description(there.url, id="another", driver=7)
+    late = bucket_learner.BucketLearner(opened(there.url), one.learner, there.given, None, "first")
+    before_s = there.now_s
+    assert not late.serve()
+    assert 4 <= there.now_s - before_s < 6  # engine.heartbeat_s, 20 by default
+    said = capfd.readouterr().out.splitlines()
+    assert said[-2:] == [
+        "the driver gives no sign; waiting for it",
+        "the driver gives no sign, and another run is there; joining it",
+    ]
+    assert bucket_learner.read_run(opened(there.url)) == about
 
 
 def test_a_driver_without_a_link_judges_nobody(monkeypatch, tmp_path):
@@ -582,7 +559,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     waits = []
     clock = types.SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
     monkeypatch.setattr(store, "time", clock)
-    there = store.at(f"file://{tmp_path}/bucket")
+    there = opened(tmp_path / "bucket")
     there.put("a", b"1")
     fails = iter([True] * 12 + [False])
 
@@ -617,7 +594,7 @@ def test_a_server_that_asks_for_patience_at_the_start_is_waited_for(monkeypatch,
                 raise RuntimeError(f"GET in 1.403s - Server returned non-2xx status code: {status}")
         return 7
 
-    assert store.at(f"file://{tmp_path}/bucket").patiently("read", "a", read) == 7
+    assert opened(tmp_path / "bucket").patiently("read", "a", read) == 7
 
 
 def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
@@ -626,7 +603,7 @@ def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
     spec = spec_of(validate(importlib.import_module(QUICKSTART).get_config()), here())
     settings = types.SimpleNamespace(engine=types.SimpleNamespace(heartbeat_s=1000.0))
     given = types.SimpleNamespace(spec=spec, settings=settings)
-    there, is_open = store.at(f"file://{tmp_path}/bucket"), threading.Event()
+    there, is_open = opened(tmp_path / "bucket"), threading.Event()
     about = {"id": "a", "adloco_jax": "1", "fingerprint": "", "commit": "", "settings": {}}
     driver = bucket.BucketTransport(there, RunDescription(**about, driver=1), given)
     put, written = there.put, concurrent.futures.Future()
@@ -651,8 +628,9 @@ def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
 @pytest.mark.parametrize("data", [b"", b"1" * (2**20 + 1), b"[]"])
 def test_a_description_that_is_none_ends_a_learner_in_one_line(monkeypatch, tmp_path, data):
     monkeypatch.setattr(store, "READ_PAUSES_S", ())
-    store.at(f"file://{tmp_path}/bucket").put("run.json", data)
-    with pytest.raises(DataError, match="run.json: .*; name the prefix of a run") as error:
+    monkeypatch.setenv("ADLOCO_KEY", KEY)
+    opened(tmp_path / "bucket").put("run.json", data)
+    with pytest.raises(ConfigError, match="run.json: .*; copy the whole command") as error:
         bucket_learner.join(f"file://{tmp_path}/bucket", own={})
     assert "\n" not in str(error.value)
 
@@ -664,6 +642,7 @@ def test_a_learner_that_waits_for_a_driver_ends_well_after_a_signal(monkeypatch,
 
     clock = types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
     monkeypatch.setattr(bucket_learner, "time", clock)
+    monkeypatch.setenv("ADLOCO_KEY", KEY)
     assert bucket_learner.join(f"file://{tmp_path}/bucket", own={}) is None
     assert "SIGTERM: leaving; send it again" in capfd.readouterr().err
 
@@ -682,7 +661,7 @@ def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, k
     waits = []
     clock = types.SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
     monkeypatch.setattr(store, "time", clock)
-    there = store.at(f"file://{tmp_path}/bucket")
+    there = opened(tmp_path / "bucket")
 
     def fails(failures):
         with objects.explained():

@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from learners import InBucket
+from learners import InBucket, opened
 from toy import settings_of
 from toy_runs import events, run
 
@@ -13,7 +13,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from adloco_jax.data.formats import Format  # noqa: E402
-from adloco_jax.elastic import store  # noqa: E402
+from adloco_jax.elastic import objects, store  # noqa: E402
 from adloco_jax.errors import ResourceError  # noqa: E402
 from adloco_jax.run import processes  # noqa: E402
 from probes import faulty_store, runs  # noqa: E402
@@ -48,7 +48,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
         return "its process or its node has ended" if dies else "response"
 
     monkeypatch.setattr(faulty_store, "SLOW_S", 0.05)
-    monkeypatch.setattr(store, "SECOND", datetime.timedelta(milliseconds=50))
+    monkeypatch.setattr(objects, "_SECOND", datetime.timedelta(milliseconds=50))
     with faulty_store.faulty(server, fault) as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
@@ -86,7 +86,7 @@ def test_a_request_that_is_never_answered_is_asked_again(monkeypatch, server):
     with faulty_store.faulty(server, fate) as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
-        there = store.at("s3://bkt/silent")
+        there = opened("s3://bkt/silent")
         there.put("a", b"1" * 100)
         assert there.create("b", Format())
         assert there.get("a") == b"1" * 100
@@ -102,7 +102,7 @@ def test_after_a_signal_nobody_waits_for_a_server_that_is_silent(monkeypatch, se
     with faulty_store.faulty(server, lambda *_: "silent") as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)
-        start_s, there = time.monotonic(), store.at("s3://bkt/silent")
+        start_s, there = time.monotonic(), opened("s3://bkt/silent")
         with pytest.raises(ResourceError, match=r"cannot read \(no response in 0 s\)|no response"):
             there.get("a")
         assert time.monotonic() - start_s < 3
@@ -113,8 +113,8 @@ def test_an_empty_object_is_damaged(monkeypatch, tmp_path, server, where):
     for name, value in faulty_store.environment(server).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(store, "READ_PAUSES_S", ())
-    there = store.at("s3://bkt/empty" if where == "s3" else f"file://{tmp_path}/bucket")
-    there.put("1", b"")
+    there = opened("s3://bkt/empty" if where == "s3" else tmp_path / "bucket")
+    there._objects.put("1", b"")
     with pytest.raises(store.Refused, match="^1: 0 bytes"):
         there.read("1", 2**30, Format, lambda _: {})
     with pytest.raises(store.Refused, match="^1: 0 bytes"):

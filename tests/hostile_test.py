@@ -176,7 +176,7 @@ def test_no_command_runs_what_a_folder_holds_or_names(
 
 def test_every_command_that_takes_a_folder_is_tried():
     # join reads a bucket.
-    assert set(FROM_FOLDER) == set(cli.COMMANDS) - {"configs", "join", "key"}
+    assert set(FROM_FOLDER) == set(cli.COMMANDS) - {"configs", "join"}
 
 
 # --- Config files and folders ---------------------------------------------------------------

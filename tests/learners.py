@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import runpy
 import time
 import types
@@ -22,11 +23,11 @@ from adloco_jax.elastic import (
     store,
     transport,
 )
-from adloco_jax.elastic.formats import Sign, array_bytes
+from adloco_jax.elastic.formats import RunDescription, Sign, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
 from adloco_jax.elastic.transport import TransportEntry
 from adloco_jax.errors import ResourceError
-from adloco_jax.host import processes
+from adloco_jax.run import processes
 from adloco_jax.run.events import USES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,6 +97,23 @@ class Here(InMemory):
 
 
 CALLS = ("hello", "ping", "run_round", "states")
+KEY = "k" * 32
+
+
+def opened(url, *, key=KEY, run="", start="", patience_s=math.inf):
+    """The bucket at an address, whose objects are signed for a run and its driver's start."""
+    url = str(url) if "://" in str(url) else f"file://{url}"
+    there = store.at(url, key, patience_s=patience_s)
+    there.signatures.run, there.signatures.start = run, start
+    return there
+
+
+def described(url, **changed):
+    """The description of the run in a bucket, there with some fields changed."""
+    there = opened(url)
+    found = there.message("run.json", RunDescription).model_copy(update=changed)
+    there.put("run.json", store.to_json(found))
+    return found
 
 
 class InBucket:
@@ -111,6 +129,7 @@ class InBucket:
         self.learners, self.dead, self.requests, self.starts, self.acts = {}, set(), [], [], []
         self.places = {}  # incarnations that the driver has asked for, by number
         self.joining = None  # number and incarnation
+        monkeypatch.setenv("ADLOCO_KEY", KEY)
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
         monkeypatch.setattr(store, "aside", _inline)
         entry = TransportEntry(functools.partial(self.connected, bucket.connected))
@@ -180,7 +199,7 @@ class InBucket:
         for method in CALLS:
             setattr(made, method, self.fated(made, handle, method))
         run_id = (self.log / "id").read_text("utf-8")
-        there = bucket_learner.BucketLearner(store.at(self.url), made, self.given, self.log, run_id)
+        there = bucket_learner.BucketLearner(opened(self.url), made, self.given, self.log, run_id)
         self.joining = handle
         with contextlib.suppress(_Waits):
             while there.handle is None:

@@ -30,6 +30,7 @@ def test_learners_of_two_versions_train_the_model_of_a_local_run(tmp_path):
     options = ("kind=bucket", "steps=equal", f"address={address}")
     engine = [f"--config.engine.{option}" for option in options]
     environ = os.environ | {"PYTHONPATH": str(runs.ROOT), "JAX_PLATFORMS": "cpu"}
+    environ["ADLOCO_KEY"] = "k" * 32
     commands = {
         "elastic": [sys.executable, "train", "quickstart", *short, *engine],
         "own": [sys.executable, "join", address, "--workdir", tmp_path / "elastic" / "learners"],

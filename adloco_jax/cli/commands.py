@@ -8,7 +8,6 @@ import ast
 import contextlib
 import json
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +32,6 @@ def configs(options: argparse.Namespace, command: str) -> None:
             if name.startswith("compare_") == is_comparison:
                 print(f"  {name:20} {card}")
     print(f"the files: {SHIPPED}")
-
-
-def key(options: argparse.Namespace, command: str) -> None:
-    """Print a new key for `ADLOCO_KEY`."""
-    print(secrets.token_hex(32))
 
 
 def report(options: argparse.Namespace, command: str) -> None:

@@ -198,7 +198,8 @@ def _prepare(parser: Parser) -> None:
 def _join(parser: Parser) -> None:
     """Trains for a run with engine.kind=bucket until the run is over.
 
-    After SIGTERM or ^C the learner leaves when its round has ended.
+    The driver prints the command, with the run's secret in ADLOCO_KEY. After SIGTERM or ^C the
+    learner leaves when its round has ended.
     """
     parser.example, add = "s3://BUCKET/RUN", parser.add_argument
     add("address", metavar="ADDRESS", help="the run's engine.address, such as s3://BUCKET/RUN")
@@ -211,13 +212,6 @@ def _join(parser: Parser) -> None:
     text = "read from addresses that the driver names, with this machine's credentials"
     add("--accept-data", **_FLAG, help=text)
     add("--workdir", **_FOLDER, help="folder for a log of what is read; default: no log")
-
-
-def _key(parser: Parser) -> None:
-    """Prints a new key, for ADLOCO_KEY of a driver and its learners.
-
-    With a key, each object of a bucket is signed, and objects of others are refused.
-    """
 
 
 def _compare(parser: Parser) -> None:
@@ -289,7 +283,6 @@ COMMANDS = {
     "configs": _configs,
     "prepare": _prepare,
     "join": _join,
-    "key": _key,
     "compare": _compare,
     "report": _report,
     "export": _export,

@@ -37,7 +37,6 @@ from adloco_jax.elastic.formats import (
     DriverHeartbeat,
     LearnerHeartbeat,
     LearnerRequests,
-    Params,
     Refused,
     RequestId,
     RequestMessage,
@@ -54,10 +53,11 @@ from adloco_jax.elastic.learner import (
     state_form,
     unpack_state,
 )
-from adloco_jax.elastic.signatures import Unsigned
+from adloco_jax.elastic.signatures import find_key, given_key, keep_key
 from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
-from adloco_jax.host import processes
+from adloco_jax.run import processes
+from adloco_jax.run.terminal import say
 from adloco_jax.settings import OPTIONS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
@@ -88,7 +88,7 @@ def check_possible(settings: Settings, folder: Path) -> None:
     cannot be read or written; ResourceError if it cannot be reached.
     """
     check_installed("obstore", "bucket", "engine.kind = bucket")
-    bucket = store.at(settings.engine.address)
+    bucket = store.at(settings.engine.address, find_key(folder / "learners" / "key"))
     if (run := _described(bucket, folder / "learners" / "id")) is not None:
         _check_same(bucket, run.settings, settings)
     # Find out if this is permitted, and if an object that is there is kept.
@@ -110,10 +110,13 @@ def connected(
     Learners end with the driver if the run `is_over` then, or wait for it to be continued. Raises
     ConfigError if the bucket cannot be used, holds another run, or has a driver that is alive.
     """
-    bucket, heartbeat_s = store.at(address), given.settings.engine.heartbeat_s
+    folder, heartbeat_s = Path(given.log).parent, given.settings.engine.heartbeat_s
+    key = find_key(folder / "key")
+    bucket = store.at(address, key)
     bucket.hold(given.settings.engine.link)
-    run = _description(bucket, given)
-    bucket.signatures.run = run.id
+    run = _description(bucket, given, folder / "id")
+    keep_key(folder / "key", key)
+    bucket.signatures.run, bucket.signatures.start = run.id, uuid.uuid4().hex
     generation = next_generation(bucket, run.driver, heartbeat_s)
     now = {"adloco_jax": __version__, "driver": generation}
     described = store.to_json(run.model_copy(update=now))
@@ -121,9 +124,12 @@ def connected(
     # Read, so that it is equal to what is found later.
     run = store.from_json(described, "run.json", RunDescription)
     made = BucketTransport(bucket, run, given)
-    _delete_rounds(bucket, generation - 1)  # what a driver that was killed has left
-    print(bucket.signatures, flush=True)
-    print(f"to join, on up to {num_learners} machines: adloco join {address}", flush=True)
+    _delete_rounds(bucket, generation)  # what a driver that was killed has left
+    shown = '"$ADLOCO_KEY"' if given_key() else key
+    command = f"ADLOCO_KEY={shown} adloco join {address}"
+    if given.by_fit:
+        command = f"adloco_jax.join({address!r}, ...) with ADLOCO_KEY={shown} in the environment"
+    print(f"to join, on up to {num_learners} machines: {command}", flush=True)
     try:
         with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
             yield made
@@ -131,9 +137,8 @@ def connected(
         made.close(is_over=is_over())
 
 
-def _description(bucket: Store, given: Given) -> RunDescription:
-    """Return the run's `run.json`, which must be this run's, or a new one."""
-    path = Path(given.log).parent / "id"
+def _description(bucket: Store, given: Given, path: Path) -> RunDescription:
+    """Return `run.json`, which must be of the run that the file at `path` names, or a new one."""
     if (run := _described(bucket, path)) is not None:
         return run
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,18 +157,16 @@ def _description(bucket: Store, given: Given) -> RunDescription:
 
 def _described(bucket: Store, path: Path) -> RunDescription | None:
     """Return `run.json`, if it is there; it must have the id of the run that a file names."""
-    fault = ""
     try:
         run = store.again(lambda: bucket.message("run.json", RunDescription))
-        if run is None or (path.exists() and run.id == path.read_text("utf-8")):
-            return run
-    except Unsigned as error:
-        raise ConfigError(f"{bucket.url}: {error}, or name another prefix") from error
     except Refused as error:
-        fault = f" ({error})"
-    raise ConfigError(
-        f"{bucket.url}: holds another run{fault}; name another, such as {bucket.url}-2"
-    )
+        raise ConfigError(
+            f"{bucket.url}: {error}; delete it if no other run is there, else name another prefix,"
+            f" such as {bucket.url}-2"
+        ) from error
+    if run is None or (path.exists() and run.id == path.read_text("utf-8")):
+        return run
+    raise ConfigError(f"{bucket.url}: holds another run; name another, such as {bucket.url}-2")
 
 
 def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
@@ -191,7 +194,8 @@ def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
             f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True
         )
     while time.monotonic() <= start_s + 2 * heartbeat_s:
-        begun = DriverHeartbeat(count=0, adloco_jax=__version__)
+        start = bucket.signatures.start
+        begun = DriverHeartbeat(start=start, count=0, adloco_jax=__version__)
         is_free = heartbeat.has_ended or time.monotonic() - changed_s >= heartbeat_s
         if is_free and bucket.create(f"driver/{generation + 1}.json", begun):
             return generation + 1
@@ -254,6 +258,7 @@ class BucketTransport:
         self._sign_s = math.inf  # when the sign of life under way began
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing, self._is_closed = threading.Lock(), False
+        self._cleared: set[str] = set()  # names of foreign objects that were deleted
         self._fault: BaseException | None = None  # an error of a thread
 
     def give_sign(self) -> None:
@@ -273,6 +278,7 @@ class BucketTransport:
                 return
             heartbeat = DriverHeartbeat(
                 adloco_jax=__version__,
+                start=self._store.signatures.start,
                 count=next(self._count),
                 learners=[
                     LearnerRequests(id=e.id, num_read=e.num_read, is_free=e.heartbeat is None)
@@ -283,7 +289,7 @@ class BucketTransport:
             )
             self._store.put(f"driver/{self._generation}.json", store.to_json(heartbeat))
 
-    def put(self, params: PyTree, kind: Any) -> tuple[Params, int]:
+    def put(self, params: PyTree, kind: Any) -> tuple[str, int]:
         """Begin to write a trainer's parameters, or their update: a `kind` of object.
 
         The last one of a kind stays, for learners that are late; earlier ones are deleted.
@@ -299,7 +305,7 @@ class BucketTransport:
 
         self._writes = {n: w for n, w in self._writes.items() if n not in old}
         self._writes[name] = self._begin(write)
-        return Params(name=name, sha256=data[:64].decode()), len(data)
+        return name, len(data)
 
     def _begin(
         self, write: Callable[[], None], *after: concurrent.futures.Future | None
@@ -352,7 +358,7 @@ class BucketTransport:
             self._write_heartbeat()
 
         # One learner's request does not wait for another's, but for its parameters.
-        params = None if message.params is None else self._writes.get(message.params.name)
+        params = self._writes.get(message.params or "")
         exchange.writes = self._begin(write, exchange.writes, params)
         return call, len(data)
 
@@ -386,7 +392,8 @@ class BucketTransport:
         """Take the heartbeat of a learner if it has come, or request it if it is time."""
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
-                exchange.look = store.aside(self._read_heartbeat, exchange.id.heartbeat_name())
+                name, is_free = exchange.id.heartbeat_name(), exchange.heartbeat is None
+                exchange.look = store.aside(self._read_heartbeat, name, is_free)
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
@@ -402,11 +409,23 @@ class BucketTransport:
                 self._begin(self._write_heartbeat)
         exchange.next_s = time.monotonic() + exchange.pause_s
 
-    def _read_heartbeat(self, name: str) -> LearnerHeartbeat | None:
-        # As if there were no heartbeat, so no sign of life; or a signal has ended the patience.
-        with contextlib.suppress(ResourceError):
-            return self._store.valid(name, LearnerHeartbeat)
-        return None
+    def _read_heartbeat(self, name: str, is_free: bool) -> LearnerHeartbeat | None:
+        """Read a learner's heartbeat; a free place is cleared of what is none of this start."""
+
+        def read() -> LearnerHeartbeat | None:
+            return self._store.message(name, LearnerHeartbeat)
+
+        try:
+            return store.again(read) if is_free else read()
+        except ResourceError:  # a signal has ended the patience
+            return None
+        except Refused as error:
+            if is_free:
+                self._store.delete(name)
+                if name not in self._cleared:
+                    say(f"{self._store.url}: {error}; deleted, as it keeps learners out")
+                self._cleared.add(name)
+            return None
 
     def _reply(self, call: RequestCall) -> Reply | None:
         exchange = self._exchanges[call.id.learner]

@@ -39,11 +39,11 @@ from adloco_jax.elastic.learner import (
     state_form,
     unpack_state,
 )
-from adloco_jax.elastic.signatures import Unsigned
+from adloco_jax.elastic.signatures import given_key
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
-from adloco_jax.errors import ConfigError, DataError, ResourceError, check_installed, reason
-from adloco_jax.host import processes
+from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
+from adloco_jax.run import processes
 from adloco_jax.run.assemble import assemble
 from adloco_jax.settings import Settings
 
@@ -66,20 +66,25 @@ def join(
     """Train for the run in a bucket until it is over, or a signal asks to leave.
 
     `own` has this machine's values of settings in `OWN`, if they differ; `workdir`, logs of the
-    rows read; `parts` are for a run of `fit`. Raises ConfigError if the bucket, version, data,
+    rows read; `parts` are for a run of `fit`. Raises ConfigError if the bucket, key, version, data,
     weights or table entries do not fit, or an address of data is not in `own`, without
     `accepts_data`; ResourceError after `patience_s` seconds without a driver or the bucket; and as
     `assemble` does.
     """
     check_installed("obstore", "bucket", "adloco join")
-    bucket = store.at(url, patience_s=patience_s)
-    with processes.stop_requests("leaving"):
-        run = read_run(bucket)
-    if run is None:
-        return
-    given = _given(bucket, run, own, accepts_data, parts)
-    with processes.stop_requests("leaving when the round under way has ended"):
-        BucketLearner(bucket, Learner(given), given, workdir, run.id).serve()
+    key = given_key()
+    if not key:
+        raise ConfigError(f"{url}: ADLOCO_KEY is not set; copy the whole command from the driver")
+    bucket = store.at(url, key, patience_s=patience_s)
+    is_over = False
+    while not is_over:
+        with processes.stop_requests("leaving"):
+            run = read_run(bucket)
+        if run is None:
+            return
+        given = _given(bucket, run, own, accepts_data, parts)
+        with processes.stop_requests("leaving when the round under way has ended"):
+            is_over = BucketLearner(bucket, Learner(given), given, workdir, run.id).serve()
 
 
 def read_run(bucket: Store) -> RunDescription | None:
@@ -90,12 +95,10 @@ def read_run(bucket: Store) -> RunDescription | None:
             run = store.again(lambda: bucket.message("run.json", RunDescription))
             if run is not None:
                 return run
-        except Unsigned as error:
-            raise ConfigError(f"{bucket.url}: {error}") from error
         except Refused as error:
-            raise DataError(
-                f"{bucket.url}: {error}; name the prefix of a run, and use its version of"
-                " adloco_jax"
+            raise ConfigError(
+                f"{bucket.url}: {error}; copy the whole command from the driver, and use its"
+                " version of adloco_jax"
             ) from error
         except ResourceError:
             if processes.is_asked_to_stop():
@@ -169,14 +172,17 @@ class BucketLearner:
         self.num_responses = self._count = 0  # responses in this incarnation; own signs of life
         self.driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
         self._changed_s = time.monotonic()  # when it came
-        self._seen = 0  # the count of the last heartbeat that was looked at
+        self._is_others = False  # whether the bucket is another run's now
         self._writing = threading.Lock()
         self._idle_s = time.monotonic()  # when the last response was sent
         self._has_left = False
         self._said = ""  # the last line that was printed
 
-    def serve(self) -> None:
-        """Take part in the run until it is over, or until the learner has left."""
+    def serve(self) -> bool:
+        """Take part in the run until it is over, or until the learner has left.
+
+        Returns False if the bucket has become another run's instead.
+        """
         pause_s = store.FIRST_PAUSE_S
         with processes.every(self._heartbeat_s / SIGNS, self.give_sign):
             while (what := self.step()) != "over":
@@ -187,6 +193,9 @@ class BucketLearner:
                 elif self.learner.leaving and not self._is_awaited():
                     break
                 elif not self._is_alive():
+                    if self._is_others:
+                        self._say("the driver gives no sign, and another run is there; joining it")
+                        return False
                     _check_patience(self._store, self._changed_s)
                 time.sleep(pause_s)
         self._has_left = what == "nothing" and self._is_alive()
@@ -196,13 +205,14 @@ class BucketLearner:
             self._store.delete(self.handle.heartbeat_name())
         why = "left" if self.learner.leaving else "the run is over"
         self._say(f"{why}: {self.num_responses} responses")
+        return True
 
     def step(self) -> str:
         """Look at the driver's heartbeat, and do the next request: "over", "done" or "nothing"."""
         if not self._find_driver():
             return "nothing"
-        if self.driver.is_over:  # a driver that is alive would write two other heartbeats
-            return "over" if self._silent_s() >= 2 * self._heartbeat_s / SIGNS else "nothing"
+        if self.driver.is_over:
+            return "over"
         if self.handle is None:
             return "done" if not self.learner.leaving and self._enlist() else "nothing"
         if (own := self._own_requests()) is None:
@@ -251,30 +261,32 @@ class BucketLearner:
 
     def _find_driver(self) -> bool:
         """Read the heartbeat of the newest driver; return whether there is one that works."""
-        if self.generation and (heartbeat := self._read_driver(self.generation)) is not None:
-            # After a forged count the driver's own is small, but changes.
-            is_back = self._silent_s() >= self._heartbeat_s and heartbeat.count != self._seen
-            if is_back or heartbeat.count > self.driver.count:
+        heartbeat = self._read_driver(self.generation) if self.generation else None
+        if heartbeat is not None and heartbeat.start == self.driver.start:
+            if heartbeat.count > self.driver.count:
                 self._changed_s, self.driver = time.monotonic(), heartbeat
-            self._seen = heartbeat.count
         if self.handle is None or not self._is_alive():
             self._find_newest()
         if self.driver.has_ended and not self.driver.is_over:
             self._say("the driver has ended; waiting until it is started again")
             return False
-        if self.generation and not (self._is_alive() or self.driver.is_over):
+        if not (self._is_alive() or self.driver.is_over):
             self._say("the driver gives no sign; waiting for it")
         return self.generation > 0
 
     def _find_newest(self) -> None:
-        """Go to the driver that `run.json` names, if it has a heartbeat."""
+        """Go to the driver that `run.json` names, if it has a heartbeat of another start."""
         run = self._store.valid("run.json", RunDescription)
-        if run is None or run.id != self._run_id or run.driver == self.generation:
+        self._is_others = run is not None and run.id != self._run_id
+        if run is None or self._is_others:
             return
-        if (heartbeat := self._read_driver(run.driver)) is not None:
-            self._resign()
-            self.generation, self.driver, self._seen = run.driver, heartbeat, heartbeat.count
-            self._changed_s = time.monotonic()
+        heartbeat = self._read_driver(run.driver)
+        if heartbeat is None or heartbeat.start == self.driver.start:
+            return
+        self._resign()
+        self.generation, self.driver = run.driver, heartbeat
+        self._store.signatures.start = heartbeat.start
+        self._changed_s = time.monotonic()
 
     def _resign(self) -> None:
         """Take part no more; delete what was written after the driver had lost this learner."""
@@ -299,13 +311,17 @@ class BucketLearner:
                 if not self._store.create(handle.heartbeat_name(), self._heartbeat()):
                     self.handle = None
                     continue
-            folder = (self._workdir or Path(os.devnull)) / str(self.generation)
+            folder = self._workdir or Path(os.devnull)
+            folder = folder / f"{self.generation}-{self.driver.start[:8]}"  # one for each start
             if self._workdir is not None:
                 folder.mkdir(parents=True, exist_ok=True)
             self.learner.enlist(handle.learner, handle.incarnation, folder)
             self._say(f"joined as learner {handle.learner}")
             return True
-        self._say("the run has its learners; waiting to replace one")
+        if free:
+            self._say("the free places are not cleared yet; waiting for one")
+        else:
+            self._say("the run has its learners; waiting to replace one")
         return False
 
     def _do(self, request: RequestId) -> None:
@@ -344,14 +360,9 @@ class BucketLearner:
         def form(message: RequestMessage) -> Any:
             if message.id != which:
                 raise Refused(f"{name}: another request")
-            request = message.request
-            workers = request.work if request else message.wanted
-            if max(len(workers), len(message.states)) > self._num_workers:
-                raise Refused(f"{name}: for more workers than the run has")
-            if request is None:
+            if message.request is None:
                 return None
-            self.learner.check(request, message.states)
-            return inputs_form(spec, request, message.states)
+            return inputs_form(spec, message.request, message.states)
 
         start_s = time.monotonic()
         most = limit([state_form(spec)] * self._num_workers)
@@ -365,7 +376,6 @@ class BucketLearner:
         whole = None
         if params is not None:
             want = sent_form(spec, request)
-            how = params.name, limit(want), Format, lambda _: want, params.sha256
-            whole = self._store.read(*how)[1]
+            _, whole, _ = self._store.read(params, limit(want), Format, lambda _: want)
         self.learner.downloading_s = time.monotonic() - start_s
         return request, self.learner.run_round(request, inputs, whole)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from pydantic import Field, Strict
+from pydantic import Strict
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import mean
@@ -67,7 +67,7 @@ class RunDescription(Format):
     settings: dict[str, Any]
     base: str = ""  # hash of the frozen weights; empty if there are none
     by_fit: bool = False  # whether learners have to be given model and rows, by `join`
-    driver: Annotated[Count, Field(lt=2**32)] = 0  # number of the newest driver; 0: none has begun
+    driver: Count = 0  # number of the newest driver; 0: none has begun
 
 
 class RequestId(Format):
@@ -104,6 +104,7 @@ class LearnerRequests(Format):
 class DriverHeartbeat(Format):
     """The driver's sign of life, by which learners find their requests."""
 
+    start: str = ""  # id of the driver's start, with which its objects are signed
     count: Count  # a heartbeat with a smaller one is older
     learners: list[LearnerRequests] = []
     adloco_jax: str = ""  # version of the driver's package
@@ -136,13 +137,6 @@ class LearnerHeartbeat(Format):
     count: Count
     num_responses: Count  # that have been written in this incarnation
     sign: Sign
-
-
-class Params(Format):
-    """The object with a trainer's parameters."""
-
-    name: Annotated[str, Field(pattern=r"^params/\d+/\d+\.safetensors$")]
-    sha256: str
 
 
 class WorkerRequest(NamedTuple):
@@ -191,7 +185,7 @@ class RequestMessage(Format):
     id: RequestId
     request: Request | None = None  # None: inner states are asked for
     states: list[Number] = []  # the workers whose inner states are sent
-    params: Params | None = None  # None: the learner has them
+    params: str | None = None  # name of the object with parameters; None: the learner has them
     wanted: list[StateKey] = []
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +39,10 @@ from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import ProgramKey, ProgramSpec, here
-from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.loop.plans import test_count
 from adloco_jax.models.configured import class_count
 from adloco_jax.run.choose import peak
+from adloco_jax.run.folder import versions
 from adloco_jax.run.program import (
     Base,
     configured_model,
@@ -135,7 +134,6 @@ class Learner:
         self.programs, self.base = Programs(self.spec), base.fingerprint
         self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
-        self._settings = settings
         self._params: dict[int, PyTree] = {}  # the last ones [1, ...], by trainer's id
         self._budget = machine.budget(settings.batching.memory_frac)
         self._max_batch_size = INT32  # largest micro-batch for which memory may suffice
@@ -186,55 +184,15 @@ class Learner:
             raise Refused(f"no inner state of worker {key[1]} at {key[2]}")
         return self.held[key]
 
-    def check(self, request: Request, states: Collection[int]) -> None:
-        """Raise Refused unless this learner can run a request that comes with some workers' states.
-
-        Only a bucket needs this: what a cluster of Ray sends is the driver's.
-        """
-        settings, plan = self._settings, RoundPlan(*request[2:5])
-        batching, inner = settings.batching, settings.inner
-        largest = max(batching.batch_cap, batching.max_batch_size or 0, *batching.buckets)
-        longest = inner.steps_per_round if inner.round_length == "fixed" else INT32
-        limits = [
-            ("trainer", request.trainer, settings.ensemble.num_trainers - 1),
-            ("micro_batch_size x num_accum_steps", request.sequences(1), 2 * largest),
-            ("num_updates", request.num_updates, inner.max_steps_per_round or longest),
-        ]
-        for work in request.work:
-            count = request.sequences(work.num_updates)
-            limits += [
-                ("work.worker_id", work.worker_id, settings.ensemble.num_workers - 1),
-                ("work.start", work.start, INT32 - count),
-                ("work.num_updates", work.num_updates, request.num_updates),
-                (
-                    "work.num_tested",
-                    work.num_tested,
-                    min(count, test_count(plan, 1, settings.batching)),
-                ),
-                ("work: bytes of rows", 4 * self.spec.row_length * count, self._budget),
-                ("work: updates in no part", work.num_updates % self.spec.num_micro_batches, 0),
-            ]
-        for name, have, most in limits:
-            if have > most:
-                raise Refused(f"request.{name}: have {have}, expected at most {most}")
-        worker_ids = [work.worker_id for work in request.work]
-        if not worker_ids or len({*worker_ids}) < len(worker_ids) or not {*states} <= {*worker_ids}:
-            raise Refused(f"request.work: workers {worker_ids}, states of {[*states]}")
-        if not self.spec.reset_inner_state:
-            for work in (each for each in request.work if each.worker_id not in states):
-                self._held((request.trainer, work.worker_id, work.start))
-
     def run_round(self, request: Request, inputs: Inputs, params: PyTree) -> list[Response]:
         """Run a trainer's round; return one response for each worker of the request.
 
         `params` (NumPy, see `sent_form`): the trainer's, or what changes those of the last round;
-        None if nothing does. Raises Refused if rates, parameters or states are not the right ones.
+        None if nothing does. Raises Refused if parameters or states are not the right ones.
         """
         moved_s = self.uploading_s, self.downloading_s
         free_s = max(time.monotonic() - self._free_s - sum(moved_s), 0.0)
-        rate_T, m = inputs.rate_T, request.trainer
-        if not ((rate_T >= 0) & (rate_T <= np.float32(self._settings.inner.learning_rate))).all():
-            raise Refused(f"request: learning rates {rate_T.min()} to {rate_T.max()}")
+        m = request.trainer
         params_M = self._params.pop(m, None)
         if params is not None and not request.is_update:
             params_M = jax.tree.map(lambda leaf: leaf[None], params)

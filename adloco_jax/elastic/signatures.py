@@ -1,12 +1,14 @@
-"""Signatures of a bucket's objects, with a key that driver and learners share: `ADLOCO_KEY`.
+"""Signatures of a bucket's objects, with a key that the driver makes and its learners are given.
 
-An object ends with an HMAC-SHA256 over the run, its name (with the driver's generation) and its
-content. So what somebody without the key writes, or copies from another name or run, is refused.
+An object ends with an HMAC-SHA256 over the run, the driver's start, its name and its content. So
+what somebody without the key writes, or copies from another place, run or start, is refused.
 """
 
 import hmac
 import json
 import os
+import secrets
+from pathlib import Path
 
 from adloco_jax.elastic.formats import Refused
 from adloco_jax.errors import ConfigError
@@ -16,48 +18,56 @@ NUM_BYTES = len(_MARK) + 64
 _SHORTEST = 32  # characters of a key
 
 
-class Unsigned(Refused):
-    """Error: an object has no signature with this process's key, or this process has no key."""
+def given_key() -> str:
+    """Return the environment's `ADLOCO_KEY`, empty if there is none; ConfigError if it is short."""
+    key = os.environ.get("ADLOCO_KEY", "")
+    if 0 < len(key) < _SHORTEST:
+        raise ConfigError(
+            f"ADLOCO_KEY: has {len(key)} characters, expected at least {_SHORTEST};"
+            " unset it for the driver, which makes a key, and copy its command for learners"
+        )
+    return key
+
+
+def find_key(path: Path) -> str:
+    """Return the environment's key, else that in a file of the run's folder, else a new one."""
+    if key := given_key():
+        return key
+    return path.read_text("utf-8") if path.exists() else secrets.token_hex(32)
+
+
+def keep_key(path: Path, key: str) -> None:
+    """Write a key to the run's folder, for the user alone, unless the environment has it."""
+    if given_key() or path.exists():
+        return
+    with open(path, "x", encoding="utf-8", opener=lambda name, how: os.open(name, how, 0o600)) as f:
+        f.write(key)
 
 
 class Signatures:
-    """Signs and checks the objects of a run, unless the environment has no `ADLOCO_KEY`."""
+    """Signs and checks the objects of a run."""
 
-    def __init__(self):
-        """Read the key; raise ConfigError if it is short."""
-        self._key, self.run = os.environ.get("ADLOCO_KEY", "").encode(), ""
-        if 0 < len(self._key) < _SHORTEST:
-            raise ConfigError(
-                f"ADLOCO_KEY: has {len(self._key)} characters, expected at least {_SHORTEST};"
-                " adloco key prints one"
-            )
+    def __init__(self, key: str):
+        """Store the key; `run` and `start` are set when they are known."""
+        self._key = key.encode()
+        self.run = ""  # id of the run
+        self.start = ""  # id of the driver's start
 
     def signed(self, name: str, data: bytes) -> bytes:
-        """Return an object's content with its signature, if there is a key."""
-        return data + self._signature(name, data) if self._key else data
+        """Return an object's content with its signature."""
+        return data + self._signature(name, data)
 
     def opened(self, name: str, data: bytes) -> bytes:
-        """Return the content of an object; raise Unsigned if it is not signed as it must be."""
+        """Return the content of an object; raise Refused if it is not signed as it must be."""
         content, signature = data[:-NUM_BYTES], data[-NUM_BYTES:]
-        if not self._key and not signature.startswith(_MARK):
-            return data
-        if not self._key:
-            raise Unsigned(f"{name}: signed; set ADLOCO_KEY to the key of the run")
         if not hmac.compare_digest(signature, self._signature(name, content)):
-            raise Unsigned(f"{name}: not signed with this ADLOCO_KEY")
+            raise Refused(f"{name}: damaged, or not signed with this run's ADLOCO_KEY")
         return content
 
     def _signature(self, name: str, content: bytes) -> bytes:
-        run = "" if name == "run.json" else self.run  # the file says itself which run it is of
-        digest = hmac.new(self._key, json.dumps([run, name]).encode() + b"\n", "sha256")
+        # `run.json` says itself which run it is of, and a driver's heartbeat which start.
+        run = "" if name == "run.json" else self.run
+        start = "" if name == "run.json" or name.startswith("driver/") else self.start
+        digest = hmac.new(self._key, json.dumps([run, start, name]).encode() + b"\n", "sha256")
         digest.update(content)
         return _MARK + digest.hexdigest().encode()
-
-    def __str__(self) -> str:
-        """Say whether objects are signed."""
-        if self._key:
-            return "objects are signed: learners need this ADLOCO_KEY"
-        return (
-            "objects are not signed: whoever can write to the bucket can steer learners"
-            " (adloco key)"
-        )

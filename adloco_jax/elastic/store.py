@@ -1,7 +1,7 @@
 """What driver and learners read and write: objects, wherever they are kept (`objects`).
 
-An object is JSON, or JSON with arrays (safetensors), with a SHA-256. Nothing that is read is
-executed or unpickled.
+An object is JSON, or JSON with arrays (safetensors), with a SHA-256 and a signature. Nothing that
+is read is executed or unpickled.
 """
 
 import concurrent.futures
@@ -22,12 +22,12 @@ from jaxtyping import PyTree
 from safetensors.numpy import load, save
 
 from adloco_jax.data.formats import Format, checked
-from adloco_jax.elastic.formats import Refused, array_bytes, check_form
+from adloco_jax.elastic.formats import Refused, check_form
 from adloco_jax.elastic.objects import PIECE_BYTES, Bucket, Busy, Denied, Objects, first_line
 from adloco_jax.elastic.signatures import NUM_BYTES, Signatures
 from adloco_jax.errors import ConfigError, ResourceError, reason
-from adloco_jax.host import processes
-from adloco_jax.host.terminal import say
+from adloco_jax.run import processes
+from adloco_jax.run.terminal import say
 from adloco_jax.settings import bytes_per_s
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
@@ -117,25 +117,19 @@ class Store:
         return None
 
     def read(
-        self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree], sha256: str = ""
+        self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree]
     ) -> tuple[F, PyTree, int]:
         """Read what `pack` made (see `get`, `unpack`), again if it was damaged on its way.
 
-        Also returns its size in bytes. Raises Refused if it is missing, refused each time, not the
-        one with a `sha256`, or its arrays have more than `limit` bytes.
+        Also returns its size in bytes. Raises Refused if it is missing, or refused each time.
         """
 
-        def small_form(message: F) -> PyTree:
-            if (size := array_bytes(wanted := form(message))) > limit:
-                raise Refused(f"{name}: for {size} bytes, expected at most {limit}")
-            return wanted
-
         def once() -> tuple[F, PyTree, int]:
-            if (data := self.get(name, limit=limit)) is None:
+            data = self.get(name, limit=limit)
+            if data is None:
                 raise Refused(f"{name}: missing")
-            if sha256 and data[:64] != sha256.encode():
-                raise Refused(f"{name}: another object than the request names")
-            return *unpack(data, name, kind, small_form), len(data)
+            message, tree = unpack(data, name, kind, form)
+            return message, tree, len(data)
 
         return again(once)
 
@@ -228,12 +222,12 @@ class Store:
             raise ResourceError(fault) from error
 
 
-def at(url: str, *, patience_s: float = math.inf) -> Store:
-    """Open the bucket at an address, without a request (`objects.Bucket`).
+def at(url: str, key: str, *, patience_s: float = math.inf) -> Store:
+    """Open the bucket at an address, whose objects are signed with a key, without a request.
 
-    Raises ConfigError for another address, a missing parent folder, or a short `ADLOCO_KEY`.
+    Raises ConfigError for another address, or a missing parent folder.
     """
-    return Store(Bucket(url), Signatures(), patience_s=patience_s)
+    return Store(Bucket(url), Signatures(key), patience_s=patience_s)
 
 
 def again(read: Callable[[], T]) -> T:
