@@ -51,7 +51,7 @@ def command() -> NoReturn:
             print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
             code = 1
     # The module is not imported if an error ended the command early.
-    processes = sys.modules.get("adloco_jax.run.processes")
+    processes = sys.modules.get("adloco_jax.host.processes")
     together = processes is None or processes.all_end()
     # A library that ran out of files or memory may leave a thread that never ends.
     if code in (ResourceError.exit_code, _CLOSED_PIPE) or not together:

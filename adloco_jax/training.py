@@ -38,10 +38,10 @@ from adloco_jax.errors import (
     own_line,
     reason,
 )
+from adloco_jax.host import processes
 from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State, Stopped, adloco
 from adloco_jax.loop.plans import is_over
 from adloco_jax.models.configured import InitFn
-from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_own, check_rules, own_model
 from adloco_jax.run.assemble import Run, assemble
 from adloco_jax.run.attempts import (

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
-from adloco_jax.run import checkpoint, processes
+from adloco_jax.host import processes
+from adloco_jax.run import checkpoint
 from adloco_jax.run.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
 from probes import crashes
 

@@ -15,7 +15,7 @@ pytest.importorskip("moto")
 from adloco_jax.data.formats import Format  # noqa: E402
 from adloco_jax.elastic import objects, store  # noqa: E402
 from adloco_jax.errors import ResourceError  # noqa: E402
-from adloco_jax.run import processes  # noqa: E402
+from adloco_jax.host import processes  # noqa: E402
 from probes import faulty_store, runs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -17,7 +17,7 @@ from toy_runs import GROWING, events, run
 
 from adloco_jax.elastic import engine, learner, store
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
-from adloco_jax.run import processes
+from adloco_jax.host import processes
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.choose import Peak
 from adloco_jax.run.events import USES

@@ -24,11 +24,12 @@ BELOW = {
 }
 # `models/hf.py` is a room of its own: it reads and writes files, which the models do not.
 BELOW["loop"] = {"core", "contrib", "settings"}
+BELOW["host"] = {"errors", "__version__"}
 BELOW["data"] = {"settings", "errors"}
 BELOW["models.hf"] = BELOW["data"] | BELOW["models"] | {"data", "models"}
 BELOW["config"] = BELOW["models.hf"] | {"models.hf", "contrib"}
 BELOW["engine"] = BELOW["models.hf"] | BELOW["loop"] | {"models.hf", "loop"}
-BELOW["run"] = BELOW["engine"] | {"config", "engine", "__version__"}
+BELOW["run"] = BELOW["engine"] | {"config", "engine", "host", "__version__"}
 BELOW["study"] = BELOW["run"] | {"run"}
 BELOW["elastic"] = BELOW["run"] | {"run"}
 BELOW["training"] = BELOW["study"] | {"study", "elastic"}

@@ -452,7 +452,7 @@ def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, mo
     stop.set()  # after each round
     requests = mock.Mock(return_value=contextlib.nullcontext(stop))
     with monkeypatch.context() as patch:
-        patch.setattr("adloco_jax.run.processes.stop_requests", requests)
+        patch.setattr("adloco_jax.host.processes.stop_requests", requests)
         assert cli.main(fresh) == 75
         header, preemption = capsys.readouterr()
         (run,) = Path("runs").iterdir()

@@ -17,7 +17,7 @@ import pytest
 from adloco_jax import errors
 from adloco_jax.data.hub import Unreachable
 from adloco_jax.errors import ConfigError, DataError, Preempted, ResourceError
-from adloco_jax.run import processes
+from adloco_jax.host import processes
 from adloco_jax.run.folder import exclusive
 from adloco_jax.run.ledger import deterministic_lines, read
 

@@ -22,7 +22,8 @@ from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import ConfigError, DataError, ResourceError
-from adloco_jax.run import attempts, processes
+from adloco_jax.host import processes
+from adloco_jax.run import attempts
 from adloco_jax.run.folder import check_workdir
 
 pytestmark = pytest.mark.usefixtures("one_device")

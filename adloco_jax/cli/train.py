@@ -66,7 +66,7 @@ def train(options: argparse.Namespace, command: str) -> None:
     _connect(options, needs_folder=True)
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
-    from adloco_jax.run import processes
+    from adloco_jax.host import processes
     from adloco_jax.run.folder import finished, how_to_resume, unfinished
     from adloco_jax.study import report
 
@@ -101,8 +101,8 @@ def plan(options: argparse.Namespace, command: str) -> None:
     _, settings = configure(options)
     _connect(options, needs_folder=False)
     from adloco_jax import training
+    from adloco_jax.host import processes
     from adloco_jax.run import plan as plans
-    from adloco_jax.run import processes
 
     training.require_known_engine(settings.engine.kind)
     accept, workdir = options.accept_config_change, options.workdir
@@ -145,7 +145,7 @@ def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
     """Connect the processes of a run, if the command line names several; then check the devices."""
     several = {name: vars(options)[name] for name in ("coordinator", "num_processes", "process_id")}
     if options.distributed or any(value is not None for value in several.values()):
-        from adloco_jax.run import processes
+        from adloco_jax.host import processes
 
         processes.connect(**several, timeout_s=options.meeting_s)
         if needs_folder and options.workdir is None:

@@ -56,8 +56,8 @@ from adloco_jax.elastic.learner import (
 from adloco_jax.elastic.signatures import find_key, given_key, keep_key
 from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
-from adloco_jax.run import processes
-from adloco_jax.run.terminal import say
+from adloco_jax.host import processes
+from adloco_jax.host.terminal import say
 from adloco_jax.settings import OPTIONS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays

@@ -43,7 +43,7 @@ from adloco_jax.elastic.signatures import given_key
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
-from adloco_jax.run import processes
+from adloco_jax.host import processes
 from adloco_jax.run.assemble import assemble
 from adloco_jax.settings import Settings
 

@@ -31,6 +31,8 @@ from adloco_jax.engine.local import end_round
 from adloco_jax.engine.programs import Programs, merge_positions, merged, replace, spawned
 from adloco_jax.engine.round import Outcome
 from adloco_jax.errors import ResourceError
+from adloco_jax.host import processes
+from adloco_jax.host.terminal import say
 from adloco_jax.loop.adloco import (
     Boundary,
     Decide,
@@ -42,10 +44,8 @@ from adloco_jax.loop.adloco import (
 )
 from adloco_jax.loop.control import Control, count_round
 from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_count
-from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.events import USES
-from adloco_jax.run.terminal import say
 
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
 PATIENCE_S = 300.0

@@ -39,10 +39,10 @@ from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import ProgramKey, ProgramSpec, here
+from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.models.configured import class_count
 from adloco_jax.run.choose import peak
-from adloco_jax.run.folder import versions
 from adloco_jax.run.program import (
     Base,
     configured_model,

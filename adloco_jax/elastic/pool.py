@@ -16,13 +16,13 @@ from adloco_jax.elastic.formats import Hello, Sign, said
 from adloco_jax.elastic.learner import Given
 from adloco_jax.elastic.transport import TRANSPORTS, Transport
 from adloco_jax.errors import ConfigError, Preempted, ResourceError, counted
+from adloco_jax.host import processes
+from adloco_jax.host.terminal import say
+from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import is_over
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run import processes
 from adloco_jax.run.assemble import Run
-from adloco_jax.run.folder import versions
-from adloco_jax.run.terminal import say
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for responses before learners are checked for faults again

@@ -26,8 +26,8 @@ from adloco_jax.elastic.formats import Refused, check_form
 from adloco_jax.elastic.objects import PIECE_BYTES, Bucket, Busy, Denied, Objects, first_line
 from adloco_jax.elastic.signatures import NUM_BYTES, Signatures
 from adloco_jax.errors import ConfigError, ResourceError, reason
-from adloco_jax.run import processes
-from adloco_jax.run.terminal import say
+from adloco_jax.host import processes
+from adloco_jax.host.terminal import say
 from adloco_jax.settings import bytes_per_s
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes

@@ -16,14 +16,16 @@ import numpy as np
 
 from adloco_jax.engine.optimizers import labeller, parameter_labels
 from adloco_jax.errors import CheckpointError, ResourceError, reason
+from adloco_jax.host import processes
+from adloco_jax.host.versions import versions
 from adloco_jax.loop.adloco import Control, State
 from adloco_jax.loop.plans import is_over
-from adloco_jax.run import checkpoint, observers, processes
+from adloco_jax.run import checkpoint, observers
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import label_lines, length_lines, run_header
-from adloco_jax.run.folder import how_to_resume, versions, write_config
+from adloco_jax.run.folder import how_to_resume, write_config
 from adloco_jax.run.ledger import Ledger, cut, read
 from adloco_jax.run.plan import most_tokens_per_s
 from adloco_jax.run.restore import begin_control, host_record, initial_ensemble, restore

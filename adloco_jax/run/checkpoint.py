@@ -43,7 +43,7 @@ from jaxtyping import PyTree
 from adloco_jax.data.disk import file_sha256, sync
 from adloco_jax.data.formats import Count, Format, checked, read_json
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError, reason, remedy
-from adloco_jax.run import processes
+from adloco_jax.host import processes
 
 FORMAT = 4  # is increased when older versions cannot read a newer run's folder
 _STAGING = ".staging"

@@ -2,14 +2,11 @@
 
 import contextlib
 import errno
-import functools
 import json
 import os
-import platform
 import shlex
 import tempfile
 from collections.abc import Iterable, Iterator
-from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
@@ -19,12 +16,12 @@ from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 from pydantic import BeforeValidator
 
-from adloco_jax import __version__
 from adloco_jax.config import completed, tables, validate
 from adloco_jax.data import formats
 from adloco_jax.data.disk import local_path, replaced_file, write_errors
 from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, DataError, ResourceError
-from adloco_jax.run import checkpoint, processes
+from adloco_jax.host import processes
+from adloco_jax.run import checkpoint
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import (
@@ -188,14 +185,6 @@ def _resumable(workdir: Path) -> Recorded:
     if faults:
         raise ConfigError("\n".join(faults))
     return before
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Return the versions of Python and the packages that may change the results of a run."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
-    installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
-    return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
 
 
 # --- What has changed, and how the run goes on -------------------------------------------------

@@ -19,13 +19,14 @@ from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Compiled, Compiling
 from adloco_jax.errors import Preempted
+from adloco_jax.host import processes
+from adloco_jax.host.versions import versions
 from adloco_jax.loop.adloco import Boundary, Control, Engine, State
 from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over
-from adloco_jax.run import checkpoint, processes
+from adloco_jax.run import checkpoint
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.terminal import Progress, describe_change, describe_growth, describe_round
 from adloco_jax.settings import InnerSettings, Settings

@@ -27,8 +27,8 @@ from adloco_jax.engine.spec import (
     num_values,
 )
 from adloco_jax.errors import ConfigError, UserError, counted
+from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
-from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.choose import (
     Choice,

@@ -14,12 +14,13 @@ from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec, first_ensemble, placement
 from adloco_jax.engine.spec import Layout, OnCompile, ProgramSpec
 from adloco_jax.errors import CheckpointError, DataError
+from adloco_jax.host import processes
+from adloco_jax.host.versions import versions
 from adloco_jax.loop.adloco import Control, State, start
-from adloco_jax.run import checkpoint, processes
+from adloco_jax.run import checkpoint
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.choose import Mode, choose, modes
-from adloco_jax.run.folder import versions
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import EnsembleSettings
 

@@ -120,12 +120,6 @@ class Progress:
             self._bar.close()
 
 
-def say(line: str) -> None:
-    """Print a line at once, above a progress bar if one is shown."""
-    with tqdm.external_write_mode():
-        print(line, flush=True)
-
-
 def describe_round(
     lines: Sequence[dict],
     *,

@@ -1,0 +1,15 @@
+"""The versions of what a run computes with."""
+
+import functools
+import platform
+from importlib import metadata
+
+from adloco_jax import __version__
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and the packages that may change the results of a run."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
+    installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
+    return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
