@@ -11,7 +11,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import count_round
 from adloco_jax.loop.plans import is_over, round_plans
-from adloco_jax.run.describe import length_lines
+from adloco_jax.run.describe import length_lines, longer_lines
 from adloco_jax.run.folder import check_config, write_config
 
 
@@ -95,6 +95,11 @@ def test_header_and_plan_say_passes_and_time():
     assert "32,000 rows, 1,143 passes over the 28" in line and "1 day, 0:00:00" in line
     assert "1,143 times" in often and "1 row only" in few
     assert length_lines(epochs_of(1.0), math.nan, None) == []  # rows are not known yet
+    assert longer_lines(epochs_of(1.0)) == longer_lines(settings) == []
+    # a fifth of the rows: 2 rounds of 50 updates of 4 workers with batches of 8
+    (line,) = longer_lines(epochs_of(None, workers=4, batch=8, num_rounds=2).with_rows(16_000))
+    assert "about 20% of the rows" in line
+    assert ": --config.num_rounds=none --config.num_epochs=1 (or" in line
 
 
 def test_finetune_reads_chats_once():

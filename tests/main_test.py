@@ -416,16 +416,24 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert cli.main(TINY) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "run: already finished; nothing was trained"
-    table = lines[-8:]
+    table = lines[-9:]
     assert any(line.startswith("held-out loss ") for line in table)
     (run / "checkpoints" / "1" / "host.json").write_text("{}")
     assert cli.main(TINY) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[-8:] == table
+    assert out.splitlines()[-9:] == table
     assert err.startswith("damaged: ") and "1/host.json" in err and len(err.splitlines()) == 1
     assert (run / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(run / "checkpoints")
     assert run_folder.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
+
+
+def test_a_finished_run_says_how_to_train_on_until_all_rows_are_read(run, capsys):
+    assert cli.main(TINY) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition("was read once: adloco ")[2]
+    _, settings = configure(parse(shlex.split(command)))
+    assert (settings.num_rounds, settings.num_tokens) == (None, 200 * 64)  # rows of 64 tokens
+    assert run_folder.finished(run, completed(settings, run)) is None
 
 
 def test_flags_let_a_run_resume_with_changes(run, capsys, monkeypatch):
@@ -470,6 +478,7 @@ def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, mo
             assert cli.main(words) == 0
             out = capsys.readouterr().out
             assert re.findall("(.*): an unfinished run of this command", out) == said
+            assert "a finished run" not in out
             if said:
                 begun = out
     paste_to_end = shlex.split(begun.partition("to resume it: ")[2])[1:]
@@ -477,6 +486,10 @@ def test_every_printed_command_resumes_the_run_when_pasted(elsewhere, capsys, mo
     assert "resuming after round 4\n" in capsys.readouterr().out
     assert cli.main(["train", str(run), "--config.num_rounds=5"]) == 0
     assert f"{run}: already finished" in capsys.readouterr().out
+    monkeypatch.setattr("adloco_jax.training.train", lambda *args, **kwargs: None)
+    assert cli.main(fresh) == 0
+    said = f"^{run}: an unfinished run|{run}: a finished run of this command; runs/.* starts anew\n"
+    assert re.search(said, capsys.readouterr().out)
 
 
 OWN = """

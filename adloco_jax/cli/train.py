@@ -67,14 +67,17 @@ def train(options: argparse.Namespace, command: str) -> None:
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
     from adloco_jax.host import processes
-    from adloco_jax.run.folder import finished, how_to_resume, unfinished
+    from adloco_jax.run.folder import earlier, finished, how_to_resume
     from adloco_jax.study import report
 
-    before = unfinished(runs_in("runs"), command) if options.workdir is None else None
-    if before:
-        how = how_to_resume(before)
-        print(f"{before}: an unfinished run of this command; to resume it: {how}")
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    if options.workdir is None:
+        unfinished, complete = earlier(runs_in("runs"), command)
+        if unfinished:
+            how = how_to_resume(unfinished)
+            print(f"{unfinished}: an unfinished run of this command; to resume it: {how}")
+        elif complete:
+            print(f"{complete}: a finished run of this command; {folder} starts anew")
     accept = {"accept_config_change": options.accept_config_change}
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, folder, note=print))

@@ -24,7 +24,7 @@ from adloco_jax.run import checkpoint, observers
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.choose import Mode
-from adloco_jax.run.describe import label_lines, length_lines, run_header
+from adloco_jax.run.describe import label_lines, length_lines, longer_lines, run_header
 from adloco_jax.run.folder import how_to_resume, write_config
 from adloco_jax.run.ledger import Ledger, cut, read
 from adloco_jax.run.plan import most_tokens_per_s
@@ -111,6 +111,8 @@ def begin(
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {how}")
     notes += run_header(settings, spec, control.max_batch_size)
     notes += length_lines(settings, most, len(run.heldout.report_EL))
+    if not run.by_fit:
+        notes += longer_lines(settings)
     for line in notes:
         progress.note(line)
     ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)

@@ -22,6 +22,7 @@ from adloco_jax.settings import (
 
 # More passes over the rows than this, and fewer held-out rows, have a line of their own.
 _MANY_PASSES, _FEW_HELDOUT = 10, 16
+ALMOST_ALL = 0.9  # the share of the rows above which a run needs no advice to read the rest
 
 
 def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> list[str]:
@@ -111,6 +112,27 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
             " (data.heldout_frac, data.heldout_path)"
         )
     return lines
+
+
+def longer_lines(settings: Settings) -> list[str]:
+    """Say which options make a new run read all rows, if this one reads only some."""
+    tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
+    share = share_read(settings, tokens)
+    if share > ALMOST_ALL:
+        return []
+    ends = [key for key in ("num_rounds", "num_tokens") if getattr(settings, key)]
+    options = " ".join([*(f"--config.{key}=none" for key in ends), "--config.num_epochs=1"])
+    return [
+        f"note: about {share:.0%} of the rows are read; to read each once: {options} (or"
+        " --config.num_tokens=N in place of num_epochs)"
+    ]
+
+
+def share_read(settings: Settings, tokens: float) -> float:
+    """Return which share of its rows a run of some tokens reads; infinity if they are not known."""
+    if not settings.num_rows:
+        return math.inf
+    return tokens / (settings.num_rows * settings.data.sequence_length)
 
 
 def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: InnerSettings) -> str:

@@ -28,8 +28,6 @@ from adloco_jax.settings import (
     ENTRIES,
     OPTIONS,
     Change,
-    InnerSettings,
-    OuterSettings,
     Settings,
     change,
 )
@@ -237,7 +235,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     for key in OPTIONS:
         if recorded_values[key] != values[key]:
             line = f"{key}: was {recorded_values[key]!r}, is {values[key]!r}"
-            changed[_class(key, settings.inner, settings.outer)].append(line)
+            changed[change_of(key, settings)].append(line)
     lines = changed["refused"]
     if lines:
         lines.append(f"{workdir}: these make another run; name another folder, or change them back")
@@ -259,19 +257,29 @@ def how_to_resume(workdir: Path, *, by_fit: bool = False) -> str:
     return f"adloco train {shlex.quote(str(workdir))}{several * (jax.process_count() > 1)}"
 
 
-def unfinished(runs: Iterable[Path], command: str) -> Path | None:
-    """Return the first of some runs that a command began and nobody continues."""
+def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | None]:
+    """Return the first unfinished and the first finished of some runs that a command began.
+
+    An unfinished run that another process continues does not count.
+    """
+    unfinished, complete = None, None
     for run in runs:
         # A ledger may be damaged, or of another user; the run may be under way.
         with contextlib.suppress(DataError, OSError, Timeout):
             events = read(run / "ledger.jsonl")
-            if events and events[0].get("command") == command and finish(events) is None:
+            if not events or events[0].get("command") != command:
+                continue
+            if finish(events) is not None:
+                complete = complete or run
+            elif unfinished is None:
                 with FileLock(run / ".lock", timeout=0):
-                    return run
-    return None
+                    unfinished = run
+    return unfinished, complete
 
 
-def _class(key: str, inner: InnerSettings, outer: OuterSettings) -> Change:
+def change_of(key: str, settings: Settings) -> Change:
+    """Whether a run may go on with another value of an option."""
+    inner, outer = settings.inner, settings.outer
     # The length may change freely only if no earlier round depends on it, as with a decaying
     # learning rate, perhaps a rule for the length of rounds, and rounds that leave updates
     # unsynchronised, which the last round has synchronised.

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError, counted
+from adloco_jax.run.describe import ALMOST_ALL, share_read
+from adloco_jax.run.folder import change_of, recorded
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import CHATS
 from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
@@ -87,12 +89,33 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
         export = Path(workdir) / "export"
         if export.exists() and not (export / card.FILE).exists():
             card.write(export, Path(workdir))
-        if card.task_of(export) == "text-generation":
-            data = curves.read_run(workdir).start["config"]["data"]
-            asks = "--chat" if data["text_column"] in CHATS else '--prompt "The"'
-            print(f"next: adloco generate {shlex.quote(str(workdir))} {asks}")
+        print(*_next_commands(Path(workdir)), sep="\n")
     except (DataError, OSError) as error:
         print(f"the report or the card was not written: {error}", file=sys.stderr)
+
+
+def _next_commands(workdir: Path) -> list[str]:
+    """Lines on what to do next: generate text, and train on if only some rows were read."""
+    run, commands = shlex.quote(str(workdir)), []
+    events = curves.read_run(workdir)
+    if card.task_of(workdir / "export") == "text-generation":
+        is_chat = events.start["config"]["data"]["text_column"] in CHATS
+        commands.append(
+            f"next: adloco generate {run} " + ("--chat" if is_chat else '--prompt "The"')
+        )
+
+    before = recorded(workdir)
+    if before is None or before.made_by == "fit":
+        return commands
+    settings, tokens = before.config, summary.totals(events.events)["tokens_total"]
+    if (
+        share_read(settings, tokens) < ALMOST_ALL
+        and change_of("num_tokens", settings) == "harmless"
+    ):
+        whole = settings.num_rows * settings.data.sequence_length
+        longer = f"adloco train {run} --config.num_rounds=none --config.num_tokens={whole}"
+        commands.append(f"to train on until each row was read once: {longer}")
+    return commands
 
 
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
