@@ -33,6 +33,7 @@ of Debian have (studies/texts.py).
   front's ends. Not all of their runs are made yet.
 - muon, muon_prose: Muon and an average of rounds, at 0.08 M parameters.
 - half_muon: the same at 0.61 M parameters.
+- half_front: the front at 0.61 M parameters, to 1.32. Not all of its runs are made yet.
 - debian: the same settings, not tuned again, on a third text. Runs end by the library's budgets; to
   1.76 DiLoCo needs about as many steps as on other texts.
 - microllama: the paper's comparison (arXiv 2508.18182, table A.2 and section 6.1; departures as in
@@ -70,13 +71,21 @@ TEXTS = {
     "debian": "runs/debian",
 }  # folders of prepared rows
 # A front's ends, and its methods as they were tuned before, are rows of older records.
-ENDS = {"front": "muon.jsonl", "front_prose": "muon_prose.jsonl"}
+ENDS = {
+    "front": "muon.jsonl",
+    "front_prose": "muon_prose.jsonl",
+    "half_front": "half_muon.jsonl",
+}
 EARLIER = {
     "one worker: Muon": "one worker: Muon",
     "data parallel: Muon": "data parallel: Muon",
     "DiLoCo: Muon": "earlier DiLoCo, 110: outer 0.8, 0.6",
     "growing pool: eta 1.6, Muon": "earlier pool by test, 220: eta 1.6",
     "growing pool, fewer tokens: eta 2.3, Muon": "earlier pool by test (2.3), 220: eta 2.3",
+    "one worker: Muon, 0.004": "one worker: Muon",
+    "data parallel: Muon, 0.01": "data parallel: Muon",
+    "DiLoCo: Muon, 0.006": "earlier DiLoCo, 110: outer 0.8, 0.6",
+    "growing pool: Muon, 0.006": "earlier pool by test, 220: eta 1.6",
 }
 FRESH, NEXT = (31, 32, 33, 34, 35), (41, 42, 43, 44, 45)
 
@@ -148,7 +157,7 @@ def compared(
 def tracks() -> dict[str, Comparison]:
     """Return the comparison of each record, by the record's name."""
     muon, half_muon, front = methods.muon(), methods.half_muon(), methods.front()
-    few = FRESH[:3]
+    half_front, few = methods.half_front(), FRESH[:3]
     return {
         "muon": compared("small", "stdlib", muon, seeds=FRESH, to=(1.65, 1.6)),
         "muon_prose": compared("small", "prose", muon, seeds=FRESH, to=(1.8, 1.76)),
@@ -156,6 +165,7 @@ def tracks() -> dict[str, Comparison]:
         "debian": compared("small", "debian", muon, seeds=few, to=(1.76, 1.68)),
         "front": compared("small", "stdlib", front, seeds=NEXT, to=(1.65, 1.6)),
         "front_prose": compared("small", "prose", front, seeds=NEXT[:3], to=(1.8, 1.76)),
+        "half_front": compared("half", "stdlib", half_front, seeds=NEXT[:3], to=(1.4, 1.32)),
         "microllama": of_microllama(),
     }
 
