@@ -25,6 +25,7 @@ from adloco_jax.elastic.transport import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine, OnCall
+from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.optimizers import Labeller
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.sharding import fetch
@@ -52,7 +53,6 @@ from adloco_jax.run.attempts import (
     last_checkpoint,
     require_equal_processes,
 )
-from adloco_jax.run.choose import Mode
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import exclusive, how_to_resume
 from adloco_jax.run.observers import RunEngine
@@ -183,7 +183,7 @@ def fit(
         None: "nats/example" with `num_classes`, "nats/token" if the corpus knows its tokens per
         byte, else no unit.
       loss_of: `loss_of(mode) -> loss_fn`, for a model that recomputes layers in the backward pass
-        if `mode.remat` (`run.choose.Mode`) says so. None: `loss_fn`, without.
+        if `mode.remat` (`engine.memory.Mode`) says so. None: `loss_fn`, without.
       eval_loss_fn: `eval_loss_fn(params, rows)`, for held-out losses. None: `loss_fn`, whose `key`
         must then have a default, such as None for no dropout.
       label_params: Labels each parameter, for Muon and others that treat matrices, embeddings and

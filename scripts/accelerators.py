@@ -22,6 +22,8 @@ if __name__ == "__main__":
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from adloco_jax.engine.memory import Mode  # noqa: E402
+from adloco_jax.engine.model import spec_of  # noqa: E402
 from kernels import Work, count  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
@@ -31,9 +33,7 @@ from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.sharding import bytes_here, num_sequential, placement, workers_spec  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, ProgramSpec  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
-from adloco_jax.run.choose import Mode  # noqa: E402
 from adloco_jax.run.plan import described, device_plan  # noqa: E402
-from adloco_jax.run.program import spec_of  # noqa: E402
 from probes.hlo import collectives  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)

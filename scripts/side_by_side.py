@@ -20,6 +20,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from adloco_jax.engine.memory import Mode
+from adloco_jax.engine.model import configured_model, examples_per_pass
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 from timing import interleave, per_second
@@ -33,8 +35,6 @@ from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.engine.spec import here
 from adloco_jax.models import hf
 from adloco_jax.models.configured import InitFn, build_network
-from adloco_jax.run.choose import Mode
-from adloco_jax.run.program import configured_model, examples_per_pass
 
 
 @dataclasses.dataclass(frozen=True)

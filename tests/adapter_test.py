@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adloco_jax.engine.model import program_spec
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learners import Here, InBucket
 from toy import tiny_config, with_its_weights
@@ -29,7 +30,6 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import Adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
-from adloco_jax.run.program import program_spec
 from adloco_jax.settings import SIZES as KNOWN
 from adloco_jax.training import train
 

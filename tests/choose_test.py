@@ -5,15 +5,7 @@ import functools
 import types
 
 import pytest
-from toy import settings_of
-
-from adloco_jax.config import default_config, validate
-from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.spec import Machine, here
-from adloco_jax.loop.adloco import start
-from adloco_jax.run import choose as choose_module
-from adloco_jax.run import program
-from adloco_jax.run.choose import (
+from adloco_jax.engine.memory import (
     MODES,
     Choice,
     Mode,
@@ -22,6 +14,12 @@ from adloco_jax.run.choose import (
     modes,
     program_peaks,
 )
+from toy import settings_of
+
+from adloco_jax.config import default_config, validate
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.spec import Machine, here
+from adloco_jax.loop.adloco import start
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -68,12 +68,11 @@ def shared_programs():
 
     Yields the programs.
     """
-    if "adloco_jax.run.program" not in sys.modules:  # these tests make no run
+    if "adloco_jax.engine.model" not in sys.modules:  # these tests make no run
         yield {}
         return
     from adloco_jax.engine import programs
     from adloco_jax.models.architectures import ARCHITECTURES
-    from adloco_jax.run import program
     from adloco_jax.settings import InnerSettings, ModelSettings
 
     rates = ("steps_per_round", "max_steps_per_round", "round_length", "state")

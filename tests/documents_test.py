@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from adloco_jax.engine.model import configured_model, spec_of
 from nets import FAMILY, LLAMA, flat, loss_of, make_params, make_rows, tapped_grad
 from texts import save_byte_tokenizer, write_documents
 from toy import data_settings
@@ -21,7 +22,6 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.models import Llama, sequence_losses
 from adloco_jax.models.kernels import ATTENTION
 from adloco_jax.run.plan import plan
-from adloco_jax.run.program import configured_model, spec_of
 from adloco_jax.training import fit
 
 LENGTH = 36  # two blocks of queries

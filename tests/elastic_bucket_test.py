@@ -14,6 +14,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from adloco_jax.engine.model import spec_of
 from learners import KEY, InBucket, opened
 from learners import described as description
 from toy import Table, bigram_loss, corpus, init_fn, settings_of
@@ -35,7 +36,6 @@ from adloco_jax.elastic.formats import (
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run.folder import recorded_settings
-from adloco_jax.run.program import spec_of
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import obstore
 import pytest
+from adloco_jax.engine.memory import Peak
 from learners import Here, InBucket, assert_same_rounds, num_updates
 from toy import settings_of
 from toy_runs import GROWING, events, run
@@ -19,7 +20,6 @@ from adloco_jax.elastic import engine, learner, store
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.host import processes
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.choose import Peak
 from adloco_jax.run.events import USES
 from adloco_jax.run.observers import Evaluator
 from adloco_jax.study import summary

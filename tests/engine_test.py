@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adloco_jax.engine.memory import program_peaks
 from toy import VOCAB, Table, corpus, settings_of, spec_of
 from toy_runs import events, run
 from trees import assert_close, assert_equal
@@ -20,7 +21,6 @@ from adloco_jax.engine.programs import Programs, lower, needed_bytes
 from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
-from adloco_jax.run.choose import program_peaks
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

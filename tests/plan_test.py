@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adloco_jax.engine.memory import choose, modes, peak
 from nets import config_of
 from toy import settings_of, spec_of
 
@@ -16,9 +17,8 @@ from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama, hf
-from adloco_jax.run import describe, program
+from adloco_jax.run import describe
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.choose import choose, modes, peak
 from adloco_jax.run.folder import write_config
 from adloco_jax.training import train
 

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from adloco_jax.engine.model import configured_model, program_spec
 from toy import settings_of
 
 from adloco_jax.config import default_config, validate
@@ -17,8 +18,6 @@ from adloco_jax.engine.sharding import arrange, fetch, placement, reshard
 from adloco_jax.engine.spec import Layout, Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
-from adloco_jax.run import choose
-from adloco_jax.run.program import configured_model, program_spec
 from probes.hlo import collectives
 
 SCALARS = 1024  # bytes: losses, norms, flags

@@ -135,8 +135,8 @@ def _plan_devices(options: argparse.Namespace) -> None:
 def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
     """Print the seconds of a round over slow links, if a link is named."""
     if link := options.link or settings.engine.link:
+        from adloco_jax.engine.model import spec_of
         from adloco_jax.engine.spec import here
-        from adloco_jax.run.program import spec_of
         from adloco_jax.study.sites import site_lines
 
         sites = settings.ensemble.num_workers if options.sites is None else options.sites

@@ -35,6 +35,14 @@ from adloco_jax.elastic.formats import (
     tree_sha256,
 )
 from adloco_jax.engine.inputs import Group, Rows, calls_of, padded_stats_rows
+from adloco_jax.engine.memory import peak
+from adloco_jax.engine.model import (
+    Base,
+    configured_model,
+    examples_per_pass,
+    on_devices,
+    with_weights,
+)
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
@@ -42,14 +50,6 @@ from adloco_jax.engine.spec import ProgramKey, ProgramSpec, here
 from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.models.configured import class_count
-from adloco_jax.run.choose import peak
-from adloco_jax.run.program import (
-    Base,
-    configured_model,
-    examples_per_pass,
-    on_devices,
-    with_weights,
-)
 from adloco_jax.settings import INT32, Settings
 
 

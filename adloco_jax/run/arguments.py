@@ -16,6 +16,8 @@ from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import GradientStats, LossFn, trainable, without_state
 from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.memory import Mode
+from adloco_jax.engine.model import Model
 from adloco_jax.engine.optimizers import inner_transform, labeller, parameter_labels
 from adloco_jax.errors import ConfigError, own_code
 from adloco_jax.loop.adloco import choose_members, start
@@ -25,9 +27,7 @@ from adloco_jax.models import hf
 from adloco_jax.models.configured import InitFn, build_network
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import list_rounds, shapes
-from adloco_jax.run.choose import Mode
 from adloco_jax.run.folder import check_config
-from adloco_jax.run.program import Model
 from adloco_jax.settings import OPTIONS, InnerSettings, OuterSettings, Settings
 
 _ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")

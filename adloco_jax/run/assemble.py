@@ -7,11 +7,11 @@ from pathlib import Path
 from adloco_jax.data import ArrayRows, load_corpus
 from adloco_jax.data.sampling import HeldOut, split_heldout, with_rows
 from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
 from adloco_jax.engine.spec import Machine, ProgramSpec
 from adloco_jax.errors import DataError
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.folder import check_config, recorded, require_usable
-from adloco_jax.run.program import Model, configured_model, program_spec, with_weights
 from adloco_jax.settings import Settings
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.optimizers import labeller, parameter_labels
 from adloco_jax.errors import CheckpointError, ResourceError, reason
 from adloco_jax.host import processes
@@ -23,7 +24,6 @@ from adloco_jax.loop.plans import is_over
 from adloco_jax.run import checkpoint, observers
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.choose import Mode
 from adloco_jax.run.describe import label_lines, length_lines, longer_lines, run_header
 from adloco_jax.run.folder import how_to_resume, write_config
 from adloco_jax.run.ledger import Ledger, cut, read

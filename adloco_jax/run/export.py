@@ -16,6 +16,7 @@ from adloco_jax.core.types import Ensemble
 from adloco_jax.data.disk import replaced_folder
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.engine import evaluate
+from adloco_jax.engine.model import spec_of
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec, fetch
 from adloco_jax.engine.spec import Layout, Machine
@@ -26,7 +27,6 @@ from adloco_jax.models.layers import merge_adapter, param_shapes, split_adapter,
 from adloco_jax.run import checkpoint
 from adloco_jax.run.assemble import assemble
 from adloco_jax.run.folder import recorded, recorded_settings, refuse_fit
-from adloco_jax.run.program import spec_of
 from adloco_jax.run.restore import read_control
 from adloco_jax.settings import AdapterSettings, DataSettings, ModelSettings, Settings
 

@@ -16,6 +16,17 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
+from adloco_jax.engine.memory import (
+    Choice,
+    Mode,
+    NothingFits,
+    Peak,
+    choose,
+    largest_peak,
+    modes,
+    program_peaks,
+)
+from adloco_jax.engine.model import configured_model, program_spec, spec_of
 from adloco_jax.engine.spec import (
     TAKEN,
     Compiled,
@@ -30,18 +41,7 @@ from adloco_jax.errors import ConfigError, UserError, counted
 from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.choose import (
-    Choice,
-    Mode,
-    NothingFits,
-    Peak,
-    choose,
-    largest_peak,
-    modes,
-    program_peaks,
-)
 from adloco_jax.run.describe import length_lines, plan_lines, run_header
-from adloco_jax.run.program import configured_model, program_spec, spec_of
 from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
 

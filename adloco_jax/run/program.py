@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import LossFn
 from adloco_jax.data.rows import row_length
+from adloco_jax.engine.memory import Mode, model_shards
 from adloco_jax.engine.optimizers import (
     Labeller,
     aggregator,
@@ -39,7 +40,6 @@ from adloco_jax.models.configured import (
     initialiser,
 )
 from adloco_jax.models.layers import split_adapter
-from adloco_jax.run.choose import Mode, model_shards
 from adloco_jax.settings import BatchingSettings, DataSettings, ModelSettings, Settings
 
 

@@ -10,6 +10,7 @@ import jax
 from adloco_jax.core.types import Ensemble
 from adloco_jax.data.formats import Count, Format, Seconds, checked
 from adloco_jax.data.prepared import shard_changes
+from adloco_jax.engine.memory import Mode, choose, modes
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec, first_ensemble, placement
 from adloco_jax.engine.spec import Layout, OnCompile, ProgramSpec
@@ -20,7 +21,6 @@ from adloco_jax.loop.adloco import Control, State, start
 from adloco_jax.run import checkpoint
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.choose import Mode, choose, modes
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import EnsembleSettings
 

@@ -8,12 +8,12 @@ from jaxtyping import PyTree
 
 from adloco_jax.data import Corpus
 from adloco_jax.data.corpus import readable
+from adloco_jax.engine.model import layer_form
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import llama
 from adloco_jax.models.configured import build_network
 from adloco_jax.run.assemble import Run
-from adloco_jax.run.program import layer_form
 
 
 def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
