@@ -48,6 +48,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def in_bytes(value: float) -> str:
+    """Format a number of bytes with a binary unit, such as 1.5 GiB."""
+    power = min(4, max(0, int(value).bit_length() - 1) // 10)
+    return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def check_installed(package: str, extra: str, where: str) -> None:
     """Raise ConfigError unless a package is installed that comes with an extra of this one."""
     if importlib.util.find_spec(package) is None:

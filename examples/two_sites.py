@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from adloco_jax.run.terminal import in_bytes
+from adloco_jax.errors import in_bytes
 from adloco_jax.study.curves import read_run
 from adloco_jax.study.summary import totals
 

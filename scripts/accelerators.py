@@ -22,13 +22,13 @@ if __name__ == "__main__":
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from adloco_jax.engine.memory import Mode  # noqa: E402
-from adloco_jax.engine.model import spec_of  # noqa: E402
 from kernels import Work, count  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from adloco_jax.cli.names import load_config  # noqa: E402
 from adloco_jax.config import validate  # noqa: E402
+from adloco_jax.engine.memory import Mode  # noqa: E402
+from adloco_jax.engine.model import spec_of  # noqa: E402
 from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.sharding import bytes_here, num_sequential, placement, workers_spec  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, ProgramSpec  # noqa: E402

@@ -12,10 +12,10 @@ import accelerators
 import jax
 import jax.numpy as jnp
 import pytest
-from adloco_jax.engine.model import configured_model, program_spec
 from kernels import Work, count
 
 from adloco_jax.config import validate
+from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import ProgramKey, here
 

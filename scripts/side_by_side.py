@@ -20,8 +20,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from adloco_jax.engine.memory import Mode
-from adloco_jax.engine.model import configured_model, examples_per_pass
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 from timing import interleave, per_second
@@ -30,6 +28,8 @@ import adloco_jax
 from adloco_jax.config import Settings, default_config, validate
 from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.core.types import LossFn
+from adloco_jax.engine.memory import Mode
+from adloco_jax.engine.model import configured_model, examples_per_pass
 from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.engine.spec import here

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adloco_jax.engine.model import program_spec
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learners import Here, InBucket
 from toy import tiny_config, with_its_weights
@@ -24,6 +23,7 @@ from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.elastic import bucket_learner, store
 from adloco_jax.elastic.formats import RunDescription, array_bytes
 from adloco_jax.engine.evaluate import loss_key
+from adloco_jax.engine.model import program_spec
 from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import ProgramKey, here
 from adloco_jax.errors import ConfigError, DataError

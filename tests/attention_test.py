@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 import toy
-from adloco_jax.engine.model import configured_model, layer_form, program_spec
 
 from adloco_jax.elastic.learner import Given, Learner
+from adloco_jax.engine.model import configured_model, layer_form, program_spec
 from adloco_jax.engine.spec import Machine, here
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -71,7 +71,7 @@ def shared_programs():
     if "adloco_jax.engine.model" not in sys.modules:  # these tests make no run
         yield {}
         return
-    from adloco_jax.engine import programs
+    from adloco_jax.engine import model, programs
     from adloco_jax.models.architectures import ARCHITECTURES
     from adloco_jax.settings import InnerSettings, ModelSettings
 
@@ -115,7 +115,7 @@ def shared_programs():
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("build_model", "inner_transform", "outer_transform", "aggregator"):
-            patch.setattr(program, name, once(getattr(program, name)))
+            patch.setattr(model, name, once(getattr(model, name)))
         patch.setattr(programs.Programs, "_compile", compile_once)
         yield compiled
 

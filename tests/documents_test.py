@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from adloco_jax.engine.model import configured_model, spec_of
 from nets import FAMILY, LLAMA, flat, loss_of, make_params, make_rows, tapped_grad
 from texts import save_byte_tokenizer, write_documents
 from toy import data_settings
@@ -17,6 +16,7 @@ from toy import data_settings
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.prepared import DocumentRows
+from adloco_jax.engine.model import configured_model, spec_of
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Llama, sequence_losses

@@ -14,7 +14,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from adloco_jax.engine.model import spec_of
 from learners import KEY, InBucket, opened
 from learners import described as description
 from toy import Table, bigram_loss, corpus, init_fn, settings_of
@@ -33,6 +32,7 @@ from adloco_jax.elastic.formats import (
     array_bytes,
     check_form,
 )
+from adloco_jax.engine.model import spec_of
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run.folder import recorded_settings

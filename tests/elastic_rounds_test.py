@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import obstore
 import pytest
-from adloco_jax.engine.memory import Peak
 from learners import Here, InBucket, assert_same_rounds, num_updates
 from toy import settings_of
 from toy_runs import GROWING, events, run
 
 from adloco_jax.elastic import engine, learner, store
+from adloco_jax.engine.memory import Peak
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.host import processes
 from adloco_jax.run.checkpoint import list_rounds

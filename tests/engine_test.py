@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adloco_jax.engine.memory import program_peaks
 from toy import VOCAB, Table, corpus, settings_of, spec_of
 from toy_runs import events, run
 from trees import assert_close, assert_equal
@@ -17,6 +16,7 @@ from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine import sharding
 from adloco_jax.engine.inputs import group_trainers, make_round_inputs, round_keys
 from adloco_jax.engine.local import LocalEngine
+from adloco_jax.engine.memory import program_peaks
 from adloco_jax.engine.programs import Programs, lower, needed_bytes
 from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start

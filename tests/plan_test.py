@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adloco_jax.engine.memory import choose, modes, peak
 from nets import config_of
 from toy import settings_of, spec_of
 
 from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.engine import model as model_module
+from adloco_jax.engine.memory import choose, modes, peak
 from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError, ResourceError, UserError
@@ -166,8 +167,8 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
 
 
 def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path, monkeypatch):
-    kernels = mock.Mock(wraps=program.attention)
-    monkeypatch.setattr(program, "attention", kernels)
+    kernels = mock.Mock(wraps=model_module.attention)
+    monkeypatch.setattr(model_module, "attention", kernels)
     config = tiny_config()
     config.data.source, config.data.path = "text", str(tmp_path / "nowhere.txt")
     config.ensemble.update(num_trainers=2, num_workers=3, initial_workers=2, spawn_frac=0.5)

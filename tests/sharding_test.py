@@ -6,13 +6,14 @@ import functools
 import jax
 import numpy as np
 import pytest
-from adloco_jax.engine.model import configured_model, program_spec
 from toy import settings_of
 
 from adloco_jax.config import default_config, validate
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
+from adloco_jax.engine import memory
 from adloco_jax.engine.inputs import classes
+from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import lower, needed_bytes
 from adloco_jax.engine.sharding import arrange, fetch, placement, reshard
 from adloco_jax.engine.spec import Layout, Machine, ProgramKey, here
@@ -184,7 +185,7 @@ def test_model_shards_are_as_few_as_memory_needs():
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
         machine = Machine(spec.machine.devices, int(room * need))
         tried = dataclasses.replace(spec, machine=machine)
-        assert choose.model_shards(tried, (1,), given=None, memory_frac=1.0) == expected
+        assert memory.model_shards(tried, (1,), given=None, memory_frac=1.0) == expected
 
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():

@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import optax
-from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
 from ml_collections import ConfigDict
 
 from adloco_jax.config import completed, default_config, validate
+from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
 from adloco_jax.engine.spec import ProgramSpec, here
 from adloco_jax.settings import Settings
 

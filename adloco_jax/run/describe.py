@@ -9,10 +9,9 @@ from datetime import timedelta
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.engine.sharding import ensemble_spec, placement
 from adloco_jax.engine.spec import Layout, ProgramSpec, num_bytes, num_values
-from adloco_jax.errors import counted
+from adloco_jax.errors import counted, in_bytes
 from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
-from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import (
     BatchingSettings,
     EnsembleSettings,

@@ -37,7 +37,7 @@ from adloco_jax.engine.spec import (
     here,
     num_values,
 )
-from adloco_jax.errors import ConfigError, UserError, counted
+from adloco_jax.errors import ConfigError, UserError, counted, in_bytes
 from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.arguments import check_inputs

@@ -183,9 +183,3 @@ def describe_change(change: dict) -> str:
     words["losses"] = ", ".join(f"{loss:.4f}" for loss in change.get("loss_before", ()))
     shown = _CHANGES.get(change["event"], "").format(**change | words)
     return f"round {change['round']}: {shown}" if shown else ""
-
-
-def in_bytes(value: float) -> str:
-    """Format a number of bytes with a binary unit, such as 1.5 GiB."""
-    power = min(4, max(0, int(value).bit_length() - 1) // 10)
-    return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -29,10 +29,9 @@ from adloco_jax.engine.spec import (
     ProgramKey,
     ProgramSpec,
 )
-from adloco_jax.errors import ConfigError, ResourceError, counted
+from adloco_jax.errors import ConfigError, ResourceError, counted, in_bytes
 from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import BatchingSettings, EnsembleSettings, SwitchSettings
 
 STEP_TOKENS = 16_384  # number of tokens that keeps a device busy

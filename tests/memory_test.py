@@ -5,6 +5,9 @@ import functools
 import types
 
 import pytest
+from toy import settings_of
+
+from adloco_jax.config import default_config, validate
 from adloco_jax.engine.memory import (
     MODES,
     Choice,
@@ -14,9 +17,6 @@ from adloco_jax.engine.memory import (
     modes,
     program_peaks,
 )
-from toy import settings_of
-
-from adloco_jax.config import default_config, validate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.loop.adloco import start
@@ -40,8 +40,8 @@ def tiny(**model):
 
 
 def spec_of(settings, device_bytes=None, platform=None):
-    model = program.configured_model(settings, here())
-    spec = program.program_spec(settings, model, here())
+    model = configured_model(settings, here())
+    spec = program_spec(settings, model, here())
     devices = spec.machine.devices
     if platform is not None:
         devices = (types.SimpleNamespace(platform=platform, process_index=0, id=0),)
@@ -84,10 +84,10 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
     settings = settings.model_copy(update={"batching": batching, "ensemble": ensemble})
     spec = dataclasses.replace(spec_of(settings, platform="gpu"), sequence_length=512)
     monkeypatch.setattr(
-        choose_module, "tokens_of_a_row", lambda spec, sizes: 512 * (1 if spec.sequential else 8)
+        memory, "tokens_of_a_row", lambda spec, sizes: 512 * (1 if spec.sequential else 8)
     )
     left = list(found)
-    monkeypatch.setattr(choose_module, "_try", lambda programs, *_: fitting(programs, left.pop(0)))
+    monkeypatch.setattr(memory, "_try", lambda programs, *_: fitting(programs, left.pop(0)))
     choice = chosen_for(settings, spec, lambda *_: spec.loss_fn)
     assert mode_of(choice.programs) == expected and left == []
     assert choice.max_batch_size == found[MODES.index(expected)]
@@ -103,7 +103,7 @@ def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
 def test_a_cpu_rematerialises_only_if_it_must():
     settings, peaks = tiny(), {}
     pool = start(settings.ensemble, settings.batching, 4)
-    loss_of = functools.cache(program.configured_model(settings, here()).loss_of)
+    loss_of = functools.cache(configured_model(settings, here()).loss_of)
     for mode in (SEQUENTIAL, SEQUENTIAL_REMAT):
         loss_fn = loss_of(mode, "xla")
         spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn, remat=mode.remat)
@@ -138,8 +138,8 @@ def test_a_set_micro_batch_is_every_modes(monkeypatch):
         seen.append(list(sizes))
         return fitting(programs, sizes[0] if mode_of(programs).remat else None)
 
-    monkeypatch.setattr(choose_module, "tokens_of_a_row", lambda spec, sizes: 1)
-    monkeypatch.setattr(choose_module, "_try", attempt)
+    monkeypatch.setattr(memory, "tokens_of_a_row", lambda spec, sizes: 1)
+    monkeypatch.setattr(memory, "_try", attempt)
     choice = chosen_for(settings, spec, lambda *_: spec.loss_fn, size=3)
     assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3
 
@@ -152,7 +152,7 @@ def test_a_cpu_begins_with_the_programs_of_the_first_round_and_a_pass_of_rows(mo
     spec, compiled = dataclasses.replace(spec_of(settings), examples_per_pass=20), []
     monkeypatch.setattr(Programs, "__getitem__", lambda self, key: compiled.append(key) or key)
     monkeypatch.setattr(Programs, "prefetch", lambda self, keys: None)
-    monkeypatch.setattr(choose_module, "needed_bytes", lambda key: 2**20)
+    monkeypatch.setattr(memory, "needed_bytes", lambda key: 2**20)
     choice = chosen_for(settings, spec, lambda *_: spec.loss_fn)
     assert choice.max_batch_size == 16
     assert [str(key) for key in dict.fromkeys(compiled)] == [
