@@ -8,6 +8,7 @@ import pytest
 from toy import settings_of
 
 from adloco_jax.config import default_config, validate
+from adloco_jax.engine import memory
 from adloco_jax.engine.memory import (
     MODES,
     Choice,
@@ -17,6 +18,7 @@ from adloco_jax.engine.memory import (
     modes,
     program_peaks,
 )
+from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here
 from adloco_jax.loop.adloco import start

@@ -42,7 +42,6 @@ from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.describe import length_lines, plan_lines, run_header
-from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import Settings
 
 
