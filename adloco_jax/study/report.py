@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from adloco_jax.errors import DataError, counted
+from adloco_jax.errors import DataError, counted, in_bytes
 from adloco_jax.run.describe import ALMOST_ALL, share_read
 from adloco_jax.run.folder import change_of, recorded
-from adloco_jax.run.terminal import in_bytes
 from adloco_jax.settings import CHATS
 from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
