@@ -26,7 +26,7 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, wit
 
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code, as of a program that SIGPIPE ends
 # By command, its module in `adloco_jax.cli`; other commands are in `commands`.
-_MODULES = {"train": "train", "plan": "train", "compare": "compare", "prepare": "prepare"}
+_MODULES = {"train": "train", "plan": "train", "prepare": "prepare"}
 
 
 def command() -> NoReturn:
@@ -122,7 +122,7 @@ def _run(argv: Sequence[str]) -> int:
     options = parse([first, *words])
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
-    if first in ("compare", "export", "generate", "join"):
+    if first in ("export", "generate", "join"):
         require_devices()
     line = without_secrets(shlex.join(["adloco", first, *words]))
     module = _MODULES.get(first, "commands")
@@ -133,8 +133,8 @@ def _right_command(word: str, others: Sequence[str]) -> str:
     if is_run(word):
         return f"write: adloco report {word}"
     with contextlib.suppress(ConfigError):
-        name = find_config(word).stem
-        return f"write: adloco {'compare' if name.startswith('compare_') else 'train'} {word}"
+        find_config(word)
+        return f"write: adloco train {word}"
     nearest = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.0)
     return f"did you mean {shlex.join(['adloco', *nearest, *others])}? adloco --help lists them"
 

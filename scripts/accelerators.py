@@ -64,9 +64,7 @@ KEPT = {
 
 def configured(name: str, changes: dict[str, Any]) -> ConfigDict:
     """A shipped config with changes."""
-    config = load_config(
-        ROOT / "configs" / f"{name}.py", "get_config", ConfigDict, **SIZES.get(name, {})
-    )
+    config = load_config(ROOT / "configs" / f"{name}.py", **SIZES.get(name, {}))
     config.update_from_flattened_dict(changes)
     return config
 

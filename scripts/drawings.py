@@ -195,7 +195,7 @@ def method() -> str:
 # Of the architecture: column, row, colour of the title, title, lines.
 CARDS = (
     (0, 0, "c6", "Command line", ("cli/: the commands", "config.py: every option")),
-    (1, 0, "c6", "Finished runs", ("study/: report,", "compare")),
+    (1, 0, "c6", "Finished runs", ("study/: report, card,", "summary")),
     (0, 1, "c6", "One run", ("run/: train, fit, resume,", "checkpoints, export")),
     (1, 1, "c2", "Data", ("data/: from text to rows", "models/hf.py: weights")),
     (0, 2, "c1", "Observers", ("ledger, evaluation,", "checkpoints, trackers")),

@@ -51,9 +51,10 @@ from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.models.configured import build_network
 from adloco_jax.run.ledger import read
-from adloco_jax.study.compare import to_reach
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from studies.compare import to_reach  # noqa: E402
 
 # Dense bfloat16 FLOP/s by the vendor's data sheets ("NVIDIA H100", "H200", "A100", "L40S Tensor
 # Core GPU"), which print twice as many, with sparsity. The first whose words are in the kind.

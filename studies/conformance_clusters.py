@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.study.cluster import Cluster, blocked_s, ring_s, run_seconds
+from adloco_jax.study.sites import ring_s
 from adloco_jax.study.summary import markdown_table
+from studies.cluster import Cluster, blocked_s, run_seconds
 from studies.published import (
     MEASURED_PARAMS,
     MEASURED_STEP_S,
@@ -66,7 +67,7 @@ def needed_gbits(
 ) -> float:
     """The bandwidth at which two workers, one per site, reach a utilisation, in Gbit/s.
 
-    The closed form of `study.cluster` solved for the bandwidth, with no latency.
+    The closed form of `studies.cluster` solved for the bandwidth, with no latency.
     """
     round_s, fragments = traffic.num_steps * step_s, traffic.num_fragments
     wait_s = round_s * (1 / utilisation - 1)

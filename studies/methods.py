@@ -14,13 +14,21 @@ rounds, batches and tokens each entry sets. The methods are:
 from collections.abc import Mapping
 from typing import Any
 
-from studies.compare_quick import AVERAGE, batch
-
 Changes = Mapping[str, Any]
 
 WORKERS, BATCH = 4, 4
 LENGTH = {"small": 64, "half": 128}  # bytes of a row, by the model's size
 STEPS = 110  # updates of the shortest round; the lengths of other rounds are multiples of it
+
+
+def batch(size: int) -> dict[str, Any]:
+    """Return the settings that fix the batch of each worker at `size` rows."""
+    return {
+        "batching.initial_batch_size": size,
+        "batching.max_batch_size": size,
+        "batching.buckets": (size,),
+        "batching.batch_cap": size,
+    }
 
 
 def rate(value: float) -> dict[str, float]:
@@ -55,6 +63,7 @@ def growing(eta: float, longest: int) -> dict[str, Any]:
 
 # -- Muon and a running average of rounds, at a constant rate --------------------------------
 
+AVERAGE = {"outer.tx": "sgd", "outer.learning_rate": 1.0}  # the outer step takes the mean
 MILD = {"outer.tx": "nesterov", "outer.learning_rate": 0.8, "outer.momentum": 0.6}
 # Momentum begins with the second worker.
 LATE = {"outer.tx": "nesterov", "outer.learning_rate": 0.7, "outer.momentum": 0.9}

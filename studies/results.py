@@ -15,8 +15,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from adloco_jax.settings import OPTIONS, default_of
-from adloco_jax.study.compare import Trial
 from adloco_jax.study.curves import last
+from studies.compare import Trial
 
 _PATHS = ("data.path", "data.heldout_path")
 

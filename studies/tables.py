@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.study.compare import to_reach
 from adloco_jax.study.summary import markdown_table
 from studies import results
+from studies.compare import to_reach
 
 CHOICE = ("method", "setting", "updates", "synchronisations", "tokens", "trials that did")
 SPENT = ("method", "sequential steps", "synchronisations", "tokens", "MB", "seeds that did", "p")

@@ -1,16 +1,18 @@
 """One track of methods: texts, sizes, seeds, target losses, and the rule by which settings win.
 
-    python -m studies.track muon                        print its rows; make runs that are missing
-    python -m studies.track muon --record again.jsonl   repeat all rows, into another record
-    python -m studies.track muon --only DiLoCo --record again.jsonl     repeat one
+    python -m studies.track muon             print the rows of its record, and what is not made yet
+    python -m studies.track muon --run                        make the runs that are missing, first
+    python -m studies.track muon --run --record again.jsonl   repeat all rows, into another record
+    python -m studies.track muon --run --only DiLoCo --record again.jsonl     repeat one
 
 To add a method:
 
 1. Write it as an entry of `muon` in studies/methods.py, "method: setting" with the settings that
    differ: `"mine: plain averaging": {**steps(STEPS), **budget("small", 2750), **MUON, **AVERAGE}`.
    If it needs code, add a function to one of the package's tables (docs/extend.md).
-2. `python -m studies.track muon --only mine` trains it on five seeds, a minute each, and prints its
-   row below those of the recorded methods. The tracks muon_prose and debian have it now, too.
+2. `python -m studies.track muon --run --only mine` trains it on five seeds, a minute each, and
+   prints its row below those of the recorded methods. The tracks muon_prose and debian have it
+   now, too.
 
 A run is known by its name, its seed and its config, and what is in a record, studies/NAME.jsonl,
 is not made again.
@@ -45,24 +47,25 @@ Records that no track names are only printed (studies/tables.py). Commit d3b65cf
 half). moments has the front's rows with momentum averaged over workers (inner.state=mean), of
 commit a3ae69b9. At commit 8250d13 `adloco compare studies/compare_*.py` repeats small_tuning,
 again, order_tuning, shakespeare and barrier, and its studies/track.py half_tuning, prose_tuning and
-order.
+order. Commit 8f5d4872 is the last that has `adloco compare` and `compare_quick`, the
+published method against DiLoCo (studies/published.md).
 """
 
 import argparse
 import dataclasses
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from adloco_jax.cli.compare import execute
+from adloco_jax.config import default_config
 from adloco_jax.configs import microllama
-from adloco_jax.study.cluster import Cluster
-from adloco_jax.study.compare import Comparison, Trial, curve, runs_of
 from adloco_jax.study.curves import read_run
-from studies import compare_quick, methods, results, tables
+from studies import methods, results, tables
+from studies.cluster import Cluster
+from studies.compare import Comparison, Trial, curve, execute, runs_of
 from studies.methods import Changes
 
 TEXTS = {
@@ -97,19 +100,28 @@ def get_base(size: str, text: str = "stdlib") -> ConfigDict:
       size: "small" (75,600 parameters) or "half" (0.61 M).
       text: A name of `TEXTS`.
     """
-    config, is_small = compare_quick.get_base(), size == "small"
-    config.num_tokens = None  # each method has its own num_tokens
+    config, is_small = default_config(), size == "small"
     config.model.width = 48 if is_small else 128
     config.model.num_layers = 2 if is_small else 3
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 2
     config.model.mlp_width = 128 if is_small else 344
     config.model.max_length = config.data.sequence_length = methods.LENGTH[size]
     if text != "stdlib":
         config.data.source, config.data.path = "tokens", TEXTS[text]
+    config.ensemble.num_trainers = 1
     config.ensemble.num_workers = methods.WORKERS
-    config.inner.steps_per_round = 200  # each method sets its own
+    # Each method sets its own num_tokens and length of rounds.
+    config.num_tokens = None
+    config.inner.steps_per_round = 200
+    config.inner.weight_decay = 0.0
     config.inner.learning_rate = 2e-3 if is_small else 1e-3
-    config.update_from_flattened_dict(compare_quick.batch(methods.BATCH))
+    config.update_from_flattened_dict(methods.batch(methods.BATCH))
+    config.batching.test = "constant"
+    config.merge.policy = "none"
+    config.eval.num_sequences = 256
     config.batching.smoothing = 0.5  # a run of a few long rounds has few tests to average
+    config.checkpoint.keep = 1
     config.checkpoint.every_s = 1e6
     config.log.every_rounds = 10
     return config
@@ -135,7 +147,6 @@ def of_microllama() -> Comparison:
             "AdLoCo, one trainer": one,
             "AdLoCo, rounds grow": grow,
         },
-        baseline="DiLoCo, as in the paper",
         target_losses=(2.9,),  # nats per token; the loss of the published model is not known to us
         simulated=Cluster(num_params=304_600_000, sequence_length=512),
     )
@@ -149,9 +160,8 @@ def compared(
     seeds: tuple[int, ...],
     to: tuple[float, ...],
 ) -> Comparison:
-    """Return the comparison of methods at a size and on a text, with DiLoCo as the baseline."""
-    baseline = next(name for name in variants if name.startswith("DiLoCo"))
-    return Comparison(get_base(size, text), variants, baseline, target_losses=to, seeds=seeds)
+    """Return the comparison of methods at a size and on a text."""
+    return Comparison(get_base(size, text), variants, target_losses=to, seeds=seeds)
 
 
 def tracks() -> dict[str, Comparison]:
@@ -176,10 +186,17 @@ def ends(front: str) -> list[dict]:
     return [{**line, "variant": EARLIER[line["variant"]]} for line in lines]
 
 
+def missing(comparison: Comparison, folder: Path, record: Path) -> Iterator[Trial]:
+    """Yield the runs that a record lacks; it is read again for each, since others may write it."""
+    for run in runs_of(comparison, folder):
+        if results.key(run) not in results.read(record):
+            yield run
+
+
 def make(comparison: Comparison, folder: Path, record: Path, *, command: str) -> None:
     """Make the runs that a record lacks; each gets its line there, and its folder goes."""
 
-    def keep(run: Trial, was_made: bool) -> None:
+    def keep(run: Trial) -> None:
         events = read_run(run.workdir).events
         points = curve(events, comparison.simulated)
         changes = comparison.variants[run.variant]
@@ -187,17 +204,15 @@ def make(comparison: Comparison, folder: Path, record: Path, *, command: str) ->
         shutil.rmtree(run.workdir)
         print(run.variant, run.seed, flush=True)
 
-    # Another process may write lines meanwhile.
-    runs = runs_of(comparison, folder)
-    missing = (run for run in runs if results.key(run) not in results.read(record))
-    execute(missing, on_end=keep, command=command)
+    execute(missing(comparison, folder, record), on_end=keep, command=command)
 
 
 def main() -> None:
-    """Make the missing runs of a track; print what each method spent."""
+    """Print what each method of a track spent, and its missing runs; with `--run`, make them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=tracks())
-    parser.add_argument("--only", nargs="+", metavar="METHOD", help="make the runs of these alone")
+    parser.add_argument("--run", action="store_true", help="make the runs that are missing")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="of the missing, these alone")
     parser.add_argument("--seeds", nargs="+", type=int, help="in place of the track's")
     parser.add_argument("--record", type=Path, help="in place of studies/NAME.jsonl")
     given = parser.parse_args()
@@ -210,13 +225,10 @@ def main() -> None:
     }
     if not variants:
         parser.error(f"--only: have {', '.join(track.variants)}")
-    made = dataclasses.replace(
-        track,
-        variants=variants,
-        baseline=next(iter(variants)),
-        seeds=given.seeds or track.seeds,
-    )
-    make(made, Path("runs") / given.name, record, command=f"python -m studies.track {given.name}")
+    asked = dataclasses.replace(track, variants=variants, seeds=given.seeds or track.seeds)
+    folder = Path("runs") / given.name
+    if given.run:
+        make(asked, folder, record, command=f"python -m studies.track {given.name} --run")
     lines, kind = [*results.read(record).values()], "claims"
     if given.name in ENDS:
         lines, kind = lines + ends(given.name), "front"
@@ -224,6 +236,13 @@ def main() -> None:
     size = f"{lines[0]['start']['num_params']:,} parameters" if lines else "no run yet"
     for target in track.target_losses:
         tables.show(f"{where}, {size}: to {target:g} nats/token", kind, lines, target)
+    seeds_left: dict[str, list[str]] = {}
+    for run in missing(asked, folder, record):
+        seeds_left.setdefault(run.variant, []).append(str(run.seed))
+    for variant, seeds in seeds_left.items():
+        print(f"not made yet: {variant}, seeds {', '.join(seeds)}")
+    if seeds_left:
+        print("--run makes them")
 
 
 if __name__ == "__main__":

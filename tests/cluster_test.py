@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from ledgers import LENGTH, round_line, start_line
 
-from adloco_jax.study.cluster import Cluster, blocked_s, ring_s, run_seconds
+from adloco_jax.study.sites import ring_s
 from studies import conformance_clusters
+from studies.cluster import Cluster, blocked_s, run_seconds
 
 # 250 parameters: the 6 x 250 FLOPs of a token take 1 ms, and 1000 bytes take 10 s.
 SLOW = Cluster(bandwidth=100.0, latency_s=0.5, flops=1.5e6)
@@ -39,8 +40,6 @@ def test_the_schedule_of_a_small_run_is_timed_for_a_large_model():
     large = Cluster(100.0, 0.5, 1.5e6, num_params=500, sequence_length=3 * LENGTH)
     (seconds,) = run_seconds([start_line(), line(1)], large).values()
     assert seconds == pytest.approx(2 * 3 * 0.1 + ring_s(2, 2000, bandwidth=100, latency_s=0.5))
-    shown = "10 Gbit/s and 30 ms between them, as if the model had 500 parameters"
-    assert shown in str(Cluster(num_params=500))
 
 
 @pytest.mark.parametrize("kind", ["merge", "refusal"])

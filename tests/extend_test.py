@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from ml_collections import ConfigDict
 from toy import bigram_loss, config_of, corpus, init_fn, settings_of
 
 from adloco_jax import (
@@ -51,7 +50,7 @@ def run(workdir, settings, **others):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_trains(name, tmp_path):
     path = Path(__file__).parents[1] / "examples" / f"{name}.py"
-    own = validate(load_config(path, "get_config", ConfigDict))
+    own = validate(load_config(path))
     test, policy = own.batching.test, own.merge.policy
     settings = settings_of(
         num_rounds=3,

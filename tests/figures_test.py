@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from ledgers import write_run
 
-from adloco_jax.study import chart, cluster, curves, loss, run_figures
+from adloco_jax.study import chart, curves, loss, run_figures
 from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
 
@@ -44,16 +44,14 @@ def near(x, y):
 def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     run = read(tmp_path)
     made = loss.charts([Variant("run", [run])])
-    time_s = cluster.run_seconds(run.events, loss.CLUSTER)
-    assert [*made] == ["Tokens", "Sequential steps", "Synchronisations", "Bytes", "Simulated time"]
+    assert [*made] == ["Tokens", "Sequential steps", "Synchronisations", "Bytes"]
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
-    spent = [TOKENS, [4, 8, 12, 16, 20, 24], [1, 2, 4, 5, 6, 7], moved, [*time_s.values()]]
+    spent = [TOKENS, [4, 8, 12, 16, 20, 24], [1, 2, 4, 5, 6, 7], moved]
     for ((up, _), lines), x in zip(drawn.items(), spent, strict=True):
         assert up == "held-out loss (nats/token)"
         assert points(lines["consensus"]) == near(x, CONSENSUS)
         absorbed = points(lines["trainer 1", "c1 thin"])  # absorbed in round 3
         assert absorbed == near(x[:2], [5.32, 4.52])
-    assert str(loss.CLUSTER) in loss.reading()
 
 
 def coordinates(html):

@@ -112,21 +112,16 @@ def test_a_tokenizer_of_a_terabyte_is_refused_unread(tmp_path, name, as_folder):
 # --- Folders that somebody sent ---------------------------------------------------------------
 
 CONFIG = """
-from adloco_jax.study.compare import Comparison
 from toy import tiny_config
 
 def get_config():
     data = {"source": "text", "path": "texts/*.txt", "num_sequences": 64, "heldout_frac": 0.1}
     return tiny_config(data=data)
-
-def get_comparison():
-    return Comparison(get_config(), {"sent": {}}, "sent", (9.0,), (0,))
 """
 SENT = "runs/sent/seed-0"
 FROM_FOLDER = {
     "train": [SENT, "--config.num_rounds=2"],
     "plan": ["--config=tiny.py", f"--workdir={SENT}"],
-    "compare": ["tiny.py", "--workdir=runs"],
     "report": [SENT, "--out=page"],
     "export": [SENT, "--out=model"],
     "generate": [f"{SENT}/export", "--tokens=2"],
@@ -228,7 +223,6 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused_at_the_start(tmp_path, monk
     for words in (
         ["train", "--config=tiny.py", "--workdir=caf\udce9"],
         ["plan", "--config=tiny.py", "--workdir=caf\udce9"],
-        ["compare", "tiny.py", "--workdir=caf\udce9"],
         ["export", ".", "--out=caf\udce9"],
     ):
         assert cli.main(words) == 2

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 
 from adloco_jax import DATA_SOURCES, main
 from adloco_jax.cli.names import load_config
@@ -28,7 +27,7 @@ def test_a_data_source_of_a_config_file_trains_and_resumes(tmp_path, monkeypatch
     for name in "ab":
         lines = "".join(f'{n},"entry {name} {n}, quoted"\n' for n in range(40))
         Path(f"diaries/{name}.csv").write_text(lines, encoding="utf-8")
-    settings = validate(load_config(Path("own.py"), "get_config", ConfigDict))
+    settings = validate(load_config(Path("own.py")))
     (line,) = check_corpus(settings.data, settings.model)
     assert line == "data.path=diaries/*.csv: its content after the first text"
 

@@ -173,10 +173,10 @@ def test_one_run_leaves_a_page_and_the_totals(single):
     run, path = single
     files = {file.name for file in path.parent.iterdir()}
     assert files == {"index.html", "loss.svg", "summary.json"}
-    assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 5
+    assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 4
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
-    num_charts = {"costs": 5, "trainers": 1, "training": 1, "batches": 2, "test": 2}
+    num_charts = {"costs": 4, "trainers": 1, "training": 1, "batches": 2, "test": 2}
     assert page.num_charts == sum(num_charts.values())
     command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     assert page.text.count(command) == 1
@@ -220,7 +220,7 @@ def test_many_runs_are_a_table_that_is_the_legend(many):
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # the final losses
     assert "Never evaluated, so not drawn: b." in page.text
     assert "gathering them is counted too" in page.text
-    assert page.num_charts == 5
+    assert page.num_charts == 4
     keys = {value for name, value in page.attributes if name == "data-k"}
     assert keys == {"1", "2"} and page.source.count('<tr data-k="') == 2
     summary = json.loads((many.parent / "summary.json").read_text())
@@ -240,3 +240,8 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsy
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert not (tmp_path / "report").exists()
+
+
+def test_a_variants_name_is_plain_text_in_a_table():
+    named = summary.markdown("a|b *c* <d> `e` $f$ ~g~ [h](i)\n# j")
+    assert named == r"a\|b \*c\* \<d\> \`e\` \$f\$ \~g\~ \[h\](i) \# j"

@@ -26,11 +26,9 @@ def configs(options: argparse.Namespace, command: str) -> None:
         path.stem: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
         for path in sorted(SHIPPED.glob("[!_]*.py"))
     }
-    for verb, is_comparison in (("train", False), ("compare", True)):
-        print(f"adloco {verb} NAME")
-        for name, card in cards.items():
-            if name.startswith("compare_") == is_comparison:
-                print(f"  {name:20} {card}")
+    print("adloco train NAME")
+    for name, card in cards.items():
+        print(f"  {name:20} {card}")
     print(f"the files: {SHIPPED}")
 
 

@@ -7,15 +7,14 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import TypeVar
+
+from ml_collections import ConfigDict
 
 from adloco_jax.errors import ConfigError
 
 # The folder of the configs that come with the package. In the repository it is a link to the folder
 # `configs` at the top level.
 SHIPPED = (Path(__file__).parents[1] / "configs").resolve()
-
-T = TypeVar("T")
 
 
 def is_run(folder: str | Path) -> bool:
@@ -46,40 +45,35 @@ def find_config(name: str) -> Path:
     )
 
 
-def load_config(path: Path, function: str, kind: type[T], **given: str) -> T:
-    """Run the Python file of a config, call one of its functions, and return the result.
-
-    The function gets the arguments `given`.
+def load_config(path: Path, **given: str) -> ConfigDict:
+    """Run the Python file of a config, and return what its `get_config` makes of `given`.
 
     Raises:
-      ConfigError: If the file raises an error or lacks the function, or the result's type is not
-        `kind` itself.
+      ConfigError: If the file raises an error or lacks the function, or the result is no config.
     """
-    made = _run(path, function, **given)
-    if type(made) is not kind:
-        hint = "start it from adloco_jax.config.default_config()"
-        for other, verb in (("get_config", "train"), ("get_comparison", "compare")):
-            if other != function and f"def {other}(" in path.read_text("utf-8", "replace"):
-                hint = f"write: adloco {verb} {path}"
-        raise ConfigError(f"{path}: needs a {function}() that returns a {kind.__name__}; {hint}")
-    return made
+    config = _run(path, **given)
+    if type(config) is not ConfigDict:
+        raise ConfigError(
+            f"{path}: needs a get_config() that returns a ConfigDict; start it from"
+            " adloco_jax.config.default_config()"
+        )
+    return config
 
 
 def add_entries(name: str | None) -> None:
     """Run a config file, if named, only for the entries that it adds to public tables."""
     if name is not None:
-        _run(find_config(name), "get_config", "get_comparison")
+        _run(find_config(name))
 
 
-def _run(path: Path, *functions: str, **given: str) -> object:
+def _run(path: Path, **given: str) -> object:
     # The parent of the config's folder is added to the import path, so that a config can import
     # other configs in this folder.
     root = str(path.resolve().parent.parent)
     sys.path.insert(0, root)
     try:
-        names = runpy.run_path(str(path))
-        found = [names[name] for name in functions if callable(names.get(name))]
-        return found[0](**given) if found else None
+        get_config = runpy.run_path(str(path)).get("get_config")
+        return get_config(**given) if callable(get_config) else None
     # Deliberately broad, because a config file is arbitrary Python.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)

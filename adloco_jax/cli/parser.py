@@ -214,20 +214,6 @@ def _join(parser: Parser) -> None:
     add("--workdir", **_FOLDER, help="folder for a log of what is read; default: no log")
 
 
-def _compare(parser: Parser) -> None:
-    """Runs variants with several seeds, and reports the cost of each loss.
-
-    The same command with the same --workdir (by default runs/CONFIG) continues a stopped
-    comparison. Several processes, or several such commands, divide the runs.
-    """
-    parser.example, add = "studies/compare_quick.py", parser.add_argument
-    text = "a file with get_comparison(), or its name"
-    add("config", metavar="CONFIG", help=text)
-    add("--workdir", **_FOLDER, help="the folder; a comparison in it is continued")
-    add("--processes", **_INT, default=1, help="processes that divide the runs (default: 1)")
-    add("--only-run", **_FLAG, help="write no tables and no report")
-
-
 def _report(parser: Parser) -> None:
     """Draws a report on one or more runs: a page that a browser opens offline.
 
@@ -283,7 +269,6 @@ COMMANDS = {
     "configs": _configs,
     "prepare": _prepare,
     "join": _join,
-    "compare": _compare,
     "report": _report,
     "export": _export,
     "generate": _generate,

@@ -44,7 +44,7 @@ def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
             " lists, or a file"
         )
     path, given = find_config(name), {"size": size} if size else {}
-    return path, load_config(path, "get_config", ConfigDict, **given)
+    return path, load_config(path, **given)
 
 
 def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:

@@ -16,7 +16,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import StateBytes, merge_cost
 from adloco_jax.run import ledger
 
-# Costs at a point of a curve, of all trainers.
+# Costs at a point of a curve that are summed over all trainers.
 COSTS = ("tokens", "syncs", "bytes")
 
 # Events whose lines have `syncs` and `bytes` of their own.
@@ -123,16 +123,18 @@ def is_evaluated(run: RunRecord) -> bool:
 def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") -> list[dict]:
     """The evaluations of a trainer or of the consensus model, in order, with the costs until then.
 
-    A point has `round`, `value` (the loss, NaN if not finite), and what all trainers had spent:
-    `tokens`, `syncs` and `bytes`, with `gathering`.
+    A point has `round`, `value` (the loss, NaN if not finite), sequential steps (`updates`), and
+    what all trainers had spent: `tokens`, `syncs` and `bytes`, with `gathering`.
     """
     gathered = gathering(events) if trainer == "consensus" else {}
+    updates = serial_updates(events)
     points = []
     for e in lines(events, "eval"):
         if e["trainer"] == trainer:
             extra = gathered.get(e["round"], {})
             costs = {cost: e[f"{cost}_total"] + extra.get(cost, 0) for cost in COSTS}
-            points.append({"round": e["round"], "value": _nan(e["loss"]), **costs})
+            point = {"round": e["round"], "value": _nan(e["loss"])}
+            points.append(point | {"updates": updates.get(e["round"], 0)} | costs)
     return points
 
 
@@ -162,8 +164,13 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
     totals = [np.cumsum(np.bincount(rounds, values)).astype(int).tolist() for values in costs]
     chosen = by_round([e for e in events if trainer is None or e.get("trainer") == trainer])
+    updates = serial_updates(events)
     return [
-        {"round": number, "value": statistics.fmean(_nan(e["train_loss"]) for e in found)}
+        {
+            "round": number,
+            "value": statistics.fmean(_nan(e["train_loss"]) for e in found),
+            "updates": updates[number],
+        }
         | {cost: total[number] for cost, total in zip(COSTS, totals, strict=True)}
         for number, found in chosen.items()
     ]

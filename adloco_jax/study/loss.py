@@ -5,10 +5,7 @@ from collections.abc import Sequence
 
 from adloco_jax.study import chart, curves
 from adloco_jax.study.chart import Curve, Panel
-from adloco_jax.study.cluster import Cluster, timed
 from adloco_jax.study.curves import RunRecord, Variant
-
-CLUSTER = Cluster()  # the cluster of the simulated time
 
 _DECADE = 10  # the ratio of values from which an axis is logarithmic
 
@@ -18,7 +15,6 @@ _COSTS = {
     "updates": ("Sequential steps", "sequential steps", ""),
     "syncs": ("Synchronisations", "synchronisations (blocking, all trainers)", ""),
     "bytes": ("Bytes", "bytes moved, all trainers", "B"),
-    "time_s": ("Simulated time", "simulated time (s)", ""),
 }
 
 
@@ -47,10 +43,8 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
         if heldout:
             who = "consensus" if trainer is None else trainer
-            found = curves.heldout_points(run.events, trainer=who)
-        else:
-            found = curves.training_points(run.events, trainer=trainer)
-        return timed(found, run.events, CLUSTER)
+            return curves.heldout_points(run.events, trainer=who)
+        return curves.training_points(run.events, trainer=trainer)
 
     drawn = [
         (
@@ -125,6 +119,5 @@ def reading() -> str:
     return (
         "Costs are summed over trainers. Synchronisations are blocking; where the consensus is an"
         " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"
-        " more than a decade apart. A gap is a value that was not finite. Time is simulated from"
-        f" the ledger for a cluster {CLUSTER}."
+        " more than a decade apart. A gap is a value that was not finite."
     )

@@ -10,7 +10,6 @@ import optax
 from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import BatchingSettings, Settings, bytes_per_s
-from adloco_jax.study.cluster import ring_s
 
 # Updates and synchronisations until 1.60 nats per byte, of four workers and 0.08 M parameters.
 # Source: studies/RESULTS.md, "The front".
@@ -94,3 +93,11 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
         params, state = jax.block_until_ready(update(params, state, rows_BL))
         seconds.append(time.perf_counter() - start_s)
     return size * spec.sequence_length / min(seconds)
+
+
+def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
+    """Seconds of a ring all-reduce of `num_bytes` over links of `bandwidth` bytes/s.
+
+    Source: docs/algorithm.md, 6.
+    """
+    return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)

@@ -1,7 +1,6 @@
-"""Comparisons: which runs are made, the costs in their ledgers, and the tables."""
+"""Studies: which runs a track makes, the costs in their ledgers, and the tables."""
 
 import itertools
-import re
 from pathlib import Path
 from unittest import mock
 
@@ -9,15 +8,12 @@ import pytest
 from ledgers import round_line, start_line
 from toy import config_of
 
-from adloco_jax import main as cli
-from adloco_jax.cli import compare as compare_command
-from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import compare, curves, summary
-from adloco_jax.study.cluster import Cluster
-from adloco_jax.study.compare import Comparison, curve, markdown, runs_of
-from studies import results, tables, track
+from adloco_jax.study import curves, summary
+from studies import compare, results, tables, track
+from studies.cluster import Cluster
+from studies.compare import Comparison, curve, runs_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +22,6 @@ def comparison(**changes) -> Comparison:
     fields = {
         "base": config_of(merge={"policy": "none"}),
         "variants": {"DiLoCo": {}, "AdLoCo": {"batching.test": "norm"}},
-        "baseline": "DiLoCo",
         "target_losses": (5.5, 1.0),
         "seeds": (0, 1, 2),
     }
@@ -40,43 +35,13 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
         "d": {"merge.every_rounds": "x"},
     }
     with pytest.raises(ConfigError) as error:
-        runs_of(comparison(variants=wrong, seeds=(1, 1), target_losses=()), tmp_path)
+        runs_of(comparison(variants=wrong), tmp_path)
     lines = str(error.value).splitlines()
-    assert len(lines) == 6
-    parts = ("seeds", "target_losses", "baseline", "a: batching.batchcap")
-    for part in (*parts, "b: inner.learning_rate", "d: Could not override"):
+    assert len(lines) == 3
+    for part in ("a: batching.batchcap", "b: inner.learning_rate", "d: Could not override"):
         assert sum(part in line for line in lines) == 1
-    with pytest.raises(ConfigError, match="^seeds"):
-        runs_of(comparison(seeds=()), tmp_path)
-
-
-COMPARISON = """
-from toy import tiny_config
-from adloco_jax.study.compare import Comparison
-
-def get_comparison():
-    how = {"baseline": "one", "target_losses": (9,), "seeds": (0,)}
-    return Comparison(base=tiny_config(num_rounds=1), variants={"one": {}}, **how)
-"""
-
-
-@pytest.mark.usefixtures("one_device")
-def test_the_command_trains_what_is_missing_and_writes_tables_and_a_report(tmp_path, capsys):
-    (tmp_path / "two.py").write_text(COMPARISON)
-    folder = tmp_path / "runs"
-    for said in ("after", "was finished"):
-        assert cli.main(["compare", str(tmp_path / "two.py"), f"--workdir={folder}"]) == 0
-        out = capsys.readouterr().out
-        assert f"one, seed 0: {said}" in out and "| one | " in out
-    assert (folder / "comparison.md").read_text() in out
-    assert (folder / "report" / "index.html").exists()
-    assert (folder / "one" / "seed-0" / "output.txt").exists()
-
-
-def test_the_comparison_that_ships_can_run(tmp_path):
-    path = find_config(f"{ROOT}/studies/compare_quick.py")
-    declared = load_config(path, "get_comparison", Comparison)
-    assert len(runs_of(declared, tmp_path)) == len(declared.seeds) * len(declared.variants) > 10
+    with pytest.raises(ConfigError, match="two variants would share a folder"):
+        runs_of(comparison(variants={"a b": {}, "a-b": {}}), tmp_path)
 
 
 # The last runs of these are missing.
@@ -93,12 +58,21 @@ def test_the_runs_of_the_track_are_those_of_its_records(name, tmp_path):
 def test_the_tracks_command_makes_what_is_named_and_prints_its_rows(monkeypatch, capsys):
     made = []
     monkeypatch.setattr(track, "make", lambda comparison, *_, **how: made.append(comparison))
-    words = ["muon", "--only", "DiLoCo", "one worker", "--seeds", "31"]
+    words = ["muon", "--run", "--only", "DiLoCo", "one worker", "--seeds", "31"]
     monkeypatch.setattr("sys.argv", ["track", *words])
     track.main()
     assert [*made[0].variants] == ["DiLoCo: Muon", "one worker: Muon"] and made[0].seeds == [31]
     shown = capsys.readouterr().out
     assert "| DiLoCo | 1,656 (1,526 to 1,750) |" in shown and "| data parallel |" in shown
+
+
+def test_without_run_the_tracks_command_only_lists_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(track, "execute", mock.Mock(side_effect=AssertionError("made runs")))
+    monkeypatch.setattr("sys.argv", ["track", "muon", "--only", "DiLoCo", "--seeds", "31", "99"])
+    track.main()
+    shown = capsys.readouterr().out
+    assert "| DiLoCo | 1,656 (1,526 to 1,750) |" in shown
+    assert "\nnot made yet: DiLoCo: Muon, seeds 99\n--run makes them\n" in shown
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
@@ -149,50 +123,12 @@ def finish(workdir, losses):
         written.write("end", reason="finished", rounds=3, tokens_total=0, wall_s=1.0)
 
 
-def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
-    """Seeds have losses after 320, 640 and 960 tokens; DiLoCo's last seed stops at 640."""
-    losses = {"DiLoCo": [(5, 4, 3), (5, 4)], "AdLoCo": [(4, 3, 2), (3, 2, 1)]}
-    what = comparison(
-        variants={name: {} for name in losses}, seeds=(0, 1), target_losses=(3, 2.5, 0)
-    )
-    for run in runs_of(what, tmp_path):
-        with pytest.raises(DataError, match="not finished"):
-            markdown(what, tmp_path)
-        run.workdir.mkdir(parents=True)
-        finish(run.workdir, losses[run.variant][run.seed])
-    title, ran, _, _, final, _, to_baseline, *targets = markdown(what, tmp_path).split("\n\n")
-    assert title == f"# Comparison {summary.markdown(tmp_path.name)}"
-    assert ran == "2 variants with seeds 0, 1."
-
-    def cells(table, name, *columns):
-        header, _, *rows = [line[2:-2].split(" | ") for line in table.splitlines()]
-        (row,) = (row for row in rows if row[0] == name)
-        return [row[header.index(column)] for column in columns]
-
-    # The median is the higher of the two middle values.
-    assert cells(final, "DiLoCo", "loss", "tokens") == [
-        "4.000 (3.000 to 4.000)",
-        "960 (640 to 960)",
-    ]
-    assert cells(to_baseline, "AdLoCo", "synchronisations") == ["2 (1 to 2)"]  # 3 and 4
-    to_3, to_2_5, to_0 = targets[1::2]
-    assert cells(to_3, "DiLoCo", "sequential steps", "seeds that did") == ["- (15 to -)", "1 of 2"]
-    assert cells(to_3, "AdLoCo", "tokens") == ["640 (320 to 640)"]
-    assert cells(to_2_5, "AdLoCo", "sequential steps") == ["12.5 (7.5 to 12.5)"]  # half way
-    assert cells(to_0, "AdLoCo", "tokens", "seeds that did") == ["-", "0 of 2"]
-
-
 def test_what_is_not_finite_is_no_point():
     rounds = [(1, 0, 2, 5), (2, 0, 2, 5)]
     evals = [(1, spent(None, 320, 1, 80)), (2, spent(2.5, 640, 2, 160))]
     assert len(curve(ledger(rounds=rounds, evals=evals), Cluster())) == 1
     with pytest.raises(DataError, match="no evaluation"):
         curve(ledger(rounds=rounds, evals=evals[:1]), Cluster())
-
-
-def test_a_variants_name_is_plain_text_in_a_table():
-    named = summary.markdown("a|b *c* <d> `e` $f$ ~g~ [h](i)\n# j")
-    assert named == r"a\|b \*c\* \<d\> \`e\` \$f\$ \~g\~ \[h\](i) \# j"
 
 
 def test_the_front_is_what_no_other_beats_in_both():
@@ -210,13 +146,13 @@ def test_a_run_whose_line_was_not_written_gets_it_and_its_folder_goes(tmp_path, 
     def finished(workdir, settings):
         return [] if (workdir / "ledger.jsonl").exists() else None
 
-    monkeypatch.setattr(compare_command, "finished", finished)
+    monkeypatch.setattr(compare, "finished", finished)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(compare_command, "train", train)
+        patch.setattr(compare, "train", train)
         patch.setattr(results, "append", mock.Mock(side_effect=KeyboardInterrupt))
         track.make(one, tmp_path, record, command="")
     assert results.read(record) == {} and run.workdir.exists()
-    monkeypatch.setattr(compare_command, "train", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(compare, "train", mock.Mock(side_effect=AssertionError))
     for _ in range(2):
         track.make(one, tmp_path, record, command="")
         (line,) = results.read(record).values()
@@ -283,15 +219,4 @@ def test_the_chosen_trial_has_the_fewest_updates_and_of_near_ones_the_fewest_com
         ("a", "near", "104", "3.0", "9", "4 of 5"),
         ("data parallel", "whole batch", "60", "60.0", "8", "1 of 1"),
         ("b", "-", "-", "-", "-", "0 of 1"),
-    ]
-
-
-def test_the_guides_comparison_can_be_run(tmp_path):
-    page = (ROOT / "docs" / "guides" / "comparing.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    (tmp_path / "two.py").write_text(snippet)
-    comparison = load_config(tmp_path / "two.py", "get_comparison", Comparison)
-    assert [(r.variant, r.seed) for r in runs_of(comparison, tmp_path)] == [
-        *(("AdLoCo", seed) for seed in (0, 1)),
-        *(("DiLoCo", seed) for seed in (0, 1)),
     ]

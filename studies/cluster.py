@@ -1,10 +1,10 @@
 """Simulated time: the seconds that a recorded run would take on a cluster.
 
 Every worker has its own device. A round's 6 * parameters * tokens FLOPs (Kaplan et al. 2020, 2.1)
-are divided among a trainer's workers, who then wait for a ring all-reduce (`ring_s`, `blocked_s`).
-A ledger line of a merge or of joining workers costs its bytes over one link, and a latency for
-each of its `syncs`; the members of a merge wait for it, other trainers do not. Left out:
-evaluation, checkpoints, the batch-size test (about 4 % of a round), the optimizer's update,
+are divided among a trainer's workers, who then wait for a ring all-reduce (`sites.ring_s`,
+`blocked_s`). A ledger line of a merge or of joining workers costs its bytes over one link, and a
+latency for each of its `syncs`; the members of a merge wait for it, other trainers do not. Left
+out: evaluation, checkpoints, the batch-size test (about 4 % of a round), the optimizer's update,
 quantisation, failures, and transfers that share a link.
 """
 
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adloco_jax.study.curves import SPENDING, last, lines, serial_updates
+from adloco_jax.study.curves import SPENDING, last, lines
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,6 @@ class Cluster:
     # The model that is timed with the run's schedule. None: the run's own model.
     num_params: int | None = None
     sequence_length: int | None = None  # tokens
-
-    def __str__(self) -> str:
-        shown = (
-            f"with a device of {self.flops / 1e12:.3g} TFLOP/s for each worker, and"
-            f" {8 * self.bandwidth / 1e9:.3g} Gbit/s and {1000 * self.latency_s:.3g} ms between"
-            " them"
-        )
-        if self.num_params is not None:
-            shown += f", as if the model had {self.num_params:,} parameters"
-        if self.sequence_length is not None:
-            shown += f", and sequences {self.sequence_length:,} tokens"
-        return shown
 
 
 def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
@@ -76,24 +64,6 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
             ready_s |= dict.fromkeys(waiting, met_s + link_s + latency_s)
         ended_s[event["round"]] = max(ready_s.values())
     return ended_s
-
-
-def timed(points: Sequence[dict], events: Sequence[dict], cluster: Cluster) -> list[dict]:
-    """Add sequential steps (`updates`) and simulated seconds (`time_s`) to points of a curve."""
-    updates, end_s = serial_updates(events), run_seconds(events, cluster)
-    return [
-        point
-        | {"updates": updates.get(point["round"], 0), "time_s": end_s.get(point["round"], 0.0)}
-        for point in points
-    ]
-
-
-def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
-    """Seconds of a ring all-reduce of `num_bytes` over links of `bandwidth` bytes/s.
-
-    Source: docs/algorithm.md, 6.
-    """
-    return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)
 
 
 def blocked_s(
