@@ -45,14 +45,14 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
 
 
 # The last runs of these are missing.
-UNFINISHED = ("microllama", "front", "front_prose")
+UNFINISHED = ("microllama", "front", "front_prose", "half_front")
 
 
 @pytest.mark.parametrize("name", track.tracks())
 def test_the_runs_of_the_track_are_those_of_its_records(name, tmp_path):
     declared = {results.key(run) for run in runs_of(track.tracks()[name], tmp_path)}
     found = set(results.read(ROOT / f"studies/{name}.jsonl"))
-    assert found == declared or name in UNFINISHED and found < declared
+    assert found == declared or (name in UNFINISHED and found < declared)
 
 
 def test_the_tracks_command_makes_what_is_named_and_prints_its_rows(monkeypatch, capsys):
