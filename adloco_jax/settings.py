@@ -487,7 +487,7 @@ class EvalSettings(SettingsGroup):
 
 
 class CheckpointSettings(SettingsGroup):
-    """When the whole state is saved; it is also saved at the end and at a signal."""
+    """When the whole state is saved; also at the end, at a signal, and after learners' round 1."""
 
     every_rounds: Count | None = None
     """Rounds from one save to the next. Unset: only every_s decides."""

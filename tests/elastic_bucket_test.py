@@ -178,6 +178,10 @@ def test_a_link_carries_its_rate_in_each_direction_and_small_objects_beside_larg
         assert 0.95 < seconds < 1.5
 
 
+def test_a_drivers_first_round_is_saved_at_once(there, tmp_path):
+    assert [e["round"] for e in events(tmp_path / "one", "checkpoint")] == [1, 3]
+
+
 def test_driver_and_learners_of_a_run_have_its_link(monkeypatch, tmp_path):
     held, hold = [], store.Store.hold
     monkeypatch.setattr(store.Store, "hold", lambda s, link: held.append(link) or hold(s, link))

@@ -752,4 +752,4 @@ def test_a_signal_ends_a_driver_soon_whatever_its_learners_and_its_bucket_do(
     with pytest.raises(Preempted, match=r"stopped by a signal after round 2; .*to resume") as stop:
         run(tmp_path, settings_with(num_workers=2))
     assert stop.value.exit_code == 75 and there.now_s < ended[0] + 10
-    assert list_rounds(tmp_path / "checkpoints") == [2]
+    assert list_rounds(tmp_path / "checkpoints") == [2, 1]

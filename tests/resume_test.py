@@ -122,12 +122,13 @@ def test_a_run_whose_checkpoints_are_lost_never_starts_over(stopped):
     assert (stopped / "ledger.jsonl").read_bytes() == before
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_over(stopped, whole):
+def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(stopped, whole, capsys):
     shutil.rmtree(stopped / "checkpoints")
     path = stopped / "ledger.jsonl"
     kept = [line for line in path.read_text().splitlines() if '"checkpoint"' not in line]
     path.write_text("\n".join(kept) + "\n")
     assert_same_end(run(stopped), whole)
+    assert "begins again: no round was saved\n" in capsys.readouterr().out
 
 
 def test_a_ledger_that_lacks_rounds_is_refused_and_left_as_it_is(stopped):

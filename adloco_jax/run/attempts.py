@@ -73,6 +73,7 @@ def begin(
     restored, damage, end = restore(run)
     num_rounds = int(settings.last_round) if math.isinf(settings.last_token) else None
     before = restored.state.control if restored else None
+    began_before = (run.workdir / "ledger.jsonl").exists()
     progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, before, progress))
@@ -99,7 +100,10 @@ def begin(
         used = {"start_s": time.perf_counter() - start_s, "stall_s": programs.stall_s}
         observers.write_start(run, ledger, control, damage, failures.faults, **used)
     notes = [f"damaged, and set aside: {line}" for line in damage]
-    notes += [f"resuming after round {control.round}"] if control.round else []
+    if restored:
+        notes.append(f"resuming after round {control.round}")
+    elif began_before:
+        notes.append("begins again: no round was saved")
     if spec.machine.platform != "cpu":
         notes.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
     notes.append(run.heldout.describe(run.model.num_classes))

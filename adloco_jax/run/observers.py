@@ -247,7 +247,7 @@ class Checkpoints:
     _last_save_s: float = field(default_factory=time.perf_counter)
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Save if due by `checkpoint.every_rounds` or `every_s`, at the end, and after a signal.
+        """Save if due by `CheckpointSettings`, at the end, and after a signal.
 
         Raises Preempted after a signal, once everything is saved, and ResourceError if a save
         failed.
@@ -259,7 +259,9 @@ class Checkpoints:
         last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
         asked = processes.gather([self.stop(), self._is_time()], "boundary")
         stop_now, save_by_clock = (any(answers) for answers in zip(*asked, strict=True))
-        if last or save_by_clock or (every and index % every == 0):
+        # By then learners have joined and compiled, which a driver that is killed must not lose.
+        is_first = index == 1 and settings.engine.kind != "local"
+        if last or is_first or save_by_clock or (every and index % every == 0):
             self._save(state)
         if last:
             self.saver.wait()
