@@ -30,6 +30,9 @@ from adloco_jax.settings import (
     shown,
 )
 
+executed: list[Path] = []
+"""Config files that this process has run; they may have added entries to tables."""
+
 
 def default_config() -> ConfigDict:
     """Return a locked config in which every option has its default value."""

@@ -55,10 +55,16 @@ def in_bytes(value: float) -> str:
 
 
 def check_installed(package: str, extra: str, where: str) -> None:
-    """Raise ConfigError unless a package is installed that comes with an extra of this one."""
-    if importlib.util.find_spec(package) is None:
-        need = f"pip install 'adloco_jax[{extra}]'"
-        raise ConfigError(f"{where}: {package} is not installed; {need}")
+    """Raise ConfigError unless a package is installed that comes with an extra of this one.
+
+    Without an extra, it comes with this package where there is a wheel of it.
+    """
+    if importlib.util.find_spec(package) is not None:
+        return
+    need = f"pip install 'adloco_jax[{extra}]'"
+    if not extra:
+        need = f"pip install {package}, if it has a wheel for this computer (docs/start.md)"
+    raise ConfigError(f"{where}: {package} is not installed; {need}")
 
 
 @contextlib.contextmanager

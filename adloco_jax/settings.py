@@ -504,11 +504,22 @@ class EngineSettings(SettingsGroup):
     """Where workers run: in this process, or in learner processes that may come and go."""
 
     kind: Name = "local"
-    """local: in this process. ray: in learners, processes of a Ray cluster; needs the extra ray.
-    bucket: in learners anywhere that share a bucket; needs the extra bucket. Or one of your own."""
+    """local: in this process. direct: in learners that reach this computer with a ticket. bucket:
+    in learners anywhere that share a bucket. ray: in processes of a Ray cluster; needs the extra
+    ray. Or one of your own."""
     address: str = ""
-    """ray: HOST:PORT of a cluster to join; empty: start one on this machine. bucket: its address,
-    s3://, gs://, az:// or file:///, with a prefix for the run."""
+    """direct: IP:PORT of this computer for its ticket, beside those it has, such as of a forwarded
+    UDP port. bucket: its address, s3://, gs://, az:// or file:///, with a prefix for the run. ray:
+    HOST:PORT of a cluster to join; empty: start one on this machine."""
+    relay: str = ""
+    """direct: relay for computers that cannot reach each other. Empty: the public ones of iroh,
+    which are shared and slow; off: none; or the https:// address of your own."""
+    members: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
+    """direct: ids of the learners that are let in, which terminals say. Empty: whoever has the
+    ticket."""
+    trains_here: Annotated[bool | None, AUTO] = None
+    """direct, bucket: start a learner on this computer too, with its accelerator. auto: for
+    direct."""
     max_learners: Count | None = None
     """Largest number of learners. Unset: one for each worker at the start of the run."""
     quorum: Count | None = None
@@ -520,23 +531,38 @@ class EngineSettings(SettingsGroup):
     restart_s: Positive = 120.0
     """Seconds to wait for a learner to start; then others take over its workers."""
     link: Link = ""
-    """bucket: hold each process's transfers to a rate in each direction, such as 10Mbit/s, to see
-    how a slow link would do. Empty: no limit."""
+    """direct, bucket: hold each process's transfers to a rate in each direction, such as 10Mbit/s,
+    to see how a slow link would do. Empty: no limit."""
     steps: Annotated[Literal["equal", "by_speed"], "accepted"] = "by_speed"
     """by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."""
+
+    @property
+    def starts_learner(self) -> bool:
+        """Whether the driver starts a learner on its own computer."""
+        return self.kind == "direct" if self.trains_here is None else self.trains_here
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""
         fields = type(self).model_fields.items()
         given = [name for name, field in fields if getattr(self, name) != field.default]
         if self.kind == "local" and given:
-            need = "this engine has no learners; set the first to ray or bucket, or unset the rest"
+            need = "this engine has no learners; set the first to direct, or unset the rest"
             yield " ".join(["kind", *given]), need
         if self.kind == "bucket" and "://" not in self.address:
             need = "a bucket has an address: s3://BUCKET/RUN, or of a folder file:///FOLDER; set it"
             yield "kind address", need
         if self.kind == "ray" and self.link:
-            yield "kind link", "only transfers through a bucket are held; unset the second"
+            yield "kind link", "only transfers of direct and bucket are held; unset the second"
+        if self.kind != "direct" and (self.relay or self.members):
+            yield "kind relay members", "only direct has these; set it, or unset the others"
+        if self.kind == "direct" and self.relay not in ("", "off"):
+            if not self.relay.startswith(("https://", "http://")):
+                yield (
+                    "relay",
+                    "is no relay; write off or an https:// address, or leave it empty",
+                )
+        if self.kind == "ray" and self.trains_here:
+            yield "kind trains_here", "ray starts learners itself; unset the second"
         if self.quorum and self.max_learners and self.quorum > self.max_learners:
             yield "quorum max_learners", "there are not as many learners; lower the first"
 

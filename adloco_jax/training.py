@@ -129,6 +129,8 @@ def train(
     accept = {"accept_config_change": accept_config_change}
     accept["accept_data_change"] = accept_data_change
     settings = validate(config)
+    if settings.engine.starts_learner:
+        processes.leave_accelerator()
     use_compilation_cache()
 
     def put_together() -> Run:
@@ -226,11 +228,12 @@ def fit(
 
 
 def join(address: str, *, corpus: Rows, loss_fn: LossFn, **others: Any) -> None:
-    """Train for a run of `fit` through the bucket at an address, as `adloco join` does for `train`.
+    """Train for a run of `fit`, as `adloco join` does for `train`.
 
-    The arguments are those of the driver's `fit` that describe model and rows. Only rows and shapes
-    are compared, so run one script on all machines; settings come from the bucket. Returns when the
-    run is over, or on the main thread after SIGTERM or SIGINT, when the round under way has ended.
+    The address is a ticket, or a bucket's. The other arguments are those of the driver's `fit` that
+    describe model and rows. Only rows and shapes are compared, so run one script on all machines;
+    settings come from the driver. Returns when the run is over, or on the main thread after SIGTERM
+    or SIGINT, when the round under way has ended.
 
     Raises:
       ConfigError: If the bucket, the version, the rows or other arguments do not fit the run.

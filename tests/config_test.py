@@ -145,7 +145,7 @@ def test_members_of_tuples_are_checked():
         starts = [line.partition(" = ")[0] for line in faults(config)]
         assert starts == ["batching.buckets[0]", "batching.ramp[1][1]"]
     lines = faults(json.loads(default_config().to_json()))  # lists in the place of tuples
-    tuples = ["batching.growth", "batching.buckets", "batching.ramp"]
+    tuples = ["batching.growth", "batching.buckets", "batching.ramp", "engine.members"]
     assert [line.split(" = ")[0] for line in lines] == tuples
 
 
@@ -159,6 +159,11 @@ CONTRADICTIONS = {
     "fragments of the few": dict(outer__skip_single=True, outer__fragments=2),
     "no bucket": dict(engine__kind="bucket", engine__address="bucket/run"),
     "quorum": dict(engine__kind="ray", engine__quorum=3, engine__max_learners=2),
+    "relays of a bucket": dict(
+        engine__kind="bucket", engine__address="s3://b", engine__relay="off"
+    ),
+    "no relay": dict(engine__kind="direct", engine__relay="relay.example"),
+    "a learner beside Ray's": dict(engine__kind="ray", engine__trains_here=True),
     "a link of Ray": dict(engine__kind="ray", engine__link="10Mbit/s"),
     "learners of no engine": dict(engine__steps="equal", engine__restart_s=9.0),
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),

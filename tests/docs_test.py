@@ -89,7 +89,7 @@ def test_every_extra_is_explained_and_all_is_what_needs_no_accelerator():
     assert [name for name in extras if f"`{name}`" not in page] == []
     for_users = text.partition("[project.optional-dependencies]")[2].partition("\n#")[0]
     names = set(re.findall(r"^(\w+) = ", for_users, re.MULTILINE))
-    needs_more = {"all", "cuda12", "cuda13", "tpu", "plan"}
+    needs_more = {"all", "bucket", "cuda12", "cuda13", "tpu", "plan"}
     assert extras["all"] == [f"adloco_jax[{','.join(sorted(names - needs_more))}]"]
 
 

@@ -48,7 +48,7 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
         return "its process or its node has ended" if dies else "response"
 
     monkeypatch.setattr(faulty_store, "SLOW_S", 0.05)
-    monkeypatch.setattr(objects, "_SECOND", datetime.timedelta(milliseconds=50))
+    monkeypatch.setattr(objects, "SECOND", datetime.timedelta(milliseconds=50))
     with faulty_store.faulty(server, fault) as url:
         for name, value in faulty_store.environment(url).items():
             monkeypatch.setenv(name, value)

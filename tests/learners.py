@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import runpy
+import threading
 import time
 import types
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import jax
 import pytest
+from toy import bigram_loss, corpus, init_fn
 from toy_runs import events
 
+from adloco_jax import training
 from adloco_jax.elastic import (
     bucket,
     bucket_learner,
@@ -299,3 +302,24 @@ def assert_same_rounds(elastic, local, error=None):
         assert trainer.smoothing == pytest.approx(other.smoothing, rel=1e-2)
         trainer.smoothing = other.smoothing
     assert elastic.controller == local.controller
+
+
+@contextlib.contextmanager
+def threads_that_join(count, address):
+    """Learners of the toy in threads; `address()` is an address, or the file of a ticket."""
+
+    def act():
+        where = address()
+        while isinstance(where, Path):
+            time.sleep(0.05)
+            if where.exists() and where.read_text():
+                where = where.read_text()
+        training.join(where, corpus=corpus(), init_fn=init_fn, loss_fn=bigram_loss)
+
+    threads = [threading.Thread(target=act, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()

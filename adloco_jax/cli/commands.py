@@ -32,6 +32,14 @@ def configs(options: argparse.Namespace, command: str) -> None:
     print(f"the files: {SHIPPED}")
 
 
+def ticket(options: argparse.Namespace, command: str) -> None:
+    """Print the ticket of a run."""
+    path = Path(options.run) / "learners" / "ticket"
+    if not path.exists():
+        raise ConfigError(f"{path}: missing; a run has a ticket once engine.kind=direct has begun")
+    print(path.read_text("utf-8"))
+
+
 def report(options: argparse.Namespace, command: str) -> None:
     """Write a report on one or more runs."""
     from adloco_jax.study.report import write
@@ -43,7 +51,7 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 
 def join(options: argparse.Namespace, command: str) -> None:
-    """Train for a run through a bucket, until it is over or a signal asks to leave."""
+    """Train for a run until it is over, or a signal asks to leave."""
     from adloco_jax.elastic.bucket_learner import OWN, join
 
     add_entries(options.config)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from adloco_jax.config import executed
 from adloco_jax.errors import ConfigError
 
 # The folder of the configs that come with the package. In the repository it is a link to the folder
@@ -71,6 +72,7 @@ def _run(path: Path, **given: str) -> object:
     # other configs in this folder.
     root = str(path.resolve().parent.parent)
     sys.path.insert(0, root)
+    executed.append(path.resolve())
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         return get_config(**given) if callable(get_config) else None

@@ -196,13 +196,14 @@ def _prepare(parser: Parser) -> None:
 
 
 def _join(parser: Parser) -> None:
-    """Trains for a run with engine.kind=bucket until the run is over.
+    """Trains for a run with engine.kind=direct or bucket until the run is over.
 
-    The driver prints the command, with the run's secret in ADLOCO_KEY. After SIGTERM or ^C the
-    learner leaves when its round has ended.
+    The driver prints the command, for a bucket with the run's secret in ADLOCO_KEY. After SIGTERM
+    or ^C the learner leaves when its round has ended.
     """
-    parser.example, add = "s3://BUCKET/RUN", parser.add_argument
-    add("address", metavar="ADDRESS", help="the run's engine.address, such as s3://BUCKET/RUN")
+    parser.example, add = "adloco-TICKET", parser.add_argument
+    text = "the ticket that the run's driver prints, or the address of its bucket"
+    add("address", metavar="TICKET|ADDRESS", help=text)
     add("--config", **_ENTRIES)
     for key in "data.path data.heldout_path data.tokenizer data.template model.init_from".split():
         text = "its value on this machine; default: as the driver names it"
@@ -212,6 +213,12 @@ def _join(parser: Parser) -> None:
     text = "read from addresses that the driver names, with this machine's credentials"
     add("--accept-data", **_FLAG, help=text)
     add("--workdir", **_FOLDER, help="folder for a log of what is read; default: no log")
+
+
+def _ticket(parser: Parser) -> None:
+    """Prints the ticket of a run with engine.kind=direct, with which other computers join it."""
+    parser.example = "{run}"
+    parser.add_argument("run", type=_run, metavar="RUN", help="the run's folder")
 
 
 def _report(parser: Parser) -> None:
@@ -269,6 +276,7 @@ COMMANDS = {
     "configs": _configs,
     "prepare": _prepare,
     "join": _join,
+    "ticket": _ticket,
     "report": _report,
     "export": _export,
     "generate": _generate,

@@ -87,10 +87,9 @@ def check_possible(settings: Settings, folder: Path) -> None:
     Raises ConfigError if obstore is missing, or the bucket holds another run or other settings, or
     cannot be read or written; ResourceError if it cannot be reached.
     """
-    check_installed("obstore", "bucket", "engine.kind = bucket")
+    check_installed("obstore", "", "engine.kind = bucket")
     bucket = store.at(settings.engine.address, find_key(folder / "learners" / "key"))
-    if (run := _described(bucket, folder / "learners" / "id")) is not None:
-        _check_same(bucket, run.settings, settings)
+    check_continues(bucket, settings, folder / "learners" / "id")
     # Find out if this is permitted, and if an object that is there is kept.
     is_new = [bucket.create("driver/0.json", Format()) for _ in range(2)]
     bucket.delete("driver/0.json")
@@ -110,26 +109,43 @@ def connected(
     Learners end with the driver if the run `is_over` then, or wait for it to be continued. Raises
     ConfigError if the bucket cannot be used, holds another run, or has a driver that is alive.
     """
-    folder, heartbeat_s = Path(given.log).parent, given.settings.engine.heartbeat_s
+    folder = Path(given.log).parent
     key = find_key(folder / "key")
-    bucket = store.at(address, key)
-    bucket.hold(given.settings.engine.link)
-    run = _description(bucket, given, folder / "id")
-    keep_key(folder / "key", key)
-    bucket.signatures.run, bucket.signatures.start = run.id, uuid.uuid4().hex
-    generation = next_generation(bucket, run.driver, heartbeat_s)
-    now = {"adloco_jax": __version__, "driver": generation}
-    described = store.to_json(run.model_copy(update=now))
-    bucket.put("run.json", described)
-    # Read, so that it is equal to what is found later.
-    run = store.from_json(described, "run.json", RunDescription)
-    made = BucketTransport(bucket, run, given)
-    _delete_rounds(bucket, generation)  # what a driver that was killed has left
     shown = '"$ADLOCO_KEY"' if given_key() else key
     command = f"ADLOCO_KEY={shown} adloco join {address}"
     if given.by_fit:
         command = f"adloco_jax.join({address!r}, ...) with ADLOCO_KEY={shown} in the environment"
-    print(f"to join, on up to {num_learners} machines: {command}", flush=True)
+    invitation = f"to join, on up to {num_learners} machines: {command}"
+    with driving(store.at(address, key), given, is_over, invitation) as made:
+        keep_key(folder / "key", key)
+        yield made
+
+
+@contextlib.contextmanager
+def driving(
+    there: Store,
+    given: Given,
+    is_over: Callable[[], bool],
+    invitation: str,
+    owner: Callable[[RequestId], str] = lambda place: "",
+) -> Iterator["BucketTransport"]:
+    """Become the driver of the run whose objects are in a store, and print an invitation.
+
+    `owner` names the learner in a place, if it is known. Otherwise as `connected`.
+    """
+    folder, heartbeat_s = Path(given.log).parent, given.settings.engine.heartbeat_s
+    there.hold(given.settings.engine.link)
+    run = _description(there, given, folder / "id")
+    there.signatures.run, there.signatures.start = run.id, uuid.uuid4().hex
+    generation = next_generation(there, run.driver, heartbeat_s)
+    now = {"adloco_jax": __version__, "driver": generation}
+    described = store.to_json(run.model_copy(update=now))
+    there.put("run.json", described)
+    # Read, so that it is equal to what is found later.
+    run = store.from_json(described, "run.json", RunDescription)
+    made = BucketTransport(there, run, given, owner)
+    _delete_rounds(there, generation)  # what a driver that was killed has left
+    print(invitation, flush=True)
     try:
         with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
             yield made
@@ -169,8 +185,14 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
     raise ConfigError(f"{bucket.url}: holds another run; name another, such as {bucket.url}-2")
 
 
-def _check_same(bucket: Store, before: dict[str, Any], settings: Settings) -> None:
-    """Check that learners, which have the settings of `run.json`, train as the driver means."""
+def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
+    """Check that learners, which have the settings of `run.json`, train as the driver means.
+
+    Raises ConfigError if not, or if `run.json` is of another run than the file at `path` names.
+    """
+    if (run := _described(bucket, path)) is None:
+        return
+    before = run.settings
     there = flatten_dict(before, sep=".")
     now = settings.with_rows(before.get("num_rows", 0)).flat()  # as when the run began
     matter = (key for key in OPTIONS if change(key) != "harmless" or key in _THEIRS)
@@ -248,8 +270,15 @@ class BucketTransport:
 
     launches = moves_states = False
 
-    def __init__(self, bucket: Store, run: RunDescription, given: Given):
+    def __init__(
+        self,
+        bucket: Store,
+        run: RunDescription,
+        given: Given,
+        owner: Callable[[RequestId], str] = lambda place: "",
+    ):
         self._store, self._run, self._generation, self._spec = bucket, run, run.driver, given.spec
+        self._owner = owner  # names the learner in a place
         self._exchanges: dict[int, _Exchange] = {}
         self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
@@ -433,7 +462,8 @@ class BucketTransport:
             return None
         if call.what == "ping":
             is_new = heartbeat.sign.has_left or heartbeat.count != call.id.request
-            return Reply(heartbeat.sign) if is_new else None
+            sign = heartbeat.sign.model_copy(update={"owner": self._owner(call.id)})
+            return Reply(sign) if is_new else None
         if call.response is not None and call.response.done():
             exchange.num_read = max(exchange.num_read, call.id.request)
             return call.response.result()

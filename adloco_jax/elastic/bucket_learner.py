@@ -1,12 +1,13 @@
 """A learner that joins a run through a bucket (`elastic.bucket`): `adloco join`."""
 
+import contextlib
 import math
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from adloco_jax.config import validate
 from adloco_jax.data.formats import Format, with_tuples
 from adloco_jax.elastic import store
 from adloco_jax.elastic.bucket import SIGNS, limit
+from adloco_jax.elastic.direct import Remote, is_ticket
 from adloco_jax.elastic.formats import (
     DriverHeartbeat,
     LearnerHeartbeat,
@@ -39,7 +41,7 @@ from adloco_jax.elastic.learner import (
     state_form,
     unpack_state,
 )
-from adloco_jax.elastic.signatures import given_key
+from adloco_jax.elastic.signatures import Unneeded, given_key
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
@@ -62,29 +64,47 @@ def join(
     workdir: Path | None = None,
     patience_s: float = math.inf,
     parts: Parts | None = None,
+    key: bytes | None = None,
 ) -> None:
-    """Train for the run in a bucket until it is over, or a signal asks to leave.
+    """Train for a run until it is over, or a signal asks to leave.
 
-    `own` has this machine's values of settings in `OWN`, if they differ; `workdir`, logs of the
-    rows read; `parts` are for a run of `fit`. Raises ConfigError if the bucket, key, version, data,
-    weights or table entries do not fit, or an address of data is not in `own`, without
-    `accepts_data`; ResourceError after `patience_s` seconds without a driver or the bucket; and as
-    `assemble` does.
+    `url` is the address of a bucket, or a ticket; `key`, by which the driver of a ticket knows this
+    learner, is by default the user's. `own` has this machine's values of settings in `OWN`, if they
+    differ; `workdir`, logs of the rows read; `parts` are for a run of `fit`. Raises ConfigError if
+    the bucket, ticket, key, version, data, weights or table entries do not fit, or an address of
+    data is not in `own`, without `accepts_data`; ResourceError if the driver cannot be reached, or
+    after `patience_s` seconds without it; and as `assemble` does.
     """
-    check_installed("obstore", "bucket", "adloco join")
-    key = given_key()
-    if not key:
-        raise ConfigError(f"{url}: ADLOCO_KEY is not set; copy the whole command from the driver")
-    bucket = store.at(url, key, patience_s=patience_s)
-    is_over = False
-    while not is_over:
-        with processes.stop_requests("leaving"):
-            run = read_run(bucket)
-        if run is None:
-            return
-        given = _given(bucket, run, own, accepts_data, parts)
-        with processes.stop_requests("leaving when the round under way has ended"):
-            is_over = BucketLearner(bucket, Learner(given), given, workdir, run.id).serve()
+    with _opened(url, patience_s, key) as there:
+        is_over = False
+        while not is_over:
+            with processes.stop_requests("leaving"):
+                run = read_run(there)
+            if run is None:
+                return
+            given = _given(there, run, own, accepts_data, parts)
+            with processes.stop_requests("leaving when the round under way has ended"):
+                is_over = BucketLearner(there, Learner(given), given, workdir, run.id).serve()
+
+
+@contextlib.contextmanager
+def _opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store]:
+    """Open the bucket at an address, or connect to the driver that a ticket names."""
+    if not is_ticket(address):
+        check_installed("obstore", "", "adloco join")
+        secret = given_key()
+        if not secret:
+            raise ConfigError(
+                f"{address}: ADLOCO_KEY is not set; copy the whole command from the driver"
+            )
+        yield store.at(address, secret, patience_s=patience_s)
+        return
+    remote = Remote(address, key)
+    try:
+        remote.open()
+        yield Store(remote, Unneeded(), patience_s=patience_s)
+    finally:
+        remote.close()
 
 
 def read_run(bucket: Store) -> RunDescription | None:

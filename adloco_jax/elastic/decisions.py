@@ -35,6 +35,7 @@ class LearnerRecord:
     incarnation: int  # how many times the learner has been restarted
     started_s: float  # when the process was started, or will be
     joined: bool = False  # whether the process has answered its first call
+    owner: str = ""  # how the driver names its machine, if it knows it by a key
     leaving: bool = False  # whether the process has been asked to end
     asked_s: float | None = None  # time of a ping without a response yet
     next_s: float = 0.0  # time of the next ping

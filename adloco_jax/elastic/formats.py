@@ -129,6 +129,7 @@ class Sign(Format):
     hello: Hello
     max_batch_size: Size = INT32  # largest micro-batch for which its memory may suffice
     has_left: bool = False  # whether this is its last one
+    owner: str = ""  # how the driver names the learner's machine; what the learner says is ignored
 
 
 class LearnerHeartbeat(Format):

@@ -14,7 +14,7 @@ from adloco_jax.elastic.formats import Refused
 from adloco_jax.errors import ConfigError, reason
 
 PIECE_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces
-_SECOND = datetime.timedelta(seconds=1)
+SECOND = datetime.timedelta(seconds=1)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
 # Of errors without a class. Without credentials, the host's own are asked for.
 _DENIED = "403 Forbidden", "401 Unauthorized", "os error 13", "169.254.169", "metadata.google"
@@ -119,8 +119,8 @@ class Bucket:
                 )
             self._folder = folder.resolve()
         else:
-            backoff = {"init_backoff": _SECOND / 10, "max_backoff": 2 * _SECOND, "base": 2}
-            retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * _SECOND}
+            backoff = {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2}
+            retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * SECOND}
             # http is used only if the user's endpoint says so; a `Store` has shorter deadlines.
             client = {"connect_timeout": "10s", "read_timeout": "180s", "timeout": "86400s"}
             client |= {"allow_http": True}

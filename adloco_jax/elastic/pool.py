@@ -100,7 +100,8 @@ class LearnerPool:
         """Wait until all learners have joined, or at least enough when the time is over."""
         rule, count, told = self._settings.engine, len(self.learners), -1
         launches = self.transport.launches
-        least = min(rule.quorum or (1 if launches else count), count)
+        is_one_enough = launches or (rule.starts_learner and not self._run.by_fit)
+        least = min(rule.quorum or (1 if is_one_enough else count), count)
         wanted, seconds = (count, rule.restart_s) if launches else (least, math.inf)
         until_s = time.monotonic() + seconds
         while (there := self.num_present) < wanted and time.monotonic() < until_s:
@@ -204,10 +205,14 @@ class LearnerPool:
         if trainer is None and (worker_ids := self.learners[number].worker_ids):
             of, present = self.control.trainer_of, sorted(worker_ids)
             trainer = next((of[worker_id] for worker_id in present if worker_id in of), None)
-        where = {"round": self.control.round, "learner": number, "trainer": trainer}
+        where: dict[str, Any] = {"round": self.control.round, "learner": number, "trainer": trainer}
+        owner, name = self.learners[number].owner, f"learner {number}"
+        if owner:
+            where["owner"] = owner
+            name += f" ({owner})"
         self._write("learner", **where, what=what, why=why)
         responses = f" ({counted(self.learners[number].num_responses, 'response')})"
-        say(f"learner {number} {what}{responses if what in ('left', 'lost') else ''}: {why}")
+        say(f"{name} {what}{responses if what in ('left', 'lost') else ''}: {why}")
 
     def _greet(self, learner: LearnerRecord, found: Hello) -> list[Event]:
         """Process the first response of a learner's process: record that the learner has joined."""
@@ -238,6 +243,7 @@ class LearnerPool:
     def _hear(self, learner: LearnerRecord, found: Sign) -> list[Event]:
         """Process a learner's response to a ping; the first says what it has."""
         if not learner.joined:
+            learner.owner = found.owner
             return self._greet(learner, found.hello)
         learner.asked_s = None
         learner.leaving |= found.leaving

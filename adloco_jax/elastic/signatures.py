@@ -71,3 +71,18 @@ class Signatures:
         digest = hmac.new(self._key, json.dumps([run, start, name]).encode() + b"\n", "sha256")
         digest.update(content)
         return _MARK + digest.hexdigest().encode()
+
+
+class Unneeded(Signatures):
+    """Signs nothing, where whoever writes an object is known (`served`)."""
+
+    def __init__(self):
+        super().__init__("")
+
+    def signed(self, name: str, data: bytes) -> bytes:
+        """Return an object's content as it is."""
+        return data
+
+    def opened(self, name: str, data: bytes) -> bytes:
+        """Return an object's content as it is."""
+        return data

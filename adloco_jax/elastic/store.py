@@ -98,8 +98,9 @@ class Store:
                 raise Refused(f"{name}: {size} bytes, expected 1 to {limit}")
             while len(data) < size:
                 length = min(PIECE_BYTES, size - len(data))
-                data += self._answered(length, failures, functools.partial(next, pieces))
-                self._down.carry(length)
+                piece = self._answered(length, failures, functools.partial(next, pieces))
+                self._down.carry(len(piece))
+                data += piece
             return data
 
         data = self.patiently("read", name, read)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import PyTree
 
-from adloco_jax.elastic import bucket, cluster
+from adloco_jax.elastic import bucket, cluster, direct_driver
 from adloco_jax.elastic.learner import Given, Reply
 from adloco_jax.settings import Settings
 
@@ -76,5 +76,6 @@ class TransportEntry(NamedTuple):
 TRANSPORTS: dict[str, TransportEntry] = {
     "ray": TransportEntry(cluster.connected, cluster.check_possible),
     "bucket": TransportEntry(bucket.connected, bucket.check_possible),
+    "direct": TransportEntry(direct_driver.connected, direct_driver.check_possible),
 }
 """Transports by name, for the option `engine.kind`. To use your own, add an entry."""

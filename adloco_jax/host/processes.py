@@ -90,6 +90,20 @@ def _check_port(coordinator: str) -> None:
         raise ConfigError(f"--coordinator={coordinator}: {error}; {need}") from error
 
 
+def leave_accelerator() -> None:
+    """Let this process compute on the CPU, as a learner on this computer has the accelerator.
+
+    Raises ConfigError if the process uses the accelerator already.
+    """
+    if not jax._src.xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
+    elif jax.default_backend() != "cpu":
+        raise ConfigError(
+            "engine.trains_here: this process uses the accelerator, which the learner needs; call"
+            " train before other functions of JAX, or set engine.trains_here=false"
+        )
+
+
 def is_first() -> bool:
     """Whether this is process 0, the one that prints and writes."""
     return jax.process_index() == 0

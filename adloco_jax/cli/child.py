@@ -1,0 +1,41 @@
+"""The process of a learner that a driver starts on its own computer (`elastic.child`)."""
+
+import json
+import math
+import os
+import sys
+import threading
+
+from adloco_jax import errors
+from adloco_jax.cli.names import add_entries
+from adloco_jax.elastic.bucket_learner import join
+from adloco_jax.elastic.child import end_with_parent
+from adloco_jax.errors import UserError
+
+
+def main() -> int:
+    """Join the run that the driver names on the standard input; return the exit code."""
+    threading.excepthook = lambda failed: errors.end_process(failed.exc_value)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    start = json.loads(sys.stdin.buffer.readline())
+    end_with_parent()
+    try:
+        for config in start["configs"]:
+            add_entries(config)
+        join(
+            start["address"],
+            own={},
+            accepts_data=True,  # the driver, on this computer, reads the same
+            patience_s=math.inf,
+            key=bytes.fromhex(start["key"]),
+        )
+    except UserError as error:
+        print(error, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a library may have left a thread that never ends

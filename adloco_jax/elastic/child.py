@@ -1,0 +1,97 @@
+"""The learner that a driver starts on its own computer: a child process, which ends with it.
+
+The child reads its ticket from a pipe, and ends when the pipe does, however the driver ends.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from adloco_jax.config import executed
+from adloco_jax.errors import ResourceError, end_process
+from adloco_jax.host import processes
+from adloco_jax.host.terminal import say
+
+_COMMAND = [sys.executable, "-m", "adloco_jax.cli.child"]
+_SOON_S = 60.0  # a child that ends sooner than this fails for a reason that stays
+_PAUSE_S = 5.0  # before another is started
+_LAST_S = 10.0  # for a child to see that the run is over
+_MARK = "  here | "
+
+
+@contextlib.contextmanager
+def own_learner(address: str, key: bytes, is_over: Callable[[], bool]) -> Iterator[None]:
+    """Keep a learner on this computer, as long as the `with` block runs.
+
+    It joins the run at an address; its lines are printed with a mark. If it fails soon after its
+    start, this process ends with ResourceError's code; if later, another is started.
+    """
+    start = json.dumps({"address": address, "key": key.hex(), "configs": [*map(str, executed)]})
+    child = _start(start)
+    ended = threading.Event()
+
+    def keep() -> None:
+        nonlocal child
+        while True:
+            start_s = time.monotonic()
+            for line in child.stdout or ():
+                print(f"{_MARK}{line.rstrip()}", flush=True)
+            code = child.wait()
+            if ended.is_set() or code == 0:
+                return
+            say(f"the learner on this computer has ended, exit code {code}")
+            if time.monotonic() - start_s < _SOON_S and not processes.is_asked_to_stop():
+                end_process(ResourceError("engine.trains_here: it ended soon after its start"))
+            if ended.wait(_PAUSE_S):
+                return
+            child = _start(start)
+
+    keeper = processes.start_thread(keep, name="the learner here")
+    try:
+        yield
+    finally:
+        ended.set()
+        until_s = time.monotonic() + (_LAST_S if is_over() else 0.0)
+        while child.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.05)
+        if child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()  # ends it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_LAST_S)
+        child.kill()
+        keeper.join(1.0)
+
+
+def _start(first_line: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        _COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        bufsize=1,
+        start_new_session=True,  # ^C in the terminal is for the driver
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(first_line + "\n")
+        process.stdin.flush()
+    return process
+
+
+def end_with_parent() -> None:
+    """End this process when its standard input ends: the driver has ended."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        os._exit(0)
+
+    processes.start_thread(watch, name="the driver's end")

@@ -1,0 +1,268 @@
+"""The driver's side of a run over iroh: it serves objects to learners, each within its rights.
+
+Nobody passes the first message without the run's secret. A learner is known by its key. It may read
+what is meant for all or for it, and write and delete only in the place that it has taken.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import re
+import time
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from adloco_jax.elastic import direct
+from adloco_jax.elastic.direct import Answer, Question, describe_path, read_body, read_message
+from adloco_jax.elastic.formats import DriverHeartbeat, RequestId
+from adloco_jax.elastic.objects import Memory
+from adloco_jax.elastic.store import JSON_LIMIT, from_json
+from adloco_jax.host.terminal import say
+
+_HELLO_S = 10.0  # for the first message of a connection, and for the head of later ones
+_MOST_STREAMS = 32  # of a connection at a time
+_MOST_CONNECTIONS = 4  # of a learner; the oldest is closed
+_MOST_STRANGERS = 64  # connections that have not said the secret yet
+_MOST_LEARNERS = 512  # connections of learners
+_SHARED = re.compile(r"run\.json|driver/\d{1,10}\.json|params/\d{1,10}/\d{1,10}\.safetensors")
+_PLACED = re.compile(
+    r"(?P<part>learners|requests|responses)/(?P<generation>\d{1,10})/"
+    r"(?P<learner>\d{1,9})-(?P<incarnation>\d{1,9})(\.json|/\d{1,9}\.safetensors)"
+)
+
+
+class _Turned(Exception):
+    """A request that is not done: the answer to give."""
+
+    def __init__(self, status: Any, why: str = ""):
+        super().__init__(why)
+        self.answer = Answer(status=status, why=why)
+
+
+class Server:
+    """Serves the objects of a driver over an endpoint of iroh."""
+
+    def __init__(
+        self,
+        objects: Memory,
+        secret: bytes,
+        members: Collection[str],
+        *,
+        most_bytes: int,
+        own_id: str = "",
+    ):
+        """Serve objects to whoever knows the secret, or to those of `members` who do.
+
+        A response may have `most_bytes`; `own_id` is of the learner on this computer.
+        """
+        self._own_id = own_id
+        self._objects, self._secret, self._members = objects, secret, members
+        self._most_bytes = most_bytes
+        self._owners: dict[RequestId, str] = {}  # ids of learners, by the place they have taken
+        self._connections: dict[str, list[Any]] = {}  # by the id of the learner
+        self._num_strangers = 0
+        self._noted: Counter[tuple[str, ...]] = Counter()  # what was refused, to tell it once
+        self._turned_away, self._told_s = 0, -1e9  # strangers, and when this was said
+
+    def owner(self, place: RequestId) -> str:
+        """Return the first letters of the id of the learner in a place; empty if it is free."""
+        return self._name(self._owners.get(place.of(0), ""))
+
+    def _name(self, peer: str) -> str:
+        return "this computer" if peer == self._own_id else peer[:8]
+
+    @property
+    def num_connections(self) -> int:
+        """How many connections learners have open."""
+        return sum(len(each) for each in self._connections.values())
+
+    async def accept(self, endpoint: Any) -> None:
+        """Accept connections until the endpoint is closed."""
+        while (incoming := await endpoint.accept_next()) is not None:
+            if self._num_strangers >= _MOST_STRANGERS or self.num_connections >= _MOST_LEARNERS:
+                await incoming.refuse()
+                continue
+            asyncio.ensure_future(self._serve(incoming))
+
+    async def _serve(self, incoming: Any) -> None:
+        """Let a learner in, and answer its requests as long as it is connected."""
+        connection = None
+        self._num_strangers += 1
+        try:
+            with direct.connection_errors():
+                accepting = await incoming.accept()
+                connection = await asyncio.wait_for(accepting.connect(), _HELLO_S)
+                connection.set_max_concurrent_bi_streams(_MOST_STREAMS)
+                is_let_in = await asyncio.wait_for(self._greet(connection), _HELLO_S)
+        except OSError:
+            is_let_in = False
+        finally:
+            self._num_strangers -= 1
+        if connection is None:
+            return
+        if not is_let_in:
+            self._turn_away()
+            await asyncio.sleep(1.0)  # for the answer to arrive
+            connection.close(1, b"not let in")
+            return
+        peer = str(connection.remote_id())
+        mine = self._connections.setdefault(peer, [])
+        mine.append(connection)
+        if len(mine) > _MOST_CONNECTIONS:
+            mine[0].close(2, b"too many connections")
+        watch = asyncio.ensure_future(self._watch(connection, peer))
+        try:
+            await self._answer_all(connection, peer)
+        finally:
+            watch.cancel()
+            mine.remove(connection)
+            if not mine:
+                del self._connections[peer]
+
+    async def _greet(self, connection: Any) -> bool:
+        """Read the first message; return whether it lets the learner in."""
+        stream = await connection.accept_bi()
+        hello = await read_message(stream.recv(), Question)
+        peer = str(connection.remote_id())
+        answer = Answer(status="done")
+        if hello.do != "hello" or not hmac.compare_digest(hello.secret, self._secret.hex()):
+            answer = Answer(status="refused", why="the ticket is not this run's")
+        elif self._members and peer not in self._members:
+            why = f"engine.members does not name {peer}"
+            answer = Answer(status="refused", why=why)
+            say(f"learner {self._name(peer)} has the ticket and was turned away: {why}")
+        await direct.send_message(stream.send(), answer)
+        return answer.status == "done"
+
+    def _turn_away(self) -> None:
+        """Count who was not let in, and say so, once a minute."""
+        self._turned_away += 1
+        if time.monotonic() > self._told_s + 60:
+            self._told_s = time.monotonic()
+            say(f"turned away without the run's secret, or silent: {self._turned_away} so far")
+
+    async def _watch(self, connection: Any, peer: str) -> None:
+        """Say which path a learner's packets take, now and when it changes."""
+        await asyncio.sleep(0.5)  # until it is measured
+        told = ""
+        while True:
+            path, rtt = describe_path(connection)
+            if path not in (told, "no path"):
+                say(f"learner {self._name(peer)} is connected from {path}, {rtt}; its id: {peer}")
+                told = path
+            await asyncio.sleep(direct.LOOK_S)
+
+    async def _answer_all(self, connection: Any, peer: str) -> None:
+        num_open = 0
+
+        async def answer(stream: Any) -> None:
+            nonlocal num_open
+            num_open += 1
+            try:
+                with direct.connection_errors():
+                    await self._answer(stream, peer)
+            except OSError:  # it has sent something else, or nothing, or is gone
+                with contextlib.suppress(Exception):  # deliberately broad: it may be closed
+                    await stream.send().reset(1)
+                    await stream.recv().stop(1)
+            finally:
+                num_open -= 1
+
+        while True:
+            try:
+                with direct.connection_errors():
+                    stream = await connection.accept_bi()
+            except OSError:
+                return
+            if num_open >= 2 * _MOST_STREAMS:  # more than it may open
+                self._note(peer, "opened too many streams")
+                connection.close(2, b"too many streams")
+                return
+            asyncio.ensure_future(answer(stream))
+
+    async def _answer(self, stream: Any, peer: str) -> None:
+        """Do what a learner asks in a stream, if it may."""
+        recv = stream.recv()
+        question = await asyncio.wait_for(read_message(recv, Question), _HELLO_S)
+        data = b""
+        try:
+            most = self._limit(question, peer)
+            if question.size > most:
+                raise _Turned("refused", f"{question.size} bytes, expected at most {most}")
+            body = await read_body(recv, question.size)
+            answer, data = self._do(question, body, peer)
+        except _Turned as turned:
+            answer = turned.answer
+            await recv.stop(0)
+        if answer.status == "refused":
+            self._note(peer, f"was refused to {question.do} {question.name}: {answer.why}")
+        await direct.send_message(stream.send(), answer, data)
+
+    def _note(self, peer: str, what: str) -> None:
+        """Say what a learner did that it may not, once for each kind."""
+        kind = peer, re.sub(r"\d+", "", what)
+        self._noted[kind] += 1
+        if self._noted[kind] == 1 and len(self._noted) < 1000:
+            say(f"learner {self._name(peer)} {what}")
+
+    def _limit(self, question: Question, peer: str) -> int:
+        """Return how many bytes a learner may write by a request; raise if it may not do it."""
+        do, name = question.do, question.name
+        if do in ("hello", "look") or (do == "get" and _SHARED.fullmatch(name)):
+            return 0
+        if (found := _PLACED.fullmatch(name)) is None:
+            raise _Turned("refused", "not its place")
+        numbers = {key: int(found[key]) for key in ("generation", "learner", "incarnation")}
+        place, part = RequestId(**numbers), found["part"]
+        owner = self._owners.get(place)
+        if do == "create" and part == "learners":
+            if owner is not None or not self._is_free(place):
+                raise _Turned("there")
+            return JSON_LIMIT
+        if owner is None:  # of a driver before this one
+            raise _Turned("gone")
+        if owner != peer and (part, do) == ("learners", "get"):
+            raise _Turned("gone")  # it has tried to take the place, too
+        if owner != peer:
+            raise _Turned("refused", "not its place")
+        if part == "responses" and do == "put":
+            if self._objects.get(name.replace("responses/", "requests/")) is None:
+                raise _Turned("gone")
+            return self._most_bytes
+        if part == "learners" and do == "put":
+            return JSON_LIMIT
+        if (part, do) in (("requests", "get"), ("learners", "get"), ("learners", "delete")):
+            return 0
+        if (part, do) == ("responses", "delete"):
+            return 0
+        raise _Turned("refused", "not its place")
+
+    def _is_free(self, place: RequestId) -> bool:
+        """Whether the driver waits for a learner in a place."""
+        name = f"driver/{place.generation}.json"
+        if (found := self._objects.get(name)) is None:
+            return False
+        heartbeat = from_json(b"".join(found[1]), name, DriverHeartbeat)
+        return any(each.is_free and each.id.of(0) == place for each in heartbeat.learners)
+
+    def _do(self, question: Question, body: bytes, peer: str) -> tuple[Answer, bytes]:
+        name = question.name
+        if question.do == "get":
+            if (found := self._objects.get(name)) is None:
+                return Answer(status="missing"), b""
+            size, pieces = found
+            return Answer(status="done", size=size), b"".join(pieces)
+        if question.do == "create":
+            if not self._objects.create(name, body):
+                return Answer(status="there"), b""
+            found = _PLACED.fullmatch(name)
+            assert found is not None
+            numbers = {key: int(found[key]) for key in ("generation", "learner", "incarnation")}
+            self._owners[RequestId(**numbers)] = peer
+        elif question.do == "put":
+            self._objects.put(name, body)
+        elif question.do == "delete":
+            with contextlib.suppress(KeyError):
+                self._objects.delete(name)
+        return Answer(status="done"), b""
