@@ -4,8 +4,8 @@ The first axis with at least F entries, after that of trainers or workers, is di
 belongs to fragment i % F, e.g. every F-th layer. Leaves without such an axis are in fragment 0.
 """
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.meshes import on_any_mesh
-from adloco_jax.core.outer import outer_update, start_round
+from adloco_jax.core.outer import Aggregator, mean, outer_update, start_round
 from adloco_jax.core.types import (
     Ensemble,
     Workers,
@@ -78,9 +78,11 @@ def outer_update_fragment(
     num_fragments: int,
     outer_tx: optax.GradientTransformation,
     precision: Precision = "float32",
+    weights_R: Float[Array, " R"] | Sequence[float] | None = None,
+    aggregate: Aggregator = mean,
     keep: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
+    reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-    **how: Any,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Synchronise one fragment of the parameters: apply `outer_update` to its entries.
 
@@ -95,7 +97,7 @@ def outer_update_fragment(
       constraint that keeps them so; else the partitioner shards and all-gathers the fragment.
     - `all_gather`: applied to the trainers' packed updates [M, ...], or with float32 to the
       fragment's new parameters.
-    - `how`: the arguments `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
+    - `weights_R`, `aggregate` and `reduce_scatter` are those of `outer_update`.
 
     Returns:
       The ensemble, and the L2 norm of each trainer's pseudo-gradient over the fragment; NaN if it
@@ -123,8 +125,10 @@ def outer_update_fragment(
         Workers(params_R=sent_R, inner_state_R=ensemble.inner_state_R),
         outer_tx=outer_tx,
         precision=precision,
+        weights_R=weights_R,
+        aggregate=aggregate,
+        reduce_scatter=reduce_scatter,
         all_gather=all_gather,
-        **how,
     )
     if precision == "float32" or ensemble.num_workers == ensemble.num_trainers:
         part = part.replace(params_M=all_gather(part.params_M))
@@ -183,16 +187,22 @@ def fragment_steps(
     *,
     steps: Callable,
     num_fragments: int,
+    outer_tx: optax.GradientTransformation,
+    aggregate: Aggregator = mean,
+    precision: Precision = "float32",
     delay: int = 0,
     mixing: float = 0.0,
-    **how: Any,
+    keep: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
+    reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
+    all_gather: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
 ) -> tuple[Ensemble, Workers, PyTree, Float[Array, " M"]]:
     """Run inner steps, and synchronise one fragment at their end; F such calls make a round.
 
     `steps` is `inner_steps` with its loss and transformation bound, `inputs_T` its arguments after
     the workers, leaves [T, ...]. The fragment is sent `delay` micro-batches, 0 to T - 1, before it
     arrives; a compiler can overlap these with the synchronisation. The workers' inner states are
-    not read from `ensemble`. `how` are keywords of `outer_update_fragment`, with `outer_tx`.
+    not read from `ensemble`. The other keywords are those of `outer_update_fragment`, and `mixing`
+    is that of `receive_fragment`.
 
     Returns:
       The ensemble; the workers; what `steps` measured for each micro-batch; and the norm of each
@@ -208,7 +218,16 @@ def fragment_steps(
     workers, *measured_T = advance(workers, slice(None, num_before))
     sent_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
     ensemble, norm_M = outer_update_fragment(
-        ensemble, sent_R, fragment, num_fragments=num_fragments, **how
+        ensemble,
+        sent_R,
+        fragment,
+        num_fragments=num_fragments,
+        outer_tx=outer_tx,
+        aggregate=aggregate,
+        precision=precision,
+        keep=keep,
+        reduce_scatter=reduce_scatter,
+        all_gather=all_gather,
     )
     if delay:
         workers, *rest_T = advance(workers, slice(num_before, None))
@@ -219,15 +238,27 @@ def fragment_steps(
     return ensemble, workers, measured_T, norm_M
 
 
-def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
+def flush_workers(
+    ensemble: Ensemble,
+    *,
+    precision: Precision = "float32",
+    reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
+    all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
+) -> Ensemble:
     """Set every trainer and its workers, with parameters of their own, to the workers' mean.
 
-    Momentum and the count of rounds do not change. `how` are the arguments `precision`,
-    `reduce_scatter` and `all_gather` of `outer_update`.
+    Momentum and the count of rounds do not change. The keywords are those of `outer_update`.
     """
-    mean = optax.sgd(1.0)
-    bare = ensemble.replace(outer_state_M=jax.vmap(mean.init)(trainable(ensemble.params_M)))
-    after, _ = outer_update(bare, start_round(bare), outer_tx=mean, **how)
+    averaging = optax.sgd(1.0)
+    bare = ensemble.replace(outer_state_M=jax.vmap(averaging.init)(trainable(ensemble.params_M)))
+    after, _ = outer_update(
+        bare,
+        start_round(bare),
+        outer_tx=averaging,
+        precision=precision,
+        reduce_scatter=reduce_scatter,
+        all_gather=all_gather,
+    )
     return after.replace(round=ensemble.round, outer_state_M=ensemble.outer_state_M)
 
 
@@ -239,15 +270,20 @@ def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree
 
 
 def _axis(leaf_X: Array, num_fragments: int) -> int | None:
-    long = (axis for axis in range(1, leaf_X.ndim) if leaf_X.shape[axis] >= num_fragments)
-    return next(long, None)
+    """Return the axis that is divided: the first, after X, with an entry for each fragment."""
+    for axis in range(1, leaf_X.ndim):
+        if leaf_X.shape[axis] >= num_fragments:
+            return axis
+    return None
 
 
 def _split(leaf_X: Array, axis: int, num_fragments: int) -> Array:
     """Reshape the divided axis, n, to (ceil(n / F), F): the second index is the fragment."""
-    rows = -(-leaf_X.shape[axis] // num_fragments)
+    rows = math.ceil(leaf_X.shape[axis] / num_fragments)
     missing = rows * num_fragments - leaf_X.shape[axis]
     if missing:
-        leaf_X = jnp.pad(leaf_X, [(0, missing if d == axis else 0) for d in range(leaf_X.ndim)])
+        padding = [(0, 0)] * leaf_X.ndim
+        padding[axis] = (0, missing)
+        leaf_X = jnp.pad(leaf_X, padding)
     shape = (*leaf_X.shape[:axis], rows, num_fragments, *leaf_X.shape[axis + 1 :])
     return leaf_X.reshape(shape)

@@ -58,6 +58,7 @@ def class_report(
 
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
+    """Compute one model's loss of each row, [E]."""
     key = loss_key(batch_size)
     params = reshard(params, programs[key].input_shardings[0][0])  # once, not again in each call
     losses = []
@@ -123,8 +124,8 @@ def consensus(
     trainers = range(ensemble.num_trainers)
     losses = [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
     best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
-    average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
-    if _guard_loss(average, programs, heldout) < losses[best]:
+    average = merged_params(ensemble, tuple(trainers), weights)
+    if _guard_loss(average, programs, heldout) < losses[best]:  # false if either is NaN
         return average, "average"
     return trainer_params(ensemble, best), "best"
 

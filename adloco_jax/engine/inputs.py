@@ -80,8 +80,13 @@ class Group(NamedTuple):
 
     def steps_key(self) -> ProgramKey:
         """Make the key of the group's inner steps, which depend on the workers only."""
-        sizes, accumulates = (sum(self.sizes),), self.plan.num_accum_steps > 1
-        return ProgramKey("steps", sizes, self.plan.micro_batch_size, accumulates, self.devices)
+        return ProgramKey(
+            kind="steps",
+            sizes=(sum(self.sizes),),
+            micro_batch_size=self.plan.micro_batch_size,
+            accumulates=self.plan.num_accum_steps > 1,
+            devices=self.devices,
+        )
 
 
 class StatsRows(NamedTuple):
@@ -122,25 +127,27 @@ def classes(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> lis
     chosen = sorted(trainers)
     if not chosen:
         return []
-    count = {m: len(control.trainers[m].streams) for m in chosen}
+    num_workers = {m: len(control.trainers[m].streams) for m in chosen}
     machine, model_shards = spec.machine, spec.model_shards
-    units = len(machine.devices) // model_shards
-    sizes = sorted(set(count.values()), reverse=True)
+    units = len(machine.devices) // model_shards  # a worker needs one
+    sizes = sorted(set(num_workers.values()), reverse=True)
     if len(sizes) == 1 or machine.num_processes > 1 or units < len(sizes):
         return [_group(control, chosen)]
-    members = [[m for m in chosen if count[m] == size] for size in sizes]
-    pools = [size * len(ms) for size, ms in zip(sizes, members, strict=True)]
-    shares = allocate_workers(pools, units)
-    firsts = np.cumsum([0, *shares[:-1]]).tolist()
-    return [
-        _group(control, ms, (first * model_shards, share * model_shards))
-        for ms, first, share in zip(members, firsts, shares, strict=True)
-    ]
+
+    members = [[m for m in chosen if num_workers[m] == size] for size in sizes]
+    pools = [size * len(of_size) for size, of_size in zip(sizes, members, strict=True)]
+    groups, first = [], 0
+    for of_size, share in zip(members, allocate_workers(pools, units), strict=True):
+        devices = (first * model_shards, share * model_shards)
+        groups.append(_group(control, of_size, devices))
+        first += share
+    return groups
 
 
 def _group(
     control: Control, trainers: Iterable[int], devices: tuple[int, int] | None = None
 ) -> Group:
+    """Make a group of trainers, without a plan."""
     chosen = tuple(trainers)
     return Group(chosen, tuple(len(control.trainers[m].streams) for m in chosen), devices)
 
@@ -161,7 +168,7 @@ def round_keys(
     control: Control, plans: Mapping[int, RoundPlan], batching: BatchingSettings, spec: ProgramSpec
 ) -> list[ProgramKey]:
     """List the keys of the programs that a round may call, in the order of their first calls."""
-    keys = []
+    keys: list[ProgramKey] = []
     if measures_gradients(batching):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
     for group in group_trainers(control, plans, spec):
@@ -227,34 +234,38 @@ def make_round_inputs(
     round_tokens = spec.sequence_length * sum(
         group.plan.num_sequences * sum(group.sizes) for group in groups
     )
-    count = {
+    num_tested = {  # sequences of each worker that the batch-size test measures
         m: test_count(plan, control.size(m).num_workers, settings.batching)
         for m, plan in plans.items()
     }
-    tested = [g for g in classes(control, plans, spec) if any(count[m] for m in g.trainers)]
-    tested_here = set()
+    tested = [g for g in classes(control, plans, spec) if any(num_tested[m] for m in g.trainers)]
+    tested_here = set()  # workers that are measured on devices of this process
     for group in tested:
-        at = _here(placement(spec, group.layout).workers, (sum(group.sizes),), 0)
+        workers_at = placement(spec, group.layout).workers
         reads = control.reads(group.trainers)
-        tested_here |= {reads[index] for index in at}
+        for index in _here(workers_at, (sum(group.sizes),), 0):
+            tested_here.add(reads[index])
+
     rates = {
         m: learning_rates(control, m, plan, settings, round_tokens=round_tokens)
         for m, plan in plans.items()
     }
-    calls, beginnings = [], {}
+    calls: list[list[Call]] = []
+    beginnings: dict[tuple[int, int, int], np.ndarray] = {}  # each worker's sequences to measure
     for group in groups:
         reads = control.reads(group.trainers)
         rows_TRBL = _sequences(reads, group, spec, rows, tested_here)
         for index, read in enumerate(reads):
+            trainer, _, _ = read
             flat = rows_TRBL[:, index].reshape(-1, spec.row_length)
-            beginnings[read] = flat[: count[read[0]]]
+            beginnings[read] = flat[: num_tested[trainer]]
         rate_TR = np.repeat([rates[m] for m in group.trainers], group.sizes, axis=0).T
         calls.append(calls_of(group, rows_TRBL, rate_TR, np.array(reads, np.int32), spec))
     stats_rows = [
         padded_stats_rows(
             group,
             [beginnings[read] for read in control.reads(group.trainers)],
-            np.repeat(np.array([count[m] for m in group.trainers], np.int32), group.sizes),
+            np.repeat(np.array([num_tested[m] for m in group.trainers], np.int32), group.sizes),
             spec,
         )
         for group in tested
@@ -274,21 +285,28 @@ def calls_of(
 
     `reads_R3` has each worker's trainer id, its stream, and the position of its first row there.
     """
-    size, steps, key = group.plan.micro_batch_size, spec.num_micro_batches, group.steps_key()
-    devices = placement(spec, key.layout)
-    at, flag_T = devices.tokens_TRBL(size), update_flags(group.plan)
-    read_3 = np.array([0, 0, size], np.int32)  # how far a micro-batch takes a worker
-    return [
-        Call(
-            reshard(rows_TRBL[t : t + steps, chosen], at),
-            rate_TR[t : t + steps, chosen],
-            flag_T[t : t + steps] if key.accumulates else None,
-            None if spec.key_seed is None else reads_R3[chosen] + t * read_3,
-            position,
-        )
-        for chosen, position in _positions(group, num_sequential(spec, key.layout))
-        for t in range(0, group.plan.num_micro_batches, steps)
-    ]
+    size = group.plan.micro_batch_size
+    key = group.steps_key()
+    tokens_at = placement(spec, key.layout).tokens_TRBL(size)
+    flag_T = update_flags(group.plan)
+    calls = []
+    for workers, position in _positions(group, num_sequential(spec, key.layout)):
+        for first in range(0, group.plan.num_micro_batches, spec.num_micro_batches):
+            part = slice(first, first + spec.num_micro_batches)
+            stream_R3 = None
+            if spec.key_seed is not None:
+                read_before = np.array([0, 0, first * size], np.int32)  # sequences of each worker
+                stream_R3 = reads_R3[workers] + read_before
+            calls.append(
+                Call(
+                    tokens_TRBL=reshard(rows_TRBL[part, workers], tokens_at),
+                    rate_TR=rate_TR[part, workers],
+                    update_T=flag_T[part] if key.accumulates else None,
+                    stream_R3=stream_R3,
+                    position=position,
+                )
+            )
+    return calls
 
 
 def padded_stats_rows(
@@ -302,17 +320,25 @@ def padded_stats_rows(
     return StatsRows(group, reshard(test_RBL, placement(spec, group.layout).workers), count_R)
 
 
-def _positions(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+def _positions(group: Group, num_turns: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+    """List, for each turn, the workers that run in it and their position on their devices.
+
+    A device has `num_turns` adjacent workers, and runs one in each turn. If all run at once, they
+    have no position.
+    """
     workers = np.arange(sum(group.sizes))
-    if count == 1:
+    if num_turns == 1:
         return [(workers, ())]
-    return [(workers[at::count], (np.array(at, np.int32),)) for at in range(count)]
+    return [(workers[turn::num_turns], (np.array(turn, np.int32),)) for turn in range(num_turns)]
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
     """Find the indices along an axis of an array whose entries are on devices of this process."""
-    slices = sharding.addressable_devices_indices_map(shape).values()
-    return {index for part in slices if part for index in range(shape[axis])[part[axis]]}
+    found: set[int] = set()
+    for slices in sharding.addressable_devices_indices_map(shape).values():
+        if slices is not None:
+            found.update(range(shape[axis])[slices[axis]])
+    return found
 
 
 def _sequences(

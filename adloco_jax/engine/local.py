@@ -85,12 +85,14 @@ class LocalEngine:
         self.settings, self.spec, self.programs = settings, spec, programs
         self.state_bytes = spec.state_bytes
         self._on_call, self._is_stopped = on_call, is_stopped
-        self._begun: State  # before the current round
-        # Of the current round: the shares of the run at the ends of calls that are not yet
-        # reported, losses of those that are dispatched, and the number of calls.
-        self._shares, self._losses, self._num_calls = deque[float](), deque[Array](), 0
-        self._clock_s, self._call_s = 0.0, math.inf  # its first call; mean seconds of a call
         self.rows, self.heldout = rows, heldout
+        self._begun: State  # before the current round
+        # Of the current round:
+        self._num_calls = 0
+        self._shares = deque[float]()  # shares of the run at the ends of calls not yet reported
+        self._losses = deque[Array]()  # losses of those that are dispatched
+        self._clock_s = 0.0  # when its first call began
+        self._call_s = math.inf  # mean seconds of a call
         # The host's data before the current round; a caller needs them if the round fails.
         self.control_before: Control
         # Inputs made ahead, or the exception, with the values that determine them.
@@ -115,16 +117,16 @@ class LocalEngine:
             sync_bytes=self.spec.sync_bytes,
             num_syncs=self.spec.outer.fragments,
         )
-        first, last = (
-            settings.share_done(each.round, each.tokens_total) for each in (before, control)
-        )
+        first = settings.share_done(before.round, before.tokens_total)
+        last = settings.share_done(control.round, control.tokens_total)
         self._num_calls = sum(map(len, round_inputs.calls))
         self._shares = deque(np.linspace(first, last, self._num_calls + 1)[1:].tolist())
         self._losses.clear()
         self._begun, self._clock_s = state, self._now_s()
         ensemble, measured = self._dispatch(state, round_inputs)
         self._flushed.clear()
-        control, decisions = decide(control, by_trainer(round_inputs.stats_rows, stats), plans)
+        stats_of = by_trainer(round_inputs.stats_rows, stats)
+        control, decisions = decide(control, stats_of, plans)
         if not is_over(control, settings):
             self.look_ahead(control)
         self._report(0)
@@ -138,10 +140,12 @@ class LocalEngine:
     def inputs(self, control: Control, plans: Mapping[int, RoundPlan]) -> RoundInputs:
         """Return a round's inputs, if possible those that `look_ahead` made; raise its errors."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == reads(control, plans):
-            if isinstance(ahead[1], Exception):
-                raise ahead[1]
-            return ahead[1]
+        if ahead is not None:
+            made_for, round_inputs = ahead
+            if made_for == reads(control, plans):
+                if isinstance(round_inputs, Exception):
+                    raise round_inputs
+                return round_inputs
         return make_round_inputs(control, plans, self.settings, self.spec, self.rows)
 
     def look_ahead(self, control: Control) -> None:
@@ -181,7 +185,8 @@ class LocalEngine:
             sub, workers, pairs, norms = inner_round(
                 self.programs, _take(ensemble, at), group, calls, self._note
             )
-            inner_state_R, workers = workers.inner_state_R, workers.replace(inner_state_R=None)
+            inner_state_R = workers.inner_state_R
+            workers = workers.replace(inner_state_R=None)
             if self.spec.outer.own_params:
                 sub = sub.replace(params_R=workers.params_R)
             else:
@@ -195,6 +200,7 @@ class LocalEngine:
         return ensemble, measured
 
     def _note(self, loss_TR: Array) -> None:
+        """Take the losses of a call that was dispatched; raise Stopped after a signal."""
         self._losses.append(loss_TR)
         self._report(1 if self._call_s > LONG_S else math.inf)
         if self._is_stopped() and self.left_s > LAST_S:
@@ -256,6 +262,7 @@ class LocalEngine:
         return State(ensemble, control), [line]
 
     def _put(self, ensemble: Ensemble, trainers: tuple[int, ...], sub: Ensemble) -> Ensemble:
+        """Write some trainers, at these positions, back into the ensemble."""
         if len(trainers) == ensemble.num_trainers:
             return sub
         at = placement(self.spec, Layout(sub.sizes))  # a mesh of all devices
@@ -299,14 +306,18 @@ def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Cont
     control = copy.deepcopy(control)
     broken = []
     for m, outcome in outcomes.items():
-        trainer, rows = control.trainers[m], {}
+        trainer = control.trainers[m]
+        in_a_row = {}
         columns = zip(trainer.streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
         for stream, loss_S, skipped_S in columns:
             made = np.flatnonzero(~np.isnan(loss_S))
-            before = 0 if made.size else trainer.skipped_in_a_row.get(str(stream), 0)
-            rows[str(stream)] = before + int(skipped_S[made[-1] + 1 if made.size else 0 :].sum())
-        trainer.skipped_in_a_row = rows
-        if min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
+            if made.size:  # count those after the last update that was made
+                in_a_row[str(stream)] = int(skipped_S[made[-1] + 1 :].sum())
+            else:
+                before = trainer.skipped_in_a_row.get(str(stream), 0)
+                in_a_row[str(stream)] = before + int(skipped_S.sum())
+        trainer.skipped_in_a_row = in_a_row
+        if min(in_a_row.values()) >= SKIPS_BEFORE_QUARANTINE:
             broken.append(m)
     return control, broken
 
@@ -318,12 +329,22 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
     """
     if not broken:
         return state, []
-    ensemble, control, changes = state.ensemble, copy.deepcopy(state.control), []
+    ensemble, control = state.ensemble, copy.deepcopy(state.control)
+    changes: list[dict] = []
     for m in broken:
-        trainer, where = control.trainers.pop(m), {"round": control.round, "trainer": m}
-        control.quarantined.append(where | {"workers": len(trainer.streams)})
-        skips = {"skipped_in_a_row": max(trainer.skipped_in_a_row.values())}
-        changes.append({"event": "fault", "kind": "quarantine"} | where | skips)
+        trainer = control.trainers.pop(m)
+        control.quarantined.append(
+            {"round": control.round, "trainer": m, "workers": len(trainer.streams)}
+        )
+        changes.append(
+            {
+                "event": "fault",
+                "kind": "quarantine",
+                "round": control.round,
+                "trainer": m,
+                "skipped_in_a_row": max(trainer.skipped_in_a_row.values()),
+            }
+        )
     if control.trainers:
         ensemble = replace(taken, ensemble, state.control.positions(control.trainers))
         control.round = min(map(control.rounds_of, control.trainers))
@@ -334,13 +355,15 @@ def by_trainer(stats_rows: Sequence[StatsRows], measured: Sequence[GradientStats
     """Give each trainer that was tested the statistics of its workers, in float64."""
     stats = {}
     for test, stats_R in zip(stats_rows, measured, strict=True):
-        fields = (np.asarray(value, np.float64) for value in vars(stats_R).values())
-        parts = _split(test.group, test.count_R, *fields)
-        stats |= {m: GradientStats(*own) for m, count_W, *own in parts if count_W[0]}
+        fields = [np.asarray(value, np.float64) for value in vars(stats_R).values()]
+        for m, count_W, *fields_W in _split(test.group, test.count_R, *fields):
+            if count_W[0]:  # the same for all workers of a trainer
+                stats[m] = GradientStats(*fields_W)
     return stats
 
 
 def _outcomes(measured: Measured) -> dict[int, Outcome]:
+    """Wait for what a round's groups measured, and divide it by trainer."""
     outcomes = {}
     for group, pairs, norms in measured:
         # The norm of all fragments joined; in float64, so that one fragment keeps its float32 norm.

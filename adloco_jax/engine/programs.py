@@ -99,7 +99,7 @@ class Programs:
         takes_base = self._base is not None and key.kind in _WITH_LOSS
         base = {"base": self.frozen(key)} if takes_base else {}
         results = program(*placed, **base)
-        self._in_flight.append(jax.tree.leaves(results)[-1])
+        self._in_flight.append(jax.tree.leaves(results)[-1])  # any one: they end together
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             oldest = self._in_flight.popleft()
             if not oldest.is_deleted():  # a deleted result was donated to a later call
@@ -117,6 +117,7 @@ class Programs:
         return self._bases.get(key)
 
     def _place(self, number: int, leaf: Any, to: jax.sharding.Sharding) -> Array:
+        """Put a leaf of the frozen weights on devices, or find the parts that are there already."""
         parts = []
         for device, index in to.addressable_devices_indices_map(leaf.shape).items():
             place = (number, device, str(index))
@@ -221,6 +222,7 @@ it may reuse (donated arguments); and the shardings of its results."""
 
 
 def _start(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
+    """Make the program that begins a round: it gives each worker its trainer's parameters."""
     bare = ensemble_spec(spec, key.layout)
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None, average_M=None)
     if spec.outer.own_params:
@@ -231,6 +233,7 @@ def _start(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
+    """Make the program of inner steps: of all workers, or of one a device, at a position."""
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     out = (_shardings(workers), at.replicated, at.replicated)
     count = num_sequential(spec, key.layout)
@@ -240,12 +243,15 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         keyed = add_keys(spec, tokens_TRBL, stream_R3)
         return advance(workers, keyed, rate_TR, update_T, *position)
 
-    position = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
-    arguments = (workers, *_batch_spec(spec, key, at, count), *[position] * (count > 1))
+    arguments = (workers, *_batch_spec(spec, key, at, count))
+    if count > 1:
+        position = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
+        arguments = (*arguments, position)
     return steps, arguments, (0,), out
 
 
 def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
+    """Make the program of a synchronisation (`outer_update`)."""
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
 
@@ -256,13 +262,16 @@ def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
             outer_tx=spec.outer_tx,
             aggregate=spec.aggregate,
             skip_single=spec.outer.skip_single,
-            **_collectives(spec, at),
+            precision=spec.outer.precision,
+            reduce_scatter=at.reduce_scatter,
+            all_gather=at.all_gather,
         )
 
     return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
 
 
 def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
+    """Make the program of inner steps that end with the synchronisation of one fragment."""
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None, params_R=None)
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     advance = _inner_steps(spec, at)
@@ -287,7 +296,9 @@ def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
             delay=spec.outer.delay_updates,
             mixing=spec.outer.mixing,
             keep=lambda tree_M: jax.lax.with_sharding_constraint(tree_M, at.by_trainer(tree_M)),
-            **_collectives(spec, at),
+            precision=spec.outer.precision,
+            reduce_scatter=at.reduce_scatter,
+            all_gather=at.all_gather,
         )
 
     index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
@@ -297,12 +308,19 @@ def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _flush(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
+    """Make the program that averages what Streaming DiLoCo has not synchronised yet."""
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
-    flush = functools.partial(flush_workers, **_collectives(spec, at))
+    flush = functools.partial(
+        flush_workers,
+        precision=spec.outer.precision,
+        reduce_scatter=at.reduce_scatter,
+        all_gather=at.all_gather,
+    )
     return flush, (ensemble,), (0,), _shardings(ensemble)
 
 
 def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
+    """Make the program that measures each worker's gradient statistics at its trainer."""
     num_trainers, num_workers = len(key.sizes), sum(key.sizes)
     params_M = ensemble_spec(spec, key.layout).params_M
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
@@ -347,9 +365,11 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
+    """Make the program that computes one model's loss of each row."""
     params = params_spec(spec, key.layout)
     loss_fn = spec.eval_loss_fn or spec.loss_fn
-    shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
+    size = key.micro_batch_size
+    shape = (size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))
 
     def losses(params, tokens_BL):
@@ -429,6 +449,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
+    """Make the function that advances all workers of a program, at once or in turn."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     sequential = _on_each_device(_advance(spec, at, sequential=True), at)
     # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
@@ -444,6 +465,7 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
 
 
 def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
+    """Make the function that advances the worker at a position of each device's workers."""
     advance = _advance(spec, at, sequential=True)
 
     def advance_one(workers, keyed, rate_TR, update_T, position):
@@ -465,22 +487,19 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
 
 def _batch_spec(spec: ProgramSpec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
     """Make the shapes and shardings of the arguments of inner steps, apart from the workers."""
-    steps, workers, size = spec.num_micro_batches, sum(key.sizes) // turns, key.micro_batch_size
+    steps = spec.num_micro_batches
+    workers = sum(key.sizes) // turns
+    size = key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
     rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
     flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.replicated)
     streams = jax.ShapeDtypeStruct((workers, 3), jnp.int32, sharding=at.workers)
-    takes_key = spec.key_seed is not None
-    return tokens, rates, flags if key.accumulates else None, streams if takes_key else None
-
-
-def _collectives(spec: ProgramSpec, at: Placement) -> dict[str, Any]:
-    return {
-        "precision": spec.outer.precision,
-        "reduce_scatter": at.reduce_scatter,
-        "all_gather": at.all_gather,
-    }
+    if not key.accumulates:
+        flags = None
+    if spec.key_seed is None:  # the loss takes no key
+        streams = None
+    return tokens, rates, flags, streams
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
@@ -531,9 +550,18 @@ def merge_positions(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the positions of the members, and each trainer's workers `after`, as in `merged`."""
     streams = {m: before.trainers[m].streams for m in before.trainers}
-    streams[members[0]] = [stream for m in members for stream in streams[m]]
-    place = {s: i for i, s in enumerate(s for m in after.trainers for s in streams[m])}
-    workers = tuple(tuple(place[s] for s in t.streams) for t in after.trainers.values())
+    merged_streams: list[int] = []
+    for m in members:
+        merged_streams += streams[m]
+    streams[members[0]] = merged_streams
+
+    order: list[int] = []  # the workers in the stack, once the members are merged
+    for m in after.trainers:
+        order += streams[m]
+    position = {stream: index for index, stream in enumerate(order)}
+    workers = tuple(
+        tuple(position[stream] for stream in trainer.streams) for trainer in after.trainers.values()
+    )
     return before.positions(members), workers
 
 

@@ -16,6 +16,8 @@ from adloco_jax.core.types import Ensemble, GradientStats, Workers
 from adloco_jax.engine.inputs import Call, Group, StatsRows
 from adloco_jax.engine.programs import Programs
 
+_MOST_MEANS = 10  # mean losses of a round that are written, unless the settings say how many
+
 
 class Outcome(NamedTuple):
     """What one trainer's round gave: losses, skipped updates, and the outer gradient's norm."""
@@ -32,14 +34,16 @@ class Outcome(NamedTuple):
 
     def losses(self, every: int | None) -> list[tuple[int, float]]:
         """List update counts and mean losses, after each `every` updates; None: at most ten."""
-        num_updates, made_SR = len(self.loss_SR), np.isfinite(self.loss_SR)
-        starts = np.arange(0, num_updates, every or -(-num_updates // 10))
-        sums, counts = (
-            np.add.reduceat(values_SR.sum(axis=1), starts)
-            for values_SR in (np.where(made_SR, self.loss_SR, 0.0), made_SR)
-        )
-        means = np.where(counts, sums / np.maximum(counts, 1), np.nan).tolist()
-        return list(zip([*starts[1:].tolist(), num_updates], means, strict=True))
+        num_updates = len(self.loss_SR)
+        made_SR = np.isfinite(self.loss_SR)  # updates that were not skipped
+        if every is None:
+            every = math.ceil(num_updates / _MOST_MEANS)
+        starts = np.arange(0, num_updates, every)
+        sums = np.add.reduceat(np.where(made_SR, self.loss_SR, 0.0).sum(axis=1), starts)
+        counts = np.add.reduceat(made_SR.sum(axis=1), starts)
+        means = np.where(counts, sums / np.maximum(counts, 1), np.nan)
+        ends = [*starts[1:].tolist(), num_updates]
+        return list(zip(ends, means.tolist(), strict=True))
 
 
 def measure(programs: Programs, params_M: PyTree, test: StatsRows) -> GradientStats:
@@ -59,30 +63,34 @@ def inner_round(
     The result: the ensemble without the workers' arrays, the workers, losses and skipped updates by
     call [T, R], and the norms of the fragments' outer gradients, [M] (Streaming DiLoCo).
     """
-    spec, steps = programs.spec, group.steps_key()
+    spec = programs.spec
+    steps = group.steps_key()
     workers = Workers(sub.params_R, sub.inner_state_R)
     sub = sub.replace(params_R=None, inner_state_R=None)
     if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
         bare = sub.replace(outer_state_M=None, round=None, average_M=None)
         if spec.outer.own_params:
             bare = bare.replace(params_M=None, params_R=workers.params_R)
-        kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}
         start = group.key("start", accumulates=steps.accumulates)
-        workers = programs.call(start, bare).replace(**kept)
+        inner_state_R = workers.inner_state_R
+        workers = programs.call(start, bare)
+        if not spec.reset_inner_state:
+            workers = workers.replace(inner_state_R=inner_state_R)
     measured, norms = [], []
     num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
-    for i, inputs in enumerate(calls):
+    for i, call in enumerate(calls):
+        inputs = (call.tokens_TRBL, call.rate_TR, call.update_T, call.stream_R3)
         fragment, rest = divmod(i + 1, num_calls)
-        if spec.outer.own_params and not rest:
+        if spec.outer.own_params and rest == 0:
             key = steps._replace(kind="fragment", sizes=group.sizes)
-            sub, workers, pair, norm_M = programs.call(
-                key, sub, workers, *inputs[:-1], np.int32(fragment - 1)
+            sub, workers, (loss_TR, skipped_TR), norm_M = programs.call(
+                key, sub, workers, *inputs, np.int32(fragment - 1)
             )
             norms.append(norm_M)
         else:
-            workers, *pair = programs.call(steps, workers, *inputs[:-1], *inputs.position)
-        measured.append(tuple(pair))
-        on_call(pair[0])
+            workers, loss_TR, skipped_TR = programs.call(steps, workers, *inputs, *call.position)
+        measured.append((loss_TR, skipped_TR))
+        on_call(loss_TR)
     return sub, Workers(workers.params_R, workers.inner_state_R), measured, norms
 
 
@@ -90,9 +98,9 @@ def by_update(
     group: Group, measured: Sequence[tuple[Array, Array]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Wait for a group's calls; return each update's loss (NaN: skipped), and skips, [S, R]."""
-    loss_TR, skipped_TR = (
-        _by_worker(group, parts) for parts in zip(*jax.device_get(measured), strict=True)
-    )
+    losses, skips = zip(*jax.device_get(measured), strict=True)
+    loss_TR = _by_worker(group, losses)
+    skipped_TR = _by_worker(group, skips)
     accum = group.plan.num_accum_steps
     loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
     skipped_SR = skipped_TR[accum - 1 :: accum]
@@ -100,6 +108,7 @@ def by_update(
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join what the calls of a round gave, [T, workers of the call], to [all T, R]."""
     num_sequential = sum(group.sizes) // parts[0].shape[1]
     calls = len(parts) // num_sequential
     turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]

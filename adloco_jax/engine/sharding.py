@@ -88,6 +88,7 @@ class Placement:
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
 
         def target(leaf, at, part_at):
+            """Return the sharding `at` where it divides the leaf over workers."""
             if _is_packed(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return at
             divides = any("worker" in (axes or ()) for axes in at.spec)
@@ -130,10 +131,13 @@ class Placement:
         return "; ".join(parts)
 
     def _batch_axes(self, batch_size: int) -> tuple[str, ...]:
+        """Return the axes over which a worker's batch is divided: `model` too, if divisible."""
         shared = self.mesh.shape["data"] * self.mesh.shape["model"]
         return ("data",) if batch_size % shared else ("data", "model")
 
     def _stacked(self, shapes: PyTree, lead: str | tuple[str, ...], over: Sequence[str]) -> PyTree:
+        """Divide the first axis of each leaf over `lead`, and another one over `over`."""
+
         def spread(leaf):
             if _is_packed(leaf):  # divided only between whole blocks
                 rows = self._spread(leaf.scales.shape[:2], (lead,), over)
@@ -146,11 +150,11 @@ class Placement:
         """The sharding that divides one dimension of an array over the mesh axes `over`."""
         if not shape:
             return self.replicated
-        for count in range(len(over), 0, -1):
+        for count in range(len(over), 0, -1):  # over as many axes as possible
             devices = math.prod(self.mesh.shape[axis] for axis in over[:count])
-            sizes = {shape[d]: d for d in range(len(lead), len(shape)) if shape[d] % devices == 0}
-            if devices > 1 and sizes:
-                dimension = sizes[max(sizes)]
+            divisible = [d for d in range(len(lead), len(shape)) if shape[d] % devices == 0]
+            if devices > 1 and divisible:
+                dimension = max(divisible, key=lambda d: (shape[d], d))  # the longest, or the last
                 between = (None,) * (dimension - len(lead))
                 return self.named(*lead, *between, tuple(over[:count]))
         return self.named(*lead)
@@ -234,10 +238,10 @@ def workers_spec(spec: ProgramSpec, layout: Layout, *, accumulates: bool = False
 
 def num_sequential(spec: ProgramSpec, layout: Layout) -> int:
     """Number of turns in which a device's workers run one after another; 1 if all run at once."""
+    if not spec.sequential or spec.outer.own_params:  # a fragment needs all workers at once
+        return 1
     mesh = placement(spec, layout).mesh.shape
-    # A fragment needs all workers at once.
-    sequential = spec.sequential and not spec.outer.own_params
-    return sum(layout.sizes) // (mesh["trainer"] * mesh["worker"]) if sequential else 1
+    return sum(layout.sizes) // (mesh["trainer"] * mesh["worker"])
 
 
 def begin_workers(
@@ -285,7 +289,9 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
 
 def _placed(leaf: Any, to: NamedSharding | None) -> Any:
     """Give an array its new sharding; return None if only a program of all processes can do it."""
-    if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
+    if to is None:
+        return leaf
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf
     if to.is_fully_addressable:
         return jax.device_put(leaf, to)
