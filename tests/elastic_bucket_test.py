@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -379,6 +380,9 @@ def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd):
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url, num_workers=1))
     said = capfd.readouterr().out
+    assert re.search(
+        r"^compiling program 1 of \d\n(compiled|read it from .*) in \d+\.\d s", said, re.M
+    )
     assert "round 1 of trainer 0: loss 1." in said and "; waited 0.0 s, prepared " in said
     assert "round 3 of trainer 0: loss 1." in said  # its parameters are not sent
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import re
 import signal
 import sys
 import time
@@ -162,6 +163,8 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(
                 if is_done
                 else "wait"
             )
+        if n == 0 and method == "ping" and not counted(tmp_path):
+            return lambda found: found.model_copy(update={"compiling": here.now_s < 1030})
         is_asked = n == 1 and incarnation == 0 and method == "ping" and len(counted(tmp_path)) == 1
         return (
             (lambda found: found.model_copy(update={"leaving": True})) if is_asked else "response"
@@ -173,7 +176,9 @@ def test_a_learner_asked_to_leave_hands_over_its_inner_state_after_its_round(
     asked = {a[1]: a for a in reversed(work_of(here, 1))}  # the first of each incarnation
     assert num_updates(asked[1][4]) == 3 * (asked[1][2] - 1) and counted(tmp_path)[1] == 3
     said = capfd.readouterr().out.splitlines()
-    assert "round 1: 2 of 3 responses have come" in said
+    at_first, later = (line for line in said if line.startswith("round 1: 2 of 3 responses"))
+    assert re.fullmatch("round 1: .* have come; learner 0 compiles, (19|20) s", at_first)
+    assert re.fullmatch("round 1: .* have come; learner 0 works, 40 s", later)
     assert "round 2: 2 of 3 responses have come, the last in about 20 s" in said
     assert "learner 1 left (2 responses): asked to end" in said
     assert runs.audit(tmp_path) == []

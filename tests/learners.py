@@ -267,9 +267,9 @@ def _simulate(monkeypatch, clock, *modules):
         monkeypatch.setattr(module, "versions", dict)
     made, shared = learner.Programs, []
 
-    def programs(spec):
+    def programs(spec, on_compile):
         """The first learner's: the specs of one run's learners are equal."""
-        shared[:] = shared or [made(spec)]
+        shared[:] = shared or [made(spec, on_compile)]
         return shared[0]
 
     monkeypatch.setattr(learner, "Programs", programs)

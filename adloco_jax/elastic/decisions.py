@@ -46,6 +46,7 @@ class LearnerRecord:
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
     spent_s: float = 0.0  # up to when it has said what it did with its time
     sent_s: float = 0.0  # when its present request was submitted
+    compiling_s: float | None = None  # since when it has said that it compiles; None: it does not
     num_responses: int = 0
     failures: float = 0  # number of processes before it, in a row, that ran but did not join
     lost_s: float | None = None  # when its last process ended; None if it has joined since

@@ -184,13 +184,20 @@ class ElasticEngine:
             return say("no learner: waiting for one")
         come = sum(len(each.reported) for each in self.rounds.values())
         to_come = sum(len(each.awaited) for each in self.rounds.values())
-        left_s = 0.0
+        left_s, works = 0.0, []
         for call in self.pool.asked("run_round"):
             learner = learners[call.learner]
             end_s = learner.sent_s + learner.predicted_s(call.about.num_sequences)
             left_s = max(left_s, end_s - now_s)
+            if learner.compiling_s is not None:
+                works.append(
+                    f"learner {call.learner} compiles, {now_s - learner.compiling_s:.0f} s"
+                )
+            elif math.isinf(end_s):  # its first round
+                works.append(f"learner {call.learner} works, {now_s - learner.sent_s:.0f} s")
         soon = f", the last in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
-        say(f"round {control.round + 1}: {come} of {come + to_come} responses have come{soon}")
+        line = f"round {control.round + 1}: {come} of {come + to_come} responses have come{soon}"
+        say("; ".join([line, *works]))
 
     def _outer_updates(
         self, state: State, ended: Mapping[int, Round]

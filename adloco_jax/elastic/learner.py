@@ -46,7 +46,8 @@ from adloco_jax.engine.model import (
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import ProgramKey, ProgramSpec, here
+from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey, ProgramSpec, here
+from adloco_jax.host.terminal import say
 from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.models.configured import class_count
@@ -99,6 +100,16 @@ class Reply(NamedTuple):
     num_bytes: int = 0  # size of what was received
 
 
+def say_compiling(event: Compiling | Compiled) -> None:
+    """Say that a program is being compiled, which may take a minute, and how long it took."""
+    if isinstance(event, Compiling):
+        say(f"compiling program {event.number} of {event.of}")
+    elif event.hit:
+        say(f"read it from the cache of compiled programs in {event.seconds:.1f} s")
+    else:
+        say(f"compiled in {event.seconds:.1f} s; the next start reads it from the cache")
+
+
 class Learner:
     """Runs workers one after another, each on all devices of this process."""
 
@@ -131,7 +142,7 @@ class Learner:
         base = given.base
         if model is not None and settings.adapter.rank and base.params is None:
             base = with_weights(model, settings.model, machine, seed=settings.seed)[0].base
-        self.programs, self.base = Programs(self.spec), base.fingerprint
+        self.programs, self.base = Programs(self.spec, say_compiling), base.fingerprint
         self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
         self._params: dict[int, PyTree] = {}  # the last ones [1, ...], by trainer's id

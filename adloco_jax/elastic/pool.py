@@ -251,8 +251,13 @@ class LearnerPool:
             learner.max_batch_size = found.max_batch_size
             why = f"out of memory; it takes micro-batches of at most {found.max_batch_size}"
             self.note(learner.number, "limited", why)
+        now_s = time.monotonic()
+        if not found.compiling:
+            learner.compiling_s = None
+        elif learner.compiling_s is None:
+            learner.compiling_s = now_s
         if found.compiling and learner.due_s is not None:
-            learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
+            learner.due_s = max(learner.due_s, now_s + self._settings.engine.heartbeat_s)
         if found.has_left:
             self.let_go(learner)
         return [Event("lost", learner, None, "it has left")] * found.has_left
