@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from adloco_jax.study.sites import ring_s
-from adloco_jax.study.summary import markdown_table
 from studies.cluster import Cluster, blocked_s, run_seconds
 from studies.published import (
     MEASURED_PARAMS,
@@ -22,6 +21,7 @@ from studies.published import (
     UTILISATIONS,
     Row,
 )
+from studies.tables import markdown_table
 
 AT_95 = UTILISATIONS.index(0.95)
 NUM_LAYERS, NUM_FRAGMENTS, STEPS_PER_ROUND = 24, 8, 100

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.study.summary import markdown_table
+from adloco_jax.study.summary import markdown
 from studies import results
 from studies.compare import to_reach
 
@@ -196,6 +196,12 @@ TABLES = {
     "claims": (SPENT, lambda lines, target: spent(by_method(lines, target))),
     "front": (FRONT, lambda lines, target: fronts(by_method(lines, target))),
 }
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of plain text as a table in Markdown; the first row is its header."""
+    header, *body = [f"| {' | '.join(map(markdown, row))} |" for row in rows]
+    return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
 
 
 def show(title: str, kind: str, lines: Sequence[dict], target: float) -> None:

@@ -180,6 +180,17 @@ def test_muon_trains_what_fit_labels_as_matrices_and_the_header_says_so(tmp_path
     assert not np.allclose(result.params["w_1"], result.params["v"])
 
 
+def test_a_run_says_that_its_optimizer_and_rows_are_its_callers(tmp_path, capsys):
+    default = {"learning_rate": 0.0004}
+    settings = settings_of(num_rounds=1, ensemble=ONE, inner=default, batching=FULL)
+    result = run(tmp_path / "r", settings, inner_tx=optax.lion(1e-3))
+    said = capsys.readouterr().out
+    assert "updates (own optimizer) and a synchronisation (nesterov)" in said
+    assert " of own rows per worker and update" in said and ", own model; " in said
+    (start,) = events(result.workdir, "start")
+    assert start["own"] == ["model", "rows", "inner_tx"]
+
+
 def test_a_loss_has_a_perplexity_only_where_it_is_nats_per_token(tmp_path, capsys):
     settings = settings_of(num_rounds=1, eval={"every_rounds": 1})
     for index, unit in enumerate(("nats/token", None)):

@@ -67,43 +67,32 @@ def join(options: argparse.Namespace, command: str) -> None:
 
 
 def export(options: argparse.Namespace, command: str) -> None:
-    """Write the model in a checkpoint of a run to a folder that `transformers` can load.
-
-    With `--push` the folder is uploaded to the hub. The run's own export, with what the user has
-    changed in its card, is uploaded unless an option asks for another one.
-    """
-    from adloco_jax.data import hub
+    """Write the model in a checkpoint of a run to a folder that `transformers` can load."""
     from adloco_jax.engine.spec import here
     from adloco_jax.run.export import read_trained, save
-    from adloco_jax.study import benchmarks, card
+    from adloco_jax.study import card
     from adloco_jax.study.summary import SOURCES
 
-    if options.private and not options.push:
-        raise ConfigError("--private: needs --push OWNER/NAME")
     add_entries(options.config)
     out = options.out or Path(options.run) / "export"
-    how = {name: vars(options)[name] for name in ("dtype", "shard_size")}
-    how = {name: value for name, value in how.items() if value is not None}
-    chosen = how or options.merge or {options.out, options.round, options.trainer} != {None}
-    trained = None
-    if chosen or not options.push or not out.exists():
-        trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
-    if options.push:
-        hub.make_repository(options.push, private=options.private)
-    if trained is not None:
-        model, adapter = trained.settings.model, trained.settings.adapter
-        given = trained.params, out, model, adapter, trained.tokenizer
-        dtype = save(*given, base_sha256=trained.base_sha256, merge=options.merge, **how)
-        try:
-            card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
-        except DataError as error:  # a damaged ledger, which the model does not need
-            print(f"the card was not written: {error}", file=sys.stderr)
-        source = SOURCES.get(trained.source, trained.source)
-        print(f"{out}: round {trained.round}, {source}, {dtype}")
-    if not chosen:  # the scores are of the run's own export
-        card.add_scores(out, benchmarks.read(Path(options.run)))
-    if options.push:
-        print(f"pushed: {hub.upload(out, options.push)}")
+    chosen = {"dtype": options.dtype, "shard_size": options.shard_size}
+    trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
+    dtype = save(
+        trained.params,
+        out,
+        trained.settings.model,
+        trained.settings.adapter,
+        trained.tokenizer,
+        base_sha256=trained.base_sha256,
+        merge=options.merge,
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+    try:
+        card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
+    except DataError as error:  # a damaged ledger, which the model does not need
+        print(f"the card was not written: {error}", file=sys.stderr)
+    source = SOURCES.get(trained.source, trained.source)
+    print(f"{out}: round {trained.round}, {source}, {dtype}")
 
 
 def generate(options: argparse.Namespace, command: str) -> None:

@@ -233,10 +233,7 @@ def _report(parser: Parser) -> None:
 
 
 def _export(parser: Parser) -> None:
-    """Turns a checkpoint of a run into a folder that transformers loads, with a model card.
-
-    With --push the folder is uploaded to the Hugging Face hub; the run's own export as it is.
-    """
+    """Turns a checkpoint of a run into a folder that transformers loads, with a model card."""
     parser.example, add = "{run}", parser.add_argument
     add("run", type=_run, metavar="RUN", help="a run's folder")
     add("--round", **_INT, help="round of the checkpoint; default: the newest")
@@ -246,11 +243,8 @@ def _export(parser: Parser) -> None:
     add("--merge", **_FLAG, help="of a run with an adapter, write the whole model")
     text = "of the written weights; default: that of init_from, or else float32"
     add("--dtype", choices=("float32", "bfloat16"), help=text)
-    size, name = _text(r"[1-9]\d*[KMGT]B", "500MB"), r"[\w-][\w.-]*"
+    size = _text(r"[1-9]\d*[KMGT]B", "500MB")
     add("--shard-size", type=size, metavar="SIZE", help="of the largest file; default: 5GB")
-    repository = _text(f"{name}/{name}", "me/my-model")
-    add("--push", type=repository, metavar="OWNER/NAME", help="upload to this repository")
-    add("--private", **_FLAG, help="make the repository private")
 
 
 def _generate(parser: Parser) -> None:

@@ -100,42 +100,6 @@ def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: s
     return best
 
 
-def make_repository(name: str, *, private: bool) -> None:
-    """Create a model's repository on the hub, unless it exists.
-
-    Raises:
-      ConfigError: If the token in use may not write there, or if `private` and it is public.
-      Unreachable: If the hub does not answer.
-    """
-    import huggingface_hub
-
-    with faults(f"--push {name}"):
-        api = huggingface_hub.HfApi()
-        api.create_repo(name, private=private, exist_ok=True)
-        if private and not api.model_info(name, timeout=FIRST_ANSWER_S).private:
-            raise ConfigError(f"--push {name}: exists and is public; make it private on the hub")
-
-
-def upload(folder: Path, name: str) -> str:
-    """Upload a folder to a model's repository, in place of its weights; return its address.
-
-    Raises:
-      ConfigError: If the token in use may not write there.
-      Unreachable: If the hub does not answer.
-    """
-    import huggingface_hub
-
-    with faults(f"--push {name}"):
-        api = huggingface_hub.HfApi()
-        api.upload_folder(
-            repo_id=name,
-            folder_path=folder,
-            commit_message="Export of a run",
-            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
-        )
-        return f"{api.endpoint}/{name}"
-
-
 def _check_content(file: Path, where: str) -> None:
     """Check that the content of a file in the hub's cache has the hash that is its name."""
     blob = file.resolve()

@@ -31,6 +31,18 @@ class Run:
     unit: str  # unit of the loss; empty for a plain number
     began_s: float  # this process's clock when it began to put the run together
 
+    @property
+    def own(self) -> list[str]:
+        """What the caller of `fit` gave, so that the config does not say it."""
+        if not self.by_fit:
+            return []
+        given = ["model", "rows"]
+        if self.model.inner_tx is not None:
+            given.append("inner_tx")
+        if self.model.outer_tx is not None:
+            given.append("outer_tx")
+        return given
+
 
 def assemble(
     settings: Settings,

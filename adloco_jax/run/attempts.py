@@ -113,7 +113,7 @@ def begin(
     notes += label_lines(settings.inner.tx, labels)
     how = how_to_resume(run.workdir, by_fit=run.by_fit)
     notes.append(f"folder: {run.workdir}; if the run stops, to resume: {how}")
-    notes += run_header(settings, spec, control.max_batch_size)
+    notes += run_header(settings, spec, control.max_batch_size, run.own)
     notes += length_lines(settings, most, len(run.heldout.report_EL))
     if not run.by_fit:
         notes += longer_lines(settings)

@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from adloco_jax.core.batching import BATCH_TESTS
@@ -24,13 +24,20 @@ _MANY_PASSES, _FEW_HELDOUT = 10, 16
 ALMOST_ALL = 0.9  # the share of the rows above which a run needs no advice to read the rest
 
 
-def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> list[str]:
-    """Describe model, trainers, batches and fragments in at most four lines."""
+def run_header(
+    settings: Settings, spec: ProgramSpec, max_batch: int | None, own: Sequence[str] = ()
+) -> list[str]:
+    """Describe model, trainers, batches and fragments in at most four lines.
+
+    `own` has what the caller of `fit` gave (`Run.own`).
+    """
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
     workers = sum(first := settings.ensemble.sizes())
     at = placement(spec, Layout(first, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
+    if "model" in own:
+        weights = "own model"
     if spec.base is not None:
         beside = f"{num_values(spec.base):,} frozen ones ({model.base_dtype}) {weights}"
         sent = in_bytes(spec.sync_bytes * outer.fragments)
@@ -42,6 +49,11 @@ def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> 
         steps += f" or more ({inner.round_length})"
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     ends = _ends(settings.last_round, settings.num_tokens, settings.num_epochs)
+    inner_tx = "own optimizer" if "inner_tx" in own else inner.tx
+    outer_tx = "own optimizer" if "outer_tx" in own else outer.tx
+    batch = counted(batching.initial_batch_size, "sequence")
+    if "rows" in own:
+        batch += " of own rows"
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
         f" {model.dtype}, attention by {spec.attention}"
@@ -49,8 +61,8 @@ def run_header(settings: Settings, spec: ProgramSpec, max_batch: int | None) -> 
         f" {spec.machine.describe()}, {at.describe()}",
         f"trainers: {ensemble.num_trainers} with {counted(workers, 'worker')} together"
         + (f", and {pool} more when gradient noise asks for them" if pool else "")
-        + f"; {ends} of {steps} ({inner.tx}) and a synchronisation ({outer.tx})",
-        f"batches: {counted(batching.initial_batch_size, 'sequence')} per worker and update,"
+        + f"; {ends} of {steps} ({inner_tx}) and a synchronisation ({outer_tx})",
+        f"batches: {batch} per worker and update,"
         f" {_growth(batching, ensemble, inner)}; {sizes} at once, more by accumulation",
         *_fragments(spec),
     ]

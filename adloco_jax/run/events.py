@@ -33,6 +33,7 @@ class Start(Format):
     loss_unit: str = ""
     versions: dict[str, str] = {}
     tokens_per_byte: float | None = None
+    own: list[str] = []  # what the caller of `fit` gave (`Run.own`)
     round: Count = 0
     buckets: list[Count] = []
     start_s: Seconds = 0.0  # until here, in this process

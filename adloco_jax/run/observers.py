@@ -337,6 +337,7 @@ def write_start(
         data_fingerprint=run.corpus.fingerprint,
         tokens_per_byte=run.corpus.tokens_per_byte,
         loss_unit=run.unit,
+        own=run.own,
         heldout_rows=heldout.report_E.tolist(),
         guard_rows=heldout.guard_E.tolist(),
         round=control.round,

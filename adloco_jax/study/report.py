@@ -12,7 +12,7 @@ from adloco_jax.errors import DataError, counted, in_bytes
 from adloco_jax.run.describe import ALMOST_ALL, share_read
 from adloco_jax.run.folder import change_of, recorded
 from adloco_jax.settings import CHATS
-from adloco_jax.study import benchmarks, card, chart, curves, loss, page, run_figures, summary
+from adloco_jax.study import card, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
 
@@ -252,15 +252,6 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
     if learners:
         caption = "Learners that came, left or were lost, and rounds of theirs that did not count."
         parts["Learners"] = page.table(caption, learners, texts=4)
-    if scores := benchmarks.read(run.folder):
-        caption = "By lm-evaluation-harness, on the exported model."
-        rows = [
-            {"task": score.task, "metric": score.metric, "value": f"{score.value:.4f}"}
-            | {"standard error": "-" if score.error is None else f"{score.error:.4f}"}
-            for score in scores
-        ]
-        shown = page.table(caption, rows, texts=2)
-        parts = {"Benchmarks": shown} | parts
     facts = summary.described(summary.totals(run.events))
     rows = [{"quantity": name, "value": value} for name, value in facts]
     parts["All totals"] = page.table("", rows, texts=2)

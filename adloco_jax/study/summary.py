@@ -225,12 +225,6 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|$#~&])", r"\\\1", " ".join(text.split()))
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of plain text as a table in Markdown; the first row is its header."""
-    header, *body = [f"| {' | '.join(map(markdown, row))} |" for row in rows]
-    return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
-
-
 def number(value: float | None) -> str:
     """Format a loss or a score with four decimals; None becomes "not finite"."""
     return "not finite" if value is None else f"{value:.4f}" if value < 1e5 else f"{value:.3e}"
