@@ -354,6 +354,9 @@ class OuterSettings(SettingsGroup):
     """How workers' differences become a pseudo-gradient (docs/algorithm.md, 1)."""
     precision: Literal["float32", "bfloat16", "int4"] = "float32"
     """Format of outer gradients and updates when sent; sums are float32 (arXiv 2501.18512)."""
+    clip_workers: Annotated[float, Field(ge=1, le=1e9)] = 3.0
+    """In learners: largest norm of a worker's difference, per update, in medians of its trainer's
+    last accepted ones. Larger differences are scaled down to it."""
     fragments: Annotated[Count, "refused"] = 1
     """Parts of the parameters, synchronised one after another within a round. 1: all at its end."""
     delay_updates: Annotated[Number, "refused"] = 0
@@ -701,6 +704,11 @@ class Settings(SettingsGroup):
         if outer.own_params and (outer.skip_single or self.engine.kind != "local"):
             keys = "outer.fragments outer.delay_updates outer.skip_single engine.kind"
             yield keys, "the last two need whole rounds; set one fragment and no delay"
+        if outer.clip_workers != 3.0 and self.engine.kind == "local":
+            need = (
+                "this engine has no learners; set the second to ray or bucket, or unset the first"
+            )
+            yield "outer.clip_workers engine.kind", need
         if inner.steps_per_round % outer.fragments:
             yield "outer.fragments inner.steps_per_round", "must divide the second; change one"
         if outer.delay_updates * outer.fragments >= inner.steps_per_round:

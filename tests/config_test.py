@@ -199,6 +199,7 @@ CONTRADICTIONS = {
     "fragments of unequal rounds": dict(outer__fragments=3),
     "a fragment late for the next": dict(outer__fragments=4, outer__delay_updates=50),
     "mixing of nothing": dict(outer__mixing=0.5),
+    "clipping without learners": dict(outer__clip_workers=2.0),
     "first batch above the device's": dict(
         batching__initial_batch_size=17, batching__max_batch_size=16
     ),

@@ -3,6 +3,7 @@
 import math
 import types
 from collections import Counter, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from adloco_jax.elastic.decisions import (
     assign,
     num_parts,
     updates_by_speed,
+    usual_norm,
 )
+from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import EngineSettings
 
 
@@ -157,12 +160,61 @@ def test_a_speed_that_is_too_good_leaves_others_a_part():
     assert num_parts(16, settings_of(engine={"kind": "ray", "steps": "equal"}).engine) == 1
 
 
-def test_an_update_a_thousand_times_too_large_never_counts():
-    norms = {0: 0.0, 1: 9e2, 2: 2e3, 3: math.nan}
-    each = rounds.Round(None, None, None, start_s=0.0, responses=dict.fromkeys(norms), norms=norms)
-    for usual, counted in ((1.0, {0, 1}), (0.0, {0, 1, 2})):  # 0: nothing to compare with
-        each.judge(usual)
-        assert {*each.counted} == counted
+def slowly_judged(past, sent, clip, params_norm, num_updates):
+    """The oracle: what counts of each worker's norm per update, by sorting and counting.
+
+    `sent` has each worker's learner, updates, and norm. The usual norm is the largest that is at
+    most half way up the sorted ones.
+    """
+    each_learners = {}
+    for number, updates, norm in sent:
+        if norm > 0:
+            each_learners.setdefault(number, []).append(norm / updates)
+    groups = [past] if len(past) >= 8 else []
+    if len(each_learners) >= 2:
+        groups.append([max(found) for found in each_learners.values()])
+    usual = 0.0
+    for group in groups:
+        usual = max(usual, sorted(group)[(len(group) - 1) // 2])
+    most = clip * (usual or params_norm / num_updates)
+    return [norm if norm / updates <= most else most * updates for _, updates, norm in sent]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_update_counts_at_most_so_many_usual_norms(seed):
+    draw = np.random.default_rng(seed)
+    num, past, clip = int(draw.integers(1, 7)), [], float(draw.choice([1.0, 3.0]))
+    for _ in range(12):
+        sent = []
+        for _ in range(num):
+            norm = draw.choice([0.0, 1.0, 2.0, 9.0, 800.0], p=[0.1, 0.3, 0.3, 0.2, 0.1])
+            sent.append((int(draw.integers(0, 4)), int(draw.integers(1, 5)), float(norm)))
+        each = rounds.Round(RoundPlan(1, 1, 4), None, None, start_s=0.0)
+        for worker_id, (number, updates, norm) in enumerate(sent):
+            each.norms[worker_id] = norm
+            each.responses[worker_id] = SimpleNamespace(skipped_SR=np.zeros((updates, 1), bool))
+            each.senders[worker_id] = LearnerRecord(number, 0, 0.0)
+        each.norms[num], each.responses[num] = math.nan, None
+        accepted = each.judge(past, 5.0, clip)
+        expected = slowly_judged(past, sent, clip, 5.0, 4)
+        found = [each.factors.get(w, 1.0) * norm for w, (*_, norm) in enumerate(sent)]
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        assert {*each.counted} == {*range(num)}
+        kept = [norm / sent[w][1] for w, norm in enumerate(expected) if norm]
+        np.testing.assert_allclose(accepted, kept, rtol=1e-12)
+        past = [*past, *accepted]
+
+
+def test_the_usual_norm_does_not_grow_with_what_one_of_two_sends_nor_stop_what_all_send():
+    """Of the last median alone, four updates in a row may each be 800 times the one before."""
+    past, usual = [1.0] * 8, []
+    for _ in range(40):
+        usual.append(usual_norm(past, [1.0, 1e9]))
+        past = [*past, 1.0, 3.0 * usual[-1]][-64:]
+    assert usual == [1.0] * 40
+    assert usual_norm(past, [20.0, 30.0, 25.0]) == 25.0  # all make larger steps
+    assert usual_norm(past, [1e9]) == 1.0
+    assert usual_norm([1.0] * 7, [1e9]) == 0.0  # not known yet
 
 
 def test_deadlines_follow_the_median_of_what_was_measured():

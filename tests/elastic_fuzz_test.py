@@ -95,7 +95,7 @@ class Fates:
             after = num_updates(held[*key, work.start + request.sequences(work.num_updates)])
             self.record.append((handle, request, work, before, after))
         factor = {"nan": math.nan, "hidden nan": math.nan, "huge": 1e4}.get(what, 1.0)
-        if factor != 1.0:
+        if math.isnan(factor):
             self.record.append(("rejected", handle))
         return [
             response._replace(

@@ -62,7 +62,7 @@ def test_the_table_says_what_was_lost_with_learners(tmp_path):
     lines[-1:-1] = [gone | {"what": what} for what in ("lost", "joined", "late", "refused")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = summary.closing_table(tmp_path)
-    assert "learners        1 lost, 1 late, 0 rejected, 1 refused\n" in table
+    assert "learners        1 lost, 1 late, 0 clipped, 0 rejected, 1 refused\n" in table
     assert f"participation   {share} workers' rounds counted\n" in table
     assert "goodput" not in table  # seconds of the learners' processes were not written
     page = Page(report.write([tmp_path], tmp_path / "report").read_text(encoding="utf-8"))

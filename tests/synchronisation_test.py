@@ -79,6 +79,26 @@ def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(preci
     assert int(after.round) == 1
 
 
+@pytest.mark.parametrize("precision", ["float32", *LOW])
+def test_a_factor_multiplies_what_a_worker_has_sent(precision):
+    ensemble, workers = drifted(3, 1)
+    factors = [1.0, 0.25, 0.5, 0.125]
+    sent = pack_differences(ensemble, workers, precision=precision)
+    _, norm_M = apply_differences(
+        ensemble, sent, outer_tx=NESTEROV, precision=precision, factor_R=factors
+    )
+    found_R = jax.device_get(unpack(sent.packed_R, workers.params_R, precision))
+    if sent.exact_W is not None:
+        for name, exact in sent.exact_W.items():
+            found_R[name] = np.concatenate([found_R[name][:3], exact])
+    for m, members in enumerate(ensemble.workers):
+        square = 0.0
+        for leaf in found_R.values():
+            mean = np.mean([factors[r] * np.asarray(leaf[r]) for r in members], axis=0)
+            square += np.sum(np.square(mean))
+        assert norm_M[m] == pytest.approx(math.sqrt(square), rel=1e-5)
+
+
 @pytest.mark.parametrize("precision", LOW)
 def test_the_updates_that_are_sent_give_the_same_bits_everywhere(precision):
     """NumPy rounds the product before the sum, which a compiler may fuse."""

@@ -380,6 +380,7 @@ def apply_differences(
     *,
     outer_tx: optax.GradientTransformation,
     weights_R: Float[Array, " R"] | Sequence[float] | None = None,
+    factor_R: Float[Array, " R"] | Sequence[float] | None = None,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
     skip_single: bool = False,
@@ -389,15 +390,17 @@ def apply_differences(
     """Aggregate differences and update the trainers, the second half of `outer_update`.
 
     `differences` may be the concatenated results of several calls of `pack_differences`. For a
-    worker whose difference is missing, pass any finite difference and False in `usable_R`. The
-    other arguments, results and errors are those of `outer_update`; inner states are not read and
-    do not change.
+    worker whose difference is missing, pass any finite difference and False in `usable_R`.
+    `factor_R` multiplies the workers' differences, such as those that are clipped; None means 1.
+    The other arguments, results and errors are those of `outer_update`; inner states are not read
+    and do not change.
 
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """
     refuse_in_shard_map("outer_update")
     sizes = ensemble.sizes
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
+    factor_R = checked_factors("factor_R", factor_R, (ensemble.num_workers,))
     transform = checked_update(
         "outer_tx",
         outer_tx,
@@ -417,6 +420,10 @@ def apply_differences(
     if differences.exact_W is not None:
         difference_R = jax.tree.map(
             lambda leaf, exact: leaf.at[single_R].set(exact), difference_R, differences.exact_W
+        )
+    if factor_R is not None:
+        difference_R = jax.tree.map(
+            lambda leaf: leaf * factor_R.reshape((-1,) + (1,) * (leaf.ndim - 1)), difference_R
         )
     usable_R = reduce_scatter(differences.usable_R)
     pseudo_grad_M, is_usable_M = by_trainers(

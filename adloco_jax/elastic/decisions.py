@@ -17,9 +17,8 @@ from adloco_jax.settings import INT32, EngineSettings
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
-# An update of more than this factor times the trainer's last ones (at the start, times its
-# parameters) never counts.
-HUGE = 1e3
+KEPT_NORMS = 64  # number of a trainer's last accepted norms, with which new ones are compared
+_FEW_NORMS = 8  # fewer say little about what is usual
 _MEASURED = 16  # number of the last durations that count
 _SPEED_ROUNDS = 5  # a learner's speed is the median of so many rounds
 _FEWEST_ROUNDS = 3  # rounds that a learner's speed needs, before it makes fewer updates
@@ -141,6 +140,21 @@ def assign(
         if len(load(largest)) >= 2 and given:
             hosts[given[-1]] = spare
     return hosts
+
+
+def usual_norm(past: Sequence[float], now: Sequence[float]) -> float:
+    """Return the norm with which those of a round's differences are compared; 0: not known yet.
+
+    Norms are per update. The usual one is the median of the accepted ones of many rounds (`past`),
+    or that of the learners of this round (`now`) if it is larger: when all make larger steps, as in
+    a warm-up, nobody is clipped. Of two learners the smaller norm is the median.
+    """
+    usual = 0.0
+    if len(past) >= _FEW_NORMS:
+        usual = statistics.median_low(past)
+    if len(now) >= 2:
+        usual = max(usual, statistics.median_low(now))
+    return usual
 
 
 def num_parts(steps: int, engine: EngineSettings) -> int:

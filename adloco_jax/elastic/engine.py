@@ -6,7 +6,6 @@ start, after a merge, and when a worker moves. Each trainer runs at its own pace
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -92,8 +91,7 @@ class ElasticEngine:
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         # By trainer's id, rounds without a response: time of the first, number, and time to go on.
         self._failures: dict[int, tuple[float, int, float]] = {}
-        # By trainer's id, the median norm of the last accepted updates.
-        self._usual_norm: dict[int, float] = {}
+        self._norms: dict[str, list[float]] = {}  # `Control.norms` after the rounds that end
         how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
         how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}
         self._measure = jax.jit(functools.partial(_norms, run.spec.params), static_argnums=0)
@@ -104,8 +102,8 @@ class ElasticEngine:
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
         """Start rounds in learners; end those, at least one, whose learners have answered.
 
-        All end together if trainers must stay together (`_keep_together`). Raises ConfigError if at
-        the start a learner has other data or versions; ResourceError if too few start, a round
+        All end together if trainers must stay together (`_keeps_together`). Raises ConfigError if
+        at the start a learner has other data or versions; ResourceError if too few start, a round
         keeps failing, or the cluster is gone; Stopped soon after a signal.
         """
         ended = self._wait_for_rounds(state)
@@ -118,6 +116,7 @@ class ElasticEngine:
             sync_bytes=self.spec.sync_bytes,
             counted=counted,
         )
+        control.norms = self._norms
         control, decided = decide(control, _by_trainer(ended), plans)
         ensemble, outcomes = self._outer_updates(state, ended)
         before_s, self._up_s = self._up_s, self.pool.up_s()
@@ -167,11 +166,13 @@ class ElasticEngine:
             self._poll()
             self._tell(control)
         ended = {m: self.rounds.pop(m) for m in over}
+        self._norms = {k: kept for k, kept in control.norms.items() if int(k) in control.trainers}
         for m, each in ended.items():
-            if m not in self._usual_norm:  # then the update is compared with the parameters
-                start_M = take(state.ensemble, control.positions([m])).params_M
-                self._usual_norm[m] = float(norms(trainable(start_M))[0])
-            each.judge(self._usual_norm[m])
+            past = self._norms.get(str(m), [])
+            start_M = take(state.ensemble, control.positions([m])).params_M
+            params_norm = float(norms(trainable(start_M))[0])
+            accepted = each.judge(past, params_norm, self.settings.outer.clip_workers)
+            self._norms[str(m)] = [*past, *accepted][-decisions.KEPT_NORMS :]
         return ended
 
     def _tell(self, control: Control) -> None:
@@ -212,7 +213,7 @@ class ElasticEngine:
                 ensemble, norm = put(ensemble, at, sub), float(norm_M[0])
                 if math.isfinite(norm):  # otherwise the parameters are as before
                     (update,) = jax.device_get(sent or [None])
-                    is_taken = each.request.is_taken(self.spec)
+                    is_taken = each.request.is_taken(self.spec) and not each.factors
                     sender = each.senders[worker_ids[0]] if is_taken else None
                     self._params.change(m, update, sender)
             outcomes[m] = each.outcome(worker_ids, norm)
@@ -349,19 +350,25 @@ class ElasticEngine:
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in responses]
         weights = [each.spent(s)[1] if s in each.counted else 0 for s in worker_ids]
-        weights_R = np.array(weights, np.float32)
-        return self._apply(sub, _concatenated(parts), weights_R=weights_R)
+        weights_R, factor_R = np.array(weights, np.float32), None
+        if each.factors:  # otherwise nothing is multiplied
+            factor_R = np.array([each.factors.get(w, 1.0) for w in worker_ids], np.float32)
+        return self._apply(sub, _concatenated(parts), weights_R=weights_R, factor_R=factor_R)
 
     def _close(self, each: Round) -> None:
-        """Record for the ledger the late learners and rejected updates of a round."""
+        """Record for the ledger the late learners, clipped and rejected updates of a round."""
         trainer = each.request.trainer
         for worker_id in each.counted:
             self._states.counted(worker_id, each.senders[worker_id])
         self._failures.pop(trainer, None)
         for number in sorted(each.awaited):
             self.pool.note(number, "late", "no response within the grace of the quorum", trainer)
-        if norms := [each.norms[worker_id] for worker_id in each.counted if each.norms[worker_id]]:
-            self._usual_norm[trainer] = statistics.median(norms)
+        for worker_id, factor in sorted(each.factors.items()):
+            norm = each.norms[worker_id]
+            cause = (
+                f"worker {worker_id}: an update of norm {norm:.3g} counts as {factor * norm:.3g}"
+            )
+            self.pool.note(each.senders[worker_id].number, "clipped", cause, trainer)
         for worker_id in sorted(each.responses.keys() - each.counted.keys()):
             cause = f"worker {worker_id}: an update of norm {each.norms[worker_id]:.3g}"
             self.pool.note(each.senders[worker_id].number, "rejected", cause, trainer)

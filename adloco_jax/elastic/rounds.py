@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adloco_jax.elastic.decisions import HUGE, LearnerRecord
+from adloco_jax.elastic.decisions import LearnerRecord, usual_norm
 from adloco_jax.elastic.formats import Refused, Request, check_form
 from adloco_jax.elastic.learner import Response, response_form
 from adloco_jax.engine.round import Outcome
@@ -32,6 +32,8 @@ class Round:
     norms: dict[int, float] = field(default_factory=dict)
     senders: dict[int, LearnerRecord] = field(default_factory=dict)
     counted: dict[int, Response] = field(default_factory=dict)  # what counts, set by `judge`
+    # By worker id, the factor of a counted difference that is clipped, set by `judge`.
+    factors: dict[int, float] = field(default_factory=dict)
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
     def take(self, learner: LearnerRecord, found: Mapping[int, tuple[Response, float]]) -> None:
@@ -56,10 +58,24 @@ class Round:
             self.quorum_s = min(self.quorum_s, now_s)
         return reported > 0 and (not self.awaited or now_s - self.quorum_s >= rule.grace_s)
 
-    def judge(self, usual: float) -> None:
-        """Decide which responses count: finite, and at most `HUGE` times a `usual` norm above 0."""
-        most = HUGE * usual or math.inf
-        self.counted = {w: self.responses[w] for w, norm in self.norms.items() if norm <= most}
+    def judge(self, past: Sequence[float], params_norm: float, clip: float) -> list[float]:
+        """Decide which responses count, and by which factor; return the norms that are accepted.
+
+        Those that are finite count. A norm per update is at most `clip` times the usual one of
+        `past` rounds and this one (`usual_norm`); before one is known, a difference is at most
+        `clip` times the parameters.
+        """
+        finite = {w: norm for w, norm in self.norms.items() if not math.isnan(norm)}
+        self.counted = {w: self.responses[w] for w in finite}
+        per_update = {w: n / len(self.responses[w].skipped_SR) for w, n in finite.items() if n}
+        of_learner: dict[int, float] = {}  # one norm each, however many workers it runs
+        for worker_id, norm in per_update.items():
+            number = self.senders[worker_id].number
+            of_learner[number] = max(norm, of_learner.get(number, 0.0))
+        usual = usual_norm(past, [*of_learner.values()]) or params_norm / self.plan.num_updates
+        most = clip * usual or math.inf
+        self.factors = {w: most / norm for w, norm in per_update.items() if norm > most}
+        return [min(norm, most) for norm in per_update.values()]
 
     def spent(self, worker_id: int) -> tuple[int, int, int]:
         """Return a counted response's updates, its sequences, and those of made updates."""

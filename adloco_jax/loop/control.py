@@ -69,6 +69,8 @@ class Control:
     counts: dict[str, int] = field(default_factory=dict)  # number of batch-size tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
+    # By trainer's id, the last norms per update of differences that learners sent and that counted.
+    norms: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, ...]:

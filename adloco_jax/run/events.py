@@ -90,7 +90,7 @@ USES = ("computing", "uploading", "waiting", "downloading")
 
 
 class Learner(Format):
-    """A learner joined, left, was lost, late, rejected or refused."""
+    """A learner joined, left, was lost, late, clipped, rejected or refused."""
 
     round: Count
     learner: Count

@@ -59,7 +59,13 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *table, "", *facts])
 
 
-_STRUCK = ("lost", "late", "rejected", "refused")  # what became of learners and their rounds
+_STRUCK = (
+    "lost",
+    "late",
+    "clipped",
+    "rejected",
+    "refused",
+)  # what became of learners and their rounds
 
 
 def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
@@ -128,8 +134,8 @@ def goodput(events: Sequence[dict]) -> float | None:
 
     Seconds up are summed over all processes, from the request to start one until its end (`up_s`).
     The rate is a process's tokens per second in rounds without a fault: every worker counted, and
-    no learner joined, left, was lost, late, rejected or refused. A trainer's first round, which
-    compiles, is not used. None: without learners or such a round.
+    no learner joined, left, was lost, late, clipped, rejected or refused. A trainer's first round,
+    which compiles, is not used. None: without learners or such a round.
     """
     done = np.zeros((2, 2))  # tokens and seconds: of all rounds, of those without a fault
     started: set[int] = set()  # trainers that have made a round since the start
