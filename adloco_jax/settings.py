@@ -300,9 +300,9 @@ class InnerSettings(SettingsGroup):
     max_steps_per_round: Count | None = None
     """Upper limit of a round in updates. Unset: no limit for round_length; the batch-size test does
     not lengthen rounds."""
-    round_length: Annotated[str, Entry("ROUND_LENGTHS", "fixed qsr linear")] = "fixed"
-    """Rule for a round's updates, in multiples of steps_per_round (docs/algorithm.md, 1). linear:
-    up to max_steps_per_round over the run. qsr: (0.0175 / learning rate)^2."""
+    round_length: Annotated[str, Entry("ROUND_LENGTHS", "fixed")] = "fixed"
+    """Rule for a round's updates, in multiples of steps_per_round (docs/algorithm.md, 1). A config
+    file can add others: examples/round_length.py."""
     tx: Annotated[str, Entry("INNER_OPTIMIZERS", "adamw muon sgd"), "refused"] = "adamw"
     """The workers' optimizer. muon: muon for the matrices of hidden layers and adamw for the rest,
     at the same rate; MuLoCo uses 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv 2505.23725)."""
@@ -333,8 +333,6 @@ class InnerSettings(SettingsGroup):
             yield "max_steps_per_round steps_per_round", "the first must be a multiple; change it"
         if self.schedule == "constant" and self.final_lr_frac > 0:
             yield "schedule final_lr_frac", "a constant rate does not fall; set the second to 0.0"
-        if self.round_length == "linear" and self.max_steps_per_round is None:
-            yield "round_length max_steps_per_round", "linear needs a limit; set the second"
         if self.tx == "sgd" and self.weight_decay > 0:
             yield "tx weight_decay", "sgd decays no weights; set inner.weight_decay=0.0"
 
@@ -350,8 +348,9 @@ class OuterSettings(SettingsGroup):
     """Decay of earlier pseudo-gradients; not for sgd and adamw."""
     skip_single: bool = False
     """Whether a trainer with one worker takes the worker's parameters without outer.tx."""
-    aggregator: Annotated[str, Entry("AGGREGATORS", "mean rda")] = "mean"
-    """How workers' differences become a pseudo-gradient (docs/algorithm.md, 1)."""
+    aggregator: Annotated[str, Entry("AGGREGATORS", "mean")] = "mean"
+    """How workers' differences become a pseudo-gradient (docs/algorithm.md, 1). A config file can
+    add others: examples/aggregator.py, examples/radial.py."""
     precision: Literal["float32", "bfloat16", "int4"] = "float32"
     """Format of outer gradients and updates when sent; sums are float32 (arXiv 2501.18512)."""
     clip_workers: Annotated[float, Field(ge=1, le=1e9)] = 3.0

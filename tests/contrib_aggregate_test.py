@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import runpy
+from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,9 @@ from adloco_jax.engine.spec import ProgramKey
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
 PARAMS = draw(SHAPES)
+EXAMPLE = Path(__file__).parents[1] / "examples" / "radial.py"
+with mock.patch.dict(AGGREGATORS):
+    RULES = AGGREGATORS | {"rda": runpy.run_path(str(EXAMPLE))["radial_directional"]}
 LABELS = {
     "embed": "embedding",
     "layers": {"w": "stacked_matrix", "gain": "stacked_other"},
@@ -29,9 +35,9 @@ LABELS = {
 
 
 def rule_of(name):
-    """An entry of the table; gets the labels if it takes them."""
+    """An entry of the table, or that of the example; gets the labels if it takes them."""
     labels = {"label_params": lambda params: LABELS} if name == "rda" else {}
-    return functools.partial(AGGREGATORS[name], **labels)
+    return functools.partial(RULES[name], **labels)
 
 
 @functools.cache
@@ -58,7 +64,7 @@ def by_hand(rule, difference_W, weights):
     return {"embed": embed, "layers": layers, "head": tensor(wide["head"]), "b": tensor(wide["b"])}
 
 
-@pytest.mark.parametrize("rule", AGGREGATORS)
+@pytest.mark.parametrize("rule", RULES)
 def test_every_rule_agrees_with_the_oracle(rule):
     """Unequal trainers and weights, one worker that is not finite, one without a weight."""
     sizes, weights = (4, 2), np.float32([1, 3, 5, 0, 2, 1])
@@ -80,7 +86,7 @@ def test_workers_that_have_not_moved_move_nothing():
 
 
 def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
-    rule = jax.jit(AGGREGATORS["rda"])
+    rule = jax.jit(RULES["rda"])
     share_W = jnp.asarray([0.25, 0.75])
     moved = rule({"w": jnp.asarray([[3.0, 0.0], [0.0, 1.0]])}, share_W)["w"]
     np.testing.assert_allclose(np.linalg.norm(moved), 0.25 * 3 + 0.75 * 1, rtol=1e-6)
@@ -93,12 +99,12 @@ def test_without_labels_each_leaf_goes_by_its_own_shape_whatever_its_name():
     """One matrix as a layer, as an embedding and alone; four stacked ones are not one matrix."""
     matrix_W, share_W = jnp.asarray(draw({"w": (4, 3)}, 2)["w"]), jnp.float32([0.5, 0.5])
     names = ("w", "layers", "layers_0", "players", "embedding", "lm_head")
-    moved = jax.jit(AGGREGATORS["rda"])(dict.fromkeys(names, matrix_W), share_W)
+    moved = jax.jit(RULES["rda"])(dict.fromkeys(names, matrix_W), share_W)
     expected = by_tensor("rda", np.float64(matrix_W), share_W)
     for name in names:
         np.testing.assert_allclose(moved[name], expected, rtol=1e-5, atol=1e-6)
     stack_W = jnp.asarray(draw({"w": (5, 4, 3)}, 2)["w"])
-    labelled = functools.partial(AGGREGATORS["rda"], label_params=lambda _: "stacked_matrix")
+    labelled = functools.partial(RULES["rda"], label_params=lambda _: "stacked_matrix")
     layers = [by_tensor("rda", np.float64(stack_W[:, n]), share_W) for n in range(5)]
     np.testing.assert_allclose(jax.jit(labelled)(stack_W, share_W), layers, rtol=1e-5, atol=1e-6)
 
@@ -116,6 +122,7 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(monkeypatch):
     """Uses the engine's program, with the labels of the architecture."""
     own = dataclasses.replace(ARCHITECTURES["llama"], label_params=lambda params: LABELS)
     monkeypatch.setitem(ARCHITECTURES, "llama", own)
+    monkeypatch.setitem(AGGREGATORS, "rda", RULES["rda"])
     configured = settings_of(
         ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
         outer={"aggregator": "rda", "tx": "sgd", "learning_rate": 1.0},

@@ -24,6 +24,7 @@ from adloco_jax.config import validate
 from adloco_jax.data import corpus as corpus_module
 from adloco_jax.data import files, load_corpus, load_tokenizer, rows
 from adloco_jax.data.corpus import source_of
+from adloco_jax.data.disk import replaced_folder
 from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
 
@@ -133,6 +134,30 @@ def test_a_stop_at_any_step_leaves_no_folder_or_the_whole_one(tmp_path, monkeypa
         assert content(out) == content(tmp_path / "whole")
         assert not (tmp_path / f".{out.name}.partial").exists()
     assert number > 15
+
+
+def test_a_stop_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(tmp_path, monkeypatch):
+    """Between two renames the old one has another name, and the next call puts it back."""
+
+    def replace(folder, text):
+        with replaced_folder(folder) as partial:
+            (partial / "file").write_bytes(text)
+
+    calls, number = [], 0
+    while len(calls) >= number:
+        number, out = number + 1, tmp_path / f"out{number}"
+        replace(out, b"old")
+        calls.clear()
+        with monkeypatch.context() as patch, contextlib.suppress(Stopped):
+            stop_at(patch, number, calls)
+            replace(out, b"new")
+        with contextlib.suppress(Stopped), replaced_folder(out):
+            raise Stopped
+        assert content(out) in ({"file": b"old"}, {"file": b"new"})
+        replace(out, b"newer")
+        assert content(out) == {"file": b"newer"}
+        assert not [*tmp_path.glob(f".{out.name}.*")]
+    assert number > 6
 
 
 # -- Who owns a folder ------------------------------------------------------------------------

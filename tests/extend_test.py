@@ -30,7 +30,7 @@ from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-NAMES = ("aggregator", "batch_test", "merge_policy", "optimizers", "round_length", "transport")
+NAMES = "aggregator batch_test merge_policy optimizers radial round_length transport".split()
 
 
 @pytest.fixture(autouse=True)
@@ -55,20 +55,25 @@ def test_an_example_trains(name, tmp_path):
     settings = settings_of(
         num_rounds=3,
         ensemble={"num_trainers": 2 if name == "merge_policy" else 1, "num_workers": 2},
-        inner={"tx": own.inner.tx, "round_length": own.inner.round_length},
+        inner={
+            "tx": own.inner.tx,
+            "round_length": own.inner.round_length,
+            "max_steps_per_round": 12 if name == "round_length" else None,
+        },
         outer={"tx": own.outer.tx, "aggregator": own.outer.aggregator},
-        batching={"test": test, "test_batch_size": 8},
+        batching={"test": test, "test_batch_size": 8, "growth": ("batch",)},
         merge={"policy": policy, "every_rounds": 2},
         eval={"every_rounds": 3},
         engine={"kind": own.engine.kind},
     )
-    result = run(tmp_path / "run", settings)
+    labels = {"label_params": lambda _: {"w": "matrix"}} if name == "radial" else {}
+    result = run(tmp_path / "run", settings, **labels)
     assert np.isfinite(result.loss) and result.loss < 1.79  # an untrained model has log 6
     events = read(tmp_path / "run" / "ledger.jsonl")
     if test == "noise_scale":
         assert any(e["test_value"] for e in events if e["event"] == "round")
-    if own.inner.round_length == "post_local":
-        assert [e["updates"] for e in events if e["event"] == "round"] == [3, 3, 12]
+    if own.inner.round_length == "linear":
+        assert [e["updates"] for e in events if e["event"] == "round"] == [3, 6, 9]
     if own.engine.kind == "memory":
         joined = [e["learner"] for e in events if e["event"] == "learner" and e["what"] == "joined"]
         assert joined == [0, 1]

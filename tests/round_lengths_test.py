@@ -1,16 +1,22 @@
 """Rules for the length of a round, and the outer step that depends on the length."""
 
 import functools
+import runpy
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from toy import settings_of
 
 from adloco_jax import ROUND_LENGTHS
-from adloco_jax.contrib.qsr import quadratic
 from adloco_jax.loop import plans
 from adloco_jax.loop.control import Control, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "round_length.py"
+with mock.patch.dict(ROUND_LENGTHS):
+    EXAMPLES = runpy.run_path(str(EXAMPLE))
 
 
 def a_control(*, updates=0, tokens=0, rounds=0, round_length=1):
@@ -27,12 +33,13 @@ def steps(settings, **how):
     ("rate", "updates", "length"), [(0.02, 9, 4), (0.01, 9, 9), (0.004, 9, 56.25), (0.004, 8, 4)]
 )
 def test_the_quadratic_rule_by_hand(rate, updates, length):
-    rule, how = ROUND_LENGTHS["qsr"], {"steps_per_round": 4, "warmup_updates": 9}
+    rule, how = EXAMPLES["quadratic"], {"steps_per_round": 4, "warmup_updates": 9}
     assert rule(alpha=0.03, next_rate=rate, updates=updates, **how) == pytest.approx(length)
 
 
 def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps(monkeypatch):
-    monkeypatch.setitem(ROUND_LENGTHS, "qsr", functools.partial(quadratic, alpha=0.2))
+    rule = functools.partial(EXAMPLES["quadratic"], alpha=0.2)
+    monkeypatch.setitem(ROUND_LENGTHS, "qsr", rule)
     inner = {"steps_per_round": 4, "learning_rate": 0.1, "schedule": "linear"}
     rule = {"round_length": "qsr", "warmup_updates": 9}
     ending = {"num_tokens": 64_000, "num_rounds": None}  # an update has 64 tokens
@@ -66,7 +73,8 @@ def test_the_rule_sees_the_rate_of_the_next_update(monkeypatch):
     assert seen[0] == pytest.approx(0.6 * seen[1])
 
 
-def test_a_linear_ramp_follows_the_share_of_the_run():
+def test_a_linear_ramp_follows_the_share_of_the_run(monkeypatch):
+    monkeypatch.setitem(ROUND_LENGTHS, "linear", EXAMPLES["linear"])
     ramp = {"steps_per_round": 4, "max_steps_per_round": 24, "round_length": "linear"}
     lengths = [steps(settings_of(inner=ramp, num_rounds=10), rounds=r) for r in range(10)]
     assert lengths == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20]  # the rule gives 4, 6, 8 to 22

@@ -152,7 +152,7 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
         ),
         (
             dict(
-                settings=settings_of(outer={"aggregator": "rda"}),
+                settings=settings_of(inner={"tx": "muon"}),
                 label_params=lambda params: {"w": "stacked_matrix"},
             ),
             r"^label_params: w \[6, 6\]: has 'stacked_matrix'; need matrix \(two axes\)",

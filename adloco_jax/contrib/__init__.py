@@ -1,13 +1,10 @@
 """Methods of other papers, one file each, which add entries to the tables of functions in `core`.
 
-For a method of your own, copy a file, add your function to a table, and import the file here. Only
-Streaming DiLoCo is in no table: it changes the steps of a round (`outer.fragments`).
+Streaming DiLoCo is in no table: it changes the steps of a round (`outer.fragments`). The folder
+`examples` has methods that a config file adds to the tables.
 """
 
-from adloco_jax.contrib import linear as linear
 from adloco_jax.contrib import muon as muon
-from adloco_jax.contrib import qsr as qsr
-from adloco_jax.contrib import radial as radial
 from adloco_jax.contrib import streaming as streaming
 from adloco_jax.core.batching import ROUND_LENGTHS as ROUND_LENGTHS
 from adloco_jax.core.inner import INNER_OPTIMIZERS as INNER_OPTIMIZERS

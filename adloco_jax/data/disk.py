@@ -40,8 +40,15 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder that replaces `folder`, once on disk, when the block ends without an error."""
+    """Make a folder that replaces `folder`, once on disk, when the block ends without an error.
+
+    A kill between the two renames leaves the old folder as `.NAME.old`. The next call puts it back.
+    """
     partial = local_path(folder).with_name(f".{folder.name}.partial")
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
@@ -50,8 +57,10 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         if path.is_file():
             path.chmod(mode)
         sync(path)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
     partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def local_path(path: str | Path, where: str = "") -> Path:

@@ -281,7 +281,7 @@ def _targets(network: nn.Module) -> list[str]:
 
 
 def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Loaded:
-    """Describe the model of a checkpoint without reading its weights.
+    """Describe the model of a checkpoint; of its weights only two that may be tied are read.
 
     Of an address or a repository on the hub only `config.json` is read. Checks and errors are those
     of `load(..., head=False)`, except for weights that are not finite.

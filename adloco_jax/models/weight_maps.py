@@ -137,8 +137,6 @@ _BIASES = {
     "llama": ("attention_bias", "mlp_bias"),
     "qwen3": ("attention_bias",),
     "smollm3": ("attention_bias", "mlp_bias"),
-    "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
-    "cwm": ("mlp_bias",),
     "gemma3_text": ("attention_bias",),
 }
 _TYPES = ("full_attention", "sliding_attention")
@@ -192,7 +190,7 @@ def _layer_kinds(content: dict, rotary: LayerKind, count: int) -> tuple[LayerKin
         theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float)
         sliding = LayerKind(theta, _rope_scaling(rope))
     window = content.get("sliding_window")
-    if family in ("llama", "seed_oss"):
+    if family == "llama":
         return (rotary,)
     if window is not None:
         window = _positive("sliding_window", window, int)
@@ -229,7 +227,7 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
         "window": kinds[0].window if is_uniform else None,
         "layer_kinds": None if is_uniform else kinds,
         "qkv_bias": family == "qwen2" or qkv_bias,
-        "out_bias": biases.get("attention_out_bias", qkv_bias),
+        "out_bias": qkv_bias,
         "mlp_bias": biases.get("mlp_bias", False),
         "qk_norm": family in ("qwen3", "gemma3_text"),
         "out_norms": is_gemma,
@@ -294,8 +292,6 @@ LLAMA = WeightMap(
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
         "smollm3": "SmolLM3ForCausalLM",
-        "seed_oss": "SeedOssForCausalLM",
-        "cwm": "CwmForCausalLM",
         "gemma3_text": "Gemma3ForCausalLM",
     },
     modules={
