@@ -316,6 +316,9 @@ def test_a_learner_that_gives_no_sign_is_lost_and_its_late_responses_are_dropped
     lost = events(tmp_path, "learner", what="lost")
     assert [e["learner"] for e in lost] == [1] and lost[0]["why"].startswith("gave no sign for")
     assert counted(tmp_path)[:2] == [3, 2] and counted(tmp_path)[-1] == 3
+    lost_s = [e["lost_s"] for e in events(tmp_path, "round")]
+    assert lost_s[1] >= 0.5 and sum(lost_s) == lost_s[1]  # as long as it gave no sign, or longer
+    assert f", lost {lost_s[1]:.1f} s" in summary.closing_table(tmp_path)
     assert runs.audit(tmp_path) == []
 
 
@@ -428,6 +431,19 @@ def test_a_learner_that_cannot_start_is_tried_after_growing_pauses_and_its_time_
     assert len(starts) >= 6 and (pauses[1:] > 1.8 * pauses[:-1] - 0.5).all()
     lost = events(tmp_path, "learner", what="lost", why="OSError: no disk")
     assert len(lost) >= len(starts) - 1
+
+
+@pytest.mark.parametrize(
+    ("quorum", "words"),
+    [
+        (None, "^0 of 3 learners have started within .*; start nodes, or raise engine.restart_s"),
+        (2, "^engine.quorum = 2: 0 of 3 .*; start more nodes, or lower engine.quorum"),
+    ],
+)
+def test_too_few_learners_end_a_run_with_what_helps(monkeypatch, tmp_path, quorum, words):
+    Here(monkeypatch, lambda *_: "wait")
+    with pytest.raises(ResourceError, match=words):
+        run(tmp_path, settings_with(quorum=quorum, restart_s=5.0))
 
 
 def test_when_no_learner_can_be_started_again_the_run_ends(monkeypatch, tmp_path):

@@ -283,7 +283,7 @@ def num_updates(inner_state):
 def assert_same_rounds(elastic, local, error=None):
     """Checks that learners decided, read and counted as one process did."""
     measured = {"train_loss", "train_losses", "pseudo_grad_norm", "noise", "signal", "test_value"}
-    measured |= {"step_s", "stall_s", "workers_counted", "wire_bytes", "up_s"}
+    measured |= {"step_s", "stall_s", "workers_counted", "wire_bytes", "up_s", "lost_s"}
     measured |= {f"{use}_s" for use in USES}
     lines, expected = (
         {(e["round"], e["trainer"]): e for e in events(result.workdir, "round")}

@@ -123,10 +123,12 @@ class ElasticEngine:
         # Trainers whose rounds end together share alike.
         up_s = round((self._up_s - before_s) / len(ended), 6)
         spent_s, self._spent_s = (self._spent_s / len(ended)).round(6).tolist(), np.zeros(4)
+        lost_s, self.pool.lost_s = round(self.pool.lost_s / len(ended), 6), 0.0
         wire_bytes, self.pool.wire_bytes = divmod(self.pool.wire_bytes, len(ended))
         lines = {
             m: planned(state.control, m, each.plan, each.rate_T)
-            | {"workers_counted": len(each.useful), "wire_bytes": wire_bytes, "up_s": up_s}
+            | {"workers_counted": len(each.useful), "wire_bytes": wire_bytes}
+            | {"up_s": up_s, "lost_s": lost_s}
             | {f"{use}_s": seconds for use, seconds in zip(USES, spent_s, strict=True)}
             | spent[m]
             for m, each in ended.items()

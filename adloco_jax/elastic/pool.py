@@ -58,6 +58,8 @@ class LearnerPool:
         self._connection = contextlib.ExitStack()
         self._looked_s = time.monotonic()  # when the driver last looked for responses
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
+        # Seconds of lost learners since they last said what they did, until the engine resets it.
+        self.lost_s = 0.0
         self.wire_bytes = 0  # sent to learners and received from them, until the engine resets it
         self._has_started = False
 
@@ -115,9 +117,13 @@ class LearnerPool:
             self.poll()
         if there < least:
             lost = [f"; learner {n}: {e.cause}" for n, e in self.learners.items() if e.cause]
+            few = (
+                f"{there} of {count} learners have started within {seconds:g} s{''.join(lost[:1])}"
+            )
+            if rule.quorum is None:
+                raise ResourceError(f"{few}; start nodes, or raise engine.restart_s")
             raise ResourceError(
-                f"engine.quorum = {rule.quorum}: {there} of {count} learners have started within"
-                f" {seconds:g} s{''.join(lost[:1])}; start more nodes, or lower engine.quorum"
+                f"engine.quorum = {rule.quorum}: {few}; start more nodes, or lower engine.quorum"
             )
 
     def poll(self) -> list[Event]:
@@ -162,10 +168,11 @@ class LearnerPool:
             learner.due_s = None if learner.due_s is None else learner.due_s + seconds
 
     def up_s(self) -> float:
-        """Return the seconds that learner processes have been up, from the request to start them.
+        """Return the seconds that learner processes have been up.
 
-        Not counted is one that has not joined: it may be waiting for a node. If it ran, it counts
-        at its end.
+        They begin with the request to start one or, if learners join by themselves, when it has
+        joined. Not counted is one that has not joined: it may be waiting for a node. If it ran, it
+        counts at its end.
         """
         now_s = time.monotonic()
         there = (each for each in self.learners.values() if each.joined)
@@ -273,6 +280,8 @@ class LearnerPool:
         number, has_run = learner.number, has_run or learner.joined
         if has_run or learner.cause != cause:
             self.note(number, "lost", cause)
+        if learner.joined:
+            self.lost_s += time.monotonic() - max(learner.spent_s, learner.started_s)
         self.start_again(number, cause, has_run=has_run)
         if all(math.isinf(each.started_s) for each in self.learners.values()):
             raise ResourceError(f"no learner is left; learner {number}: {cause}")

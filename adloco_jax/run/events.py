@@ -79,6 +79,7 @@ class Round(Costs):
     workers_counted: Count = 0
     wire_bytes: Count = 0
     up_s: Seconds = 0.0
+    lost_s: Seconds = 0.0  # of learners that were lost, since they last said what they did
     # What learners say that they did, together.
     computing_s: Seconds = 0.0
     uploading_s: Seconds = 0.0

@@ -107,7 +107,10 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "worker_rounds_counted": counted,
         "participation": counted / expected if expected else None,
         "goodput": goodput(events),
-        **{f"learners_{use}_s": sum(e.get(f"{use}_s") or 0.0 for e in in_learners) for use in USES},
+        **{
+            f"learners_{use}_s": sum(e.get(f"{use}_s") or 0.0 for e in in_learners)
+            for use in (*USES, "lost")
+        },
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         # Peak memory of the host, of the fullest device, and of the largest program.
@@ -132,7 +135,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
 def goodput(events: Sequence[dict]) -> float | None:
     """Goodput of a run: counted tokens / (seconds up × rate), from 0 to about 1.
 
-    Seconds up are summed over all processes, from the request to start one until its end (`up_s`).
+    Seconds up are summed over all processes, from their start until their end (`up_s`).
     The rate is a process's tokens per second in rounds without a fault: every worker counted, and
     no learner joined, left, was lost, late, clipped, rejected or refused. A trainer's first round,
     which compiles, is not used. None: without learners or such a round.
@@ -198,7 +201,7 @@ def described(t: dict) -> list[tuple[str, str]]:
         facts["participation"] = f"{t['participation']:.1%}: {counted} workers' rounds counted"
     if t["goodput"] is not None:
         facts["goodput"] = f"{t['goodput']:.1%} of the tokens that learners could train on while up"
-    spent = {use: t[f"learners_{use}_s"] for use in USES}
+    spent = {use: t[f"learners_{use}_s"] for use in (*USES, "lost")}
     if any(spent.values()):
         facts["learners say"] = ", ".join(f"{use} {seconds(s)}" for use, s in spent.items())
     return [*facts.items(), *_heldout(t)]
