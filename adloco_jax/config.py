@@ -24,11 +24,15 @@ from adloco_jax.settings import (
     OPTIONS,
     BatchingSettings,
     DataSettings,
+    EngineSettings,
+    EnsembleSettings,
     ModelSettings,
     Settings,
     default_of,
     shown,
 )
+
+_FEWEST_LEARNERS = 2  # of a run that says neither how many learners nor how many workers it has
 
 executed: list[Path] = []
 """Config files that this process has run; they may have added entries to tables."""
@@ -127,13 +131,13 @@ def completed(
 
     Sizes of the model are those of `model.init_from`, whose `config.json` is kept too;
     `data.source` and `data.text_column` follow from the files; limits of batches from the first
-    batch. Chats get a date, which their templates write.
+    batch; workers from the learners. Chats get a date, which their templates write.
 
     Args:
       settings: The result of `validate`, or of this function.
       workdir: The run's folder, whose record precedes all else.
-      reads: Whether files, the hub and the clock may be read. If not, only limits of batches are
-        found.
+      reads: Whether files, the hub and the clock may be read. If not, only workers and limits of
+        batches are found.
       note: Called with a line that says what was found in files.
 
     Raises:
@@ -144,6 +148,7 @@ def completed(
     """
     model, data, record, known = settings.model, settings.data, _record(workdir), tables()
     batching = _with_limits(_filled(settings.batching, record), known["BATCH_TESTS"])
+    ensemble = _with_workers(_filled(settings.ensemble, record), settings.engine)
     if reads:
         is_same = record.get("model", {}).get("init_from") == model.init_from
         model, sizes = _of_checkpoint(model, record if is_same else {}, known["ARCHITECTURES"])
@@ -151,7 +156,7 @@ def completed(
         data, found = _of_files(data, record if is_same else {})
         if found or sizes:
             note(f"found: {', '.join(found + sizes)}; set a key to choose another value")
-    groups = {"model": model, "data": data, "batching": batching}
+    groups = {"model": model, "data": data, "ensemble": ensemble, "batching": batching}
     settings = settings.model_copy(update=groups)
     if faults := settings.faults(known):
         raise ConfigError("\n".join(faults))
@@ -212,6 +217,14 @@ def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings,
         date = record.get("data", {}).get("date") or data.date or datetime.date.today().isoformat()
         data = data.model_copy(update={"date": date})
     return data, lines
+
+
+def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> EnsembleSettings:
+    """Let each learner have one worker, unless their number is set."""
+    workers = ensemble.num_workers
+    if "num_workers" in ensemble.unset and engine.kind != "local":
+        workers = max(engine.max_learners or _FEWEST_LEARNERS, ensemble.num_trainers)
+    return ensemble.model_copy(update={"num_workers": workers})
 
 
 def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> BatchingSettings:

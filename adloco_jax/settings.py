@@ -267,7 +267,9 @@ class EnsembleSettings(SettingsGroup):
 
     num_trainers: Count = 4
     """M, trainers at the start, before merges (AdLoCo table A.2)."""
-    num_workers: Count = 4
+    num_workers: Annotated[
+        Count, Found("num_trainers", "with learners engine.max_learners or 2")
+    ] = 4
     """R, workers of all trainers together."""
     initial_workers: Count | None = None
     """Workers at the start; the others join as noise grows (see batching.growth). Unset: all."""

@@ -29,6 +29,7 @@ def as_published() -> ConfigDict:
     """Return the quickstart's config without what AdLoCo adds to DiLoCo."""
     config = quickstart.get_config()
     config.ensemble.num_trainers = 1  # this trainer owns all workers
+    config.ensemble.num_workers = None  # one for each learner; four without learners
     config.batching.test = "constant"
     config.batching.max_batch_size, config.batching.batch_cap = "auto", None  # the first batch
     config.batching.buckets = ()

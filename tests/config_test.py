@@ -287,6 +287,20 @@ def test_limits_that_are_unset_follow_the_first_batch():
     assert completed(validate(config), reads=False).batching.batch_cap == 2000
 
 
+def test_each_learner_has_one_worker_unless_their_number_is_set(tmp_path):
+    def workers(num_workers=None, num_trainers=1, workdir=None, **engine):
+        config = changed(ensemble__num_workers=num_workers, ensemble__num_trainers=num_trainers)
+        for key, value in engine.items():
+            config["engine"][key] = value
+        return completed(validate(config), workdir, reads=False).ensemble.num_workers
+
+    assert (workers(), workers(kind="ray"), workers(kind="ray", max_learners=3)) == (4, 2, 3)
+    assert workers(kind="ray", max_learners=2, num_trainers=3) == 3
+    assert workers(6, kind="ray", max_learners=2) == 6
+    (tmp_path / "config.json").write_text('{"config": {"ensemble": {"num_workers": 5}}}')
+    assert workers(workdir=tmp_path, kind="ray", max_learners=3) == 5  # a run keeps its workers
+
+
 def test_validation_reads_no_file():
     """Rules about what is still to be found wait for `completed`."""
     config = changed(model__init_from="./missing", data__path="missing.txt")
@@ -327,7 +341,12 @@ def test_adloco_is_microllama_with_another_model_text_rate_and_batches(monkeypat
 
 
 FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
-FEWER |= {"batching.max_batch_size", "batching.batch_cap", "batching.buckets"}
+FEWER |= {
+    "ensemble.num_workers",
+    "batching.max_batch_size",
+    "batching.batch_cap",
+    "batching.buckets",
+}
 OTHER_TX = {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"}
 MUON = {"inner.tx", "inner.learning_rate"} | {
     f"outer.{key}" for key in ("learning_rate", "momentum", "average")
