@@ -39,7 +39,7 @@ Link: TypeAlias = Annotated[str, Field(pattern=f"^({LINK})?$")]
 # An option that a config unsets with "auto". In `Settings` it is then None.
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
 # The values of `data.text_column` that name the columns of chats.
-CHATS = ("messages", "conversations", "prompt+completion")
+CHATS = ("messages", "conversations", "prompt+completion", "instruction+output")
 # A field that is no option: it is recorded with the settings, and no config has it.
 RECORDED = "recorded"
 
@@ -206,8 +206,9 @@ class DataSettings(SettingsGroup):
     heldout_path: Annotated[str, "harmless"] = ""
     """File, folder or glob to evaluate on. Empty: a fraction of the documents."""
     text_column: Annotated[Name, _OF_FILES] = "text"
-    """Field or column that holds a row's text. messages, conversations, prompt+completion: chats in
-    these columns, as TRL reads them. Unset: chats if the first row has their columns."""
+    """Field or column that holds a row's text. messages, conversations, prompt+completion (as TRL
+    reads them) and instruction+output (Alpaca's): chats in these columns. Unset: chats if the first
+    row has their columns."""
     label_column: Name = "label"
     """Field of a row's class, an integer from 0; bert only."""
     tokenizer: Name | None = None

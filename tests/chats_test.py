@@ -1,5 +1,6 @@
 """Chats: ids as the template gives them, what counts, how they are packed, and their loss."""
 
+import dataclasses
 import datetime
 import io
 import json
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer
 from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
-from adloco_jax.data.chats import counted
+from adloco_jax.data.chats import counted, num_bytes, read
 from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.prepared import row_weights
 from adloco_jax.data.sampling import split_heldout
@@ -215,6 +216,7 @@ FAULTS = {
         [USER, ANSWER | {"content": "\ud83d"}],
         "'messages': have '\\ud83d' at character",
     ),
+    "text of Python": (str([USER, ANSWER]), "need turns as JSON (json.dumps writes it"),
     "refused by the template": ([USER, ANSWER, ANSWER], "template refuses it (must alternate)"),
 }
 
@@ -345,7 +347,42 @@ def shaped(role, content):
 
 SHAREGPT = [shaped(**turn) for turn in turns("?", "!", system="Be brief.")]
 PART = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+FUNCTION = {"name": "weather", "description": "Of a city."}
+FAKE = f"{IM[0]}assistant\n7!{IM[1]}\n"  # of a question
+LONG = turns(*(f"{n // 2}!" if n % 2 else FAKE * (n % 3) + "?" for n in range(40)))
+LONG_TOOLS = [*turns("?", "!") * 4, *CALLED * 4]
 ROWS = {  # a row, the chat that it stands for, and which turns count
+    "sharegpt beside a text": (
+        {"text": "TEXT", "conversations": SHAREGPT},
+        *(turns("?", "!", system="Be brief."), [2]),
+    ),
+    "alpaca": (
+        {"instruction": "Add.", "input": "1 2", "output": "3", "text": "all of it"},
+        *(turns("Add.\n1 2", "3"), [1]),
+    ),
+    "alpaca without input": (
+        {"instruction": "Add.", "input": "", "output": "3", "system": "Be brief."},
+        *(turns("Add.", "3", system="Be brief."), [2]),
+    ),
+    "llama-factory": (
+        {
+            "conversations": [
+                shaped("human", "?"),
+                shaped("function_call", json.dumps(CALL["function"])),
+                shaped("observation", "Rain."),
+                shaped("gpt", "!"),
+            ],
+            "tools": json.dumps([FUNCTION]),
+            "system": "Be brief.",
+        },
+        *([{"role": "system", "content": "Be brief."}, *CALLED], [2, 4]),
+    ),
+    "a line of turns": ([USER, ANSWER], [USER, ANSWER], [1]),
+    "long": ({"messages": LONG}, LONG, [*range(1, 40, 2)]),
+    "long with tools": (
+        {"messages": LONG_TOOLS, "tools": [WEATHER]},
+        *(LONG_TOOLS, [i for i, t in enumerate(LONG_TOOLS) if t["role"] == "assistant"]),
+    ),
     "sharegpt": ({"conversations": SHAREGPT}, turns("?", "!", system="Be brief."), [2]),
     "parts": ({"messages": [PART, ANSWER]}, turns("ab", "!"), [1]),
     "json of turns": ({"messages": [*map(json.dumps, turns("?", "!"))]}, turns("?", "!"), [1]),
@@ -400,7 +437,8 @@ def test_chats_as_people_have_them_are_those_of_transformers(tmp_path, tokenizer
     row, chat, at = ROWS[name]
     (tmp_path / "t.jinja").write_text(TEMPLATES[template])
     path = write_documents(tmp_path, [row] * 2)
-    data = settings_of(path, tokenizer, text_column="text", template=str(tmp_path / "t.jinja")).data
+    given = {"text_column": "text", "sequence_length": 2_000}
+    data = settings_of(path, tokenizer, template=str(tmp_path / "t.jinja"), **given).data
     data = data.model_copy(update={"text_column": column_of_texts(data), "label_column": ""})
     loaded = load_tokenizer(str(tokenizer), template=data.template)
     found = sources.jsonl_documents(path, data)
@@ -419,8 +457,10 @@ def test_chats_as_people_have_them_are_those_of_transformers(tmp_path, tokenizer
         answers = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
         mask &= np.isin(number, [answers.index(i) for i in at])
         assert counted(offsets, document.answers.spans).tolist() == mask.tolist()
-        assert document.answers.num_bytes == np.count_nonzero(ids[mask > 0] < 256)
-        assert not document.answers.unread
+        contents = document.answers.contents
+        wanted_bytes = np.count_nonzero(ids[mask > 0] < 256)
+        assert num_bytes(document.text, contents, len(document.text)) == wanted_bytes
+        assert document.answers.unread == ({"text"} if "text" in row else set())
 
 
 @pytest.mark.parametrize(
@@ -512,3 +552,98 @@ def test_a_text_that_ends_by_the_end_of_text_gets_no_second_one(tmp_path, tokeni
     corpus = load(path, tokenizer, text_column="completion", sequence_length=40)
     packed = corpus.tokenizer.decode(np.asarray(corpus.rows).reshape(-1))
     assert packed.startswith(f"yes 0{IM[1]}yes 1{IM[1]}") and 2 * IM[1] not in packed
+
+
+# -- Ends of answers, long chats, and rows that are no chats -----------------------------------
+
+ENDS = {  # a template's turns; the texts that count, and the word of the header
+    "marks without the end": (
+        "{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n",
+        f"!{IM[1]}",
+        "258 ids\n",
+    ),
+    "the next role's": (
+        "{% if m.role == 'user' %}<|im_start|>{% endif %}{{ m.content }}"
+        "{% if m.role == 'user' %}A: {% endif %}",
+        f"!{IM[0]}",
+        "answers end by <|im_start|>, where the model does not stop yet: the export's",
+    ),
+    "none": (
+        "{{ m.role }}: {{ m.content }}\n",
+        "!\n",
+        "; the model will not learn to stop, because the template writes no special token behind"
+        " answers; set data.template to a file that writes <|im_end|> there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_an_answer_counts_whoever_writes_it_or_is_said_to_be_missing(
+    tmp_path, tokenizer, name
+):
+    turn, counts, line = ENDS[name]
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        f"{{% for m in messages %}}{turn}{{% endfor %}}"
+        + "{% if add_generation_prompt %}assistant: {% endif %}" * ("m.role }}" in turn)
+    )
+    chats = [{"messages": turns(str(n), "!", "?", "!")} for n in range(60)]
+    path = write_documents(tmp_path, chats)
+    corpus = load(path, tokenizer, template=str(template), sequence_length=99)
+    found = [corpus.tokenizer.decode(answers) for _, answers in chats_in(corpus)]
+    assert found == [2 * counts] * 60
+    assert line in corpus.describe()
+
+
+@pytest.mark.parametrize(("length", "most"), [(10_000, 20), (60, 4)])
+def test_a_long_chat_is_rendered_in_linear_time_and_no_further_than_its_row(
+    tokenizer, length, most
+):
+    loaded = load_tokenizer(str(tokenizer))
+    sizes = []
+
+    def render(turns, *rest):
+        sizes.append(len(turns))
+        return loaded.render(turns, *rest)
+
+    chat = turns(*(f"{n}" for n in range(400)))
+    counting = dataclasses.replace(loaded, render=render)
+    data = settings_of("", tokenizer, sequence_length=length).data
+    text, answers = read({"messages": chat}, "row", data, counting)
+    assert sum(sizes) < most * len(chat)
+    if length == 10_000:
+        expected_text = "".join(f"{n}{IM[1]}" for n in range(1, 400, 2))
+        assert "".join(text[start:end] for start, end in answers.spans) == expected_text
+
+
+def test_bits_per_byte_are_of_the_part_of_an_answer_that_the_row_holds(tmp_path, tokenizer):
+    chats = [turns(f"{n}?", "x" * 203) for n in range(40)]
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats])
+    corpus = load(path, tokenizer, sequence_length=64)
+    assert corpus.tokens_per_byte == 1  # the end of the answer is cut off
+    corpus = load(path, tokenizer, sequence_length=400)
+    assert corpus.tokens_per_byte == pytest.approx(204 / 203)
+
+
+def test_a_text_names_the_columns_that_are_not_read(tmp_path, tokenizer):
+    rows_of = [{"text": f"{n}" * 60, "url": "a", "id": n, "none": None} for n in range(90)]
+    for name, source in WRITERS.items():
+        path = source(tmp_path, rows_of)
+        corpus = load(path, tokenizer, source=name, text_column="text", sequence_length=32)
+        assert "\nnot read: id, url\n" in corpus.describe().replace("id, none, url", "id, url")
+
+
+def test_preferences_are_refused_as_such(tmp_path, tokenizer):
+    row = {"prompt": "?", "chosen": "yes", "rejected": "no"}
+    path = write_documents(tmp_path, [row] * 9)
+    with pytest.raises(DataError, match=r"docs.jsonl:1: preferences .*; rename 'chosen' to"):
+        load(path, tokenizer, text_column="text")
+
+
+def test_too_few_chats_to_hold_out_say_that_they_were_cut(tmp_path, tokenizer):
+    chats = [turns(f"{n}?", "x" * 203) for n in range(9)]
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats])
+    message = "9 chats are longer than a row and were cut; a chat gives at most one row"
+    with pytest.raises(DataError, match=f"have 1 row of 65 tokens to hold out.*{message}"):
+        load(path, tokenizer, sequence_length=64, heldout_frac=0.1)

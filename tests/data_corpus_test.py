@@ -181,7 +181,7 @@ def test_too_little_text_to_split_is_a_data_error(tmp_path, texts, message):
             "have 10 rows .*need 11, a batch of 1 for each",
         ),
         (1000, dict(sequence_length=400), "have 0 rows of 401 tokens to train on.*need 1"),
-        (500, dict(sequence_length=300, num_streams=1), "heldout_path=.*have 1 rows of 301 tokens"),
+        (500, dict(sequence_length=300, num_streams=1), "heldout_path=.*have 1 row of 301 tokens"),
     ],
 )
 def test_too_few_rows_is_a_data_error(tmp_path, num_chars, changes, message):

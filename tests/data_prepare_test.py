@@ -343,7 +343,7 @@ DAMAGE = {
     ),
     "other type": (other_type, "int16 of shape"),
     "huge": (huge, r"train\.npy: "),
-    "format": (other_format, "format 1, need 5; prepare the data again"),
+    "format": (other_format, "format 1, need 6; prepare the data again"),
     "an id": (strange_id, "token id 257"),
 }
 

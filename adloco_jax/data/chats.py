@@ -1,30 +1,43 @@
 """Chats: check their turns, render them by a template, and find the answers in the text."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from adloco_jax.data.tokenizers import Tokenizer
-from adloco_jax.errors import ConfigError, DataError, reason
+from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.settings import DataSettings
 
 Turn: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, and the one behind it
 
+# Columns that are read beside those that data.text_column names.
+BESIDE = ("tools", "label", "system", "input")
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's
+_ROLES |= {"function_call": "assistant", "observation": "tool"}  # LLaMA-Factory's
 _ANSWER = "an answer that is not empty; mend it, or set data.skip_bad"
-_ASKED: Turn = {"role": "user", "content": "\ue000"}  # a question that no chat has
+_PYTHON_TURNS = re.compile(r"""\s*\[\s*\{\s*'(role|from|content|value)'""")
+# Characters that no chat has, from Unicode's area for private use: a question, and a mark.
+_ASKED: Turn = {"role": "user", "content": "\ue000"}
+_MARK = "\ue001"
+_MAX_END_CHARS = 100  # of white space and the name of a special token behind an answer
+# An answer among the first turns is found by rendering all turns before it. For all answers of a
+# long chat this would take quadratic time.
+_FIRST_TURNS = 8
 
 
 class Answers(NamedTuple):
-    """The parts of a chat's text that count.
+    """The parts of a chat's text that count, and the text's tokens.
 
     Attributes:
       spans: The parts, in order.
-      num_bytes: Number of UTF-8 bytes of these parts, without the ends of answers.
+      contents: The same parts without the ends of answers.
+      ids: The ids of the whole text, int32 [N].
+      offsets: Each token's first character and the one behind, [N, 2].
       only_last: Whether earlier answers do not count, because the template changes them later.
       is_rejected: Whether nothing counts because the row's `label` is false, as KTO's.
       unread: Names of columns, and of fields of turns, that neither this module nor the template
@@ -32,10 +45,21 @@ class Answers(NamedTuple):
     """
 
     spans: Sequence[Span] = ()
-    num_bytes: int = 0
+    contents: Sequence[Span] = ()
+    ids: np.ndarray = np.empty(0, np.int32)
+    offsets: np.ndarray = np.empty((0, 2), np.int64)
     only_last: bool = False
     is_rejected: bool = False
     unread: frozenset[str] = frozenset()
+
+
+class _Chat(NamedTuple):
+    """What a template renders; `answers` are the indices of the turns that count."""
+
+    where: str
+    turns: list[Turn]
+    answers: list[int]
+    tools: list | None
 
 
 def read(
@@ -44,54 +68,77 @@ def read(
     """Return the text of a chat, and its answers, from the columns that `data` names.
 
     They are one column of turns, or `prompt` and `completion`, of which only the latter's answers
-    count; if both are text, the end of text closes it. Turns of `weight` 0 do not count.
+    count; if both are text, the end of text closes it. `instruction` and `output` are a question
+    and its answer. Turns of `weight` 0 do not count, nor do answers behind the end of a row.
 
     Raises:
       DataError: If a turn is malformed or has an unknown role, an answer is empty, or the template
         refuses the chat.
       ConfigError: If there is no template.
     """
-    names, end = data.text_column.split("+"), tokenizer.decode([tokenizer.eot_id])
+    names = data.text_column.split("+")
+    columns = _columns(row, names, where)
+    end = tokenizer.decode([tokenizer.eot_id])
     ends = [end, *(tokenizer.decode([i]) for i in (*tokenizer.ends, *tokenizer.turn_end))]
-    columns, label = [row[name] for name in names], _as_bool(row.get("label"))
-    if all(map(_is_chat, parsed := [*map(_parsed, columns)])):
-        columns = parsed
-    tools = row.get("tools") if tokenizer.reads("tools") else None
-    known = {*names, *["tools"] * bool(tools), *["label"] * (label is not None)}
-    unread = {name for name, value in row.items() if value is not None} - known
-    _require(None not in columns, f"{where}: {data.text_column!r}", columns, "text or turns")
-    if len(names) == 2 and all(isinstance(column, str) for column in columns):
+    column = f"{where}: {data.text_column!r}"
+    label = _as_bool(row.get("label"))
+    only_last = False
+    known = {*names}
+    if label is not None:
+        known.add("label")
+
+    if names == ["prompt", "completion"] and all(isinstance(text, str) for text in columns):
         prompt, completion = columns
         bare = without_end(completion, ends)
         _require(bare.strip(), f"{where}: {names[1]!r}", completion, _ANSWER)
-        text = prompt + without_end(completion, [end]) + end
-        answers = Answers([(len(prompt), len(text))], num_bytes(bare))
+        text = require_text(prompt + without_end(completion, [end]) + end, column)
+        ids, offsets = tokenizer.encode_aligned(text)
+        spans = [(len(prompt), len(text))]
+        unread = set()
     elif tokenizer.render is None:
         need = "the tokenizer has no chat template; set data.template to a file with one"
         raise ConfigError(f"{where}: {need}")
     else:
-        parts = [
-            _turns(column, f"{where}: {name!r}", tokenizer, ends)
-            for name, column in zip(names, columns, strict=True)
-        ]
-        turns, start = sum(parts, []), len(parts[0]) if len(parts) == 2 else 0
-        at = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= start]
-        at = [i for i in at if turns[i].get("weight", 1)]
-        turns = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
-        unread |= {f"{k} of turns" for turn in turns for k in turn if not tokenizer.reads(k)}
-        tools = _objects(_parsed(tools), f"{where}: 'tools'") if tools else None
+        chat, beside = _chat(row, names, columns, where, tokenizer, ends)
+        known |= beside
+        unread = {
+            f"{field} of turns"
+            for turn in chat.turns
+            for field in turn
+            if not tokenizer.reads(field)
+        }
         try:
-            text, spans, only_last = _rendered(turns, at, tools, tokenizer)
+            text = require_text(_text(chat, tokenizer, ends), column)
+            ids, offsets = tokenizer.encode_aligned(text)
+            is_longer = len(ids) > data.sequence_length + 1
+            limit = int(offsets[data.sequence_length, 1]) if is_longer else len(text)
+            spans, only_last = _spans(text, chat, limit, tokenizer)
+        except UserError:
+            raise
         except Exception as error:  # deliberately broad, because templates are programs
             why = f"the chat template refuses it ({reason(error, 200)})"
-            raise DataError(f"{where}: {error if isinstance(error, DataError) else why}") from error
-        size = sum(num_bytes(without_end(text[a:b], ends)) for a, b in spans)
-        answers = Answers(spans, size, only_last)
+            raise DataError(f"{where}: {why}") from error
+        spans = [_with_end(text, span, ends) for span in spans]
+
+    contents = [(a, a + len(without_end(text[a:b], ends))) for a, b in spans]
     if data.loss == "all":
-        answers = Answers([(0, len(text))], num_bytes(text))
-    if label is False:
-        answers = Answers(is_rejected=True)
-    return text, answers._replace(unread=frozenset(unread))
+        spans = contents = [(0, len(text))]
+        only_last = False
+    is_rejected = label is False
+    if is_rejected:
+        spans = contents = []
+        only_last = False
+    unread |= {name for name, value in row.items() if value is not None} - known
+    return text, Answers(spans, contents, ids, offsets, only_last, is_rejected, frozenset(unread))
+
+
+def require_text(text: Any, where: str) -> str:
+    """Refuse what is no Unicode text: of JSON, half of a surrogate pair; of a cut file, NULs."""
+    bad = re.search("[\0\ud800-\udfff]", text) if isinstance(text, str) else None
+    if bad or not isinstance(text, str):
+        have = f"{bad[0]!r} at character {bad.start()}" if bad else f"{text!r:.40}"
+        raise DataError(f"{where}: have {have}, need Unicode text; leave it out")
+    return text
 
 
 def without_end(text: str, ends: Collection[str]) -> str:
@@ -101,12 +148,74 @@ def without_end(text: str, ends: Collection[str]) -> str:
     return text
 
 
-def num_bytes(text: str) -> int:
-    """Return the length of a text in UTF-8; it may have half of a surrogate pair."""
-    return len(text.encode(errors="replace"))
+def num_bytes(text: str, contents: Iterable[Span], limit: int) -> int:
+    """Return the UTF-8 bytes of the parts of a text that lie before the character `limit`."""
+    return sum(len(text[start : min(end, limit)].encode()) for start, end in contents)
 
 
 # -- Rows and turns --------------------------------------------------------------------------
+
+
+def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[Any]:
+    """Return the columns of a chat; turns that are JSON text, or its only column, as lists."""
+    columns = [row[name] for name in names]
+    _require(None not in columns, f"{where}: {'+'.join(names)!r}", columns, "text or turns")
+    for name, column in zip(names, columns, strict=True):
+        if isinstance(column, str) and _PYTHON_TURNS.match(column):
+            need = "turns as JSON (json.dumps writes it, str does not)"
+            _require(False, f"{where}: {name!r}", column, need)
+    parsed = [_parsed(column) for column in columns]
+    return parsed if all(map(is_chat, parsed)) else columns
+
+
+def _chat(
+    row: Mapping[str, Any],
+    names: Sequence[str],
+    columns: Sequence[Any],
+    where: str,
+    tokenizer: Tokenizer,
+    ends: Collection[str],
+) -> tuple[_Chat, set[str]]:
+    """Return the chat of a row, and the names of the columns beside `names` that it has."""
+    beside, columns = set(), list(columns)
+    if names == ["instruction", "output"]:  # Alpaca's
+        asked = row.get("input")
+        _require(isinstance(asked, str | None), f"{where}: 'input'", asked, "text")
+        question = require_text(columns[0], f"{where}: {names[0]!r}")
+        if asked is not None:
+            beside.add("input")
+        if asked:
+            question += "\n" + asked
+        columns[0] = [{"role": "user", "content": question}]
+        columns[1] = [{"role": "assistant", "content": columns[1]}]
+
+    parts = [
+        _turns(column, f"{where}: {name!r}", tokenizer, ends)
+        for name, column in zip(names, columns, strict=True)
+    ]
+    turns = sum(parts, [])
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if len(parts) == 2:
+        answers = [i for i in answers if i >= len(parts[0])]
+    answers = [i for i in answers if turns[i].get("weight", 1)]
+    turns = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
+
+    system = row.get("system")
+    if system and turns[0]["role"] != "system":  # LLaMA-Factory's
+        _require(isinstance(system, str), f"{where}: 'system'", system, "text")
+        turns.insert(0, {"role": "system", "content": system})
+        answers = [i + 1 for i in answers]
+        beside.add("system")
+
+    tools = row.get("tools")
+    if tools and tokenizer.reads("tools"):
+        beside.add("tools")
+        tools = _objects(_parsed(tools), f"{where}: 'tools'")
+        if names == ["conversations"]:  # LLaMA-Factory's are functions alone
+            tools = [_with_type(tool) for tool in tools]
+    else:
+        tools = None
+    return _Chat(where, turns, answers, tools), beside
 
 
 def _parsed(value: Any) -> Any:
@@ -119,7 +228,8 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Say whether a value is a list of objects with a role."""
     turns = value if isinstance(value, list) else [None]
     return all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
 
@@ -148,19 +258,25 @@ def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) 
 
 
 def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
+    """Check a turn, and return it as templates read it: ShareGPT's names and parts replaced."""
     _require(isinstance(given, dict), at, given, "an object with 'role' and 'content'")
     turn = {key: value for key, value in given.items() if value is not None}
     for other, key in (("from", "role"), ("value", "content")):  # ShareGPT's
         if other in turn and key not in turn:
             turn[key] = turn.pop(other)
-    role, weight, parts = turn.get("role"), turn.get("weight", 1), turn.get("content")
+    role, weight = turn.get("role"), turn.get("weight", 1)
     known = isinstance(role, str) and role in _ROLES
     _require(known, at, given, f"a role, one of {', '.join(_ROLES)}")
     _require(weight in (0, 1), at, given, "a weight of 0 or 1")
     turn["role"] = _ROLES[str(role)]
+    if role == "function_call":  # its content is the calls, as JSON
+        calls = _objects(_parsed(turn.pop("content", None)), f"{at}: a function_call")
+        turn["tool_calls"] = [_with_type(call) for call in calls]
     if "tool_calls" in turn:
         turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}: 'tool_calls'")
+
     calls = turn.get("tool_calls") if tokenizer.reads("tool_calls") else None
+    parts = turn.get("content")
     if isinstance(parts, list):
         texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
         is_text = all(isinstance(text, str) for text in texts)
@@ -189,63 +305,157 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
+def _with_type(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a function, or a call of one, as templates expect it: named as a function."""
+    if "function" in function:
+        return function
+    return {"type": "function", "function": function}
+
+
 # -- Answers ---------------------------------------------------------------------------------
 
 
-def _rendered(
-    turns: list[Turn], at: list[int], tools: list | None, tokenizer: Tokenizer
-) -> tuple[str, list[Span], bool]:
-    """Return a chat's text, and its parts that the turns at the indices `at` have written.
+def _text(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
+    """Render a chat; add the end of its last answer if the template lets the next role write it."""
+    assert tokenizer.render is not None
+    text = tokenizer.render(chat.turns, False, chat.tools)
+    is_answer = chat.turns[-1]["role"] == "assistant"
+    if is_answer and tokenizer.turn_end and without_end(text, ends) == text:
+        text += tokenizer.decode(tokenizer.turn_end)
+    return text
+
+
+def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[list[Span], bool]:
+    """Return the parts of a chat's text that its answers have written.
 
     The template marks these parts. If not, a turn's part is what the template writes behind the
     start of an answer if this turn is the last. If it writes one of them otherwise once others
-    follow, only the last answer is returned, and True.
+    follow, only the last answer is returned, and True. Answers are sought up to the first that
+    begins behind the character `limit`.
     """
-    render = tokenizer.render
-    assert render is not None
-    text = render(turns, False, tools)
-    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     if tokenizer.mark:
-        marks = tokenizer.mark(turns, tools)
-        if len(marks) != len(answers) and at != answers:
-            raise DataError(
-                f"the chat template marks {len(marks)} parts of {len(answers)} turns of the"
-                " assistant, so it is not known which to leave out"
-            )
-        chosen = (
-            marks
-            if at == answers
-            else [mark for i, mark in zip(answers, marks, strict=True) if i in at]
+        return _marked(chat, tokenizer), False
+    contents = None
+    if len(chat.turns) > _FIRST_TURNS:
+        contents = _ends_of_contents(text, chat, tokenizer)
+    spans = []
+    for i in chat.answers:
+        span = None
+        if contents and i >= _FIRST_TURNS:
+            span = _written_after_question(text, chat, i, contents, tokenizer)
+        if span is None:
+            span = _written(text, chat, i, tokenizer)
+        if span is None:
+            last = _written(text, chat, chat.answers[-1], tokenizer)
+            if last is None and chat.answers[-1] == len(chat.turns) - 1:
+                need = "starts an answer otherwise than it writes the last one; set data.template"
+                raise DataError(f"{chat.where}: the chat template {need} to another file")
+            return [last] if last else [], True
+        if span[0] >= limit:
+            break
+        spans.append(span)
+    return spans, False
+
+
+def _marked(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
+    """Return the parts that the template marks, of the turns that count."""
+    assert tokenizer.mark is not None
+    marks = tokenizer.mark(chat.turns, chat.tools)
+    turns = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+    if chat.answers == turns:
+        return marks
+    if len(marks) != len(turns):
+        raise DataError(
+            f"{chat.where}: the chat template marks {len(marks)} parts of {len(turns)} turns of the"
+            " assistant, so it is not known which to leave out"
         )
-        return text, chosen, False
-    spans = [_written(text, turns, i, tools, tokenizer) for i in at]
-    if spans and spans[-1] is None and at[-1] == len(turns) - 1:
-        need = "starts an answer otherwise than it writes the last one; set data.template"
-        raise DataError(f"the chat template {need} to another file")
-    if None in spans:
-        return text, [span for span in spans[-1:] if span], True
-    return text, [span for span in spans if span], False
+    return [mark for i, mark in zip(turns, marks, strict=True) if i in chat.answers]
 
 
-def _written(
-    text: str, turns: list[Turn], i: int, tools: list | None, tokenizer: Tokenizer
-) -> Span | None:
+def _written(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | None:
     """Find in a chat's text what the turn at index `i` has written; None if it is changed later."""
     render = tokenizer.render
     assert render is not None
     asked = [] if i else [_ASKED]  # before the first turn, because there may be no empty chat
-    before = render([*asked, *turns[:i]], True, tools)
-    whole = render([*asked, *turns[: i + 1]], False, tools)
+    before = render([*asked, *chat.turns[:i]], True, chat.tools)
+    whole = render([*asked, *chat.turns[: i + 1]], False, chat.tools)
     written = _without_space(whole.removeprefix(before), tokenizer)
     start = len(before) if i else max(0, text.find(written))
     is_same = text.startswith(written, start) and (text.startswith(before) or not i)
     return (start, start + len(written)) if is_same and whole.startswith(before) else None
 
 
+def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int] | None:
+    """Return the character of a chat's text at which each turn's content ends.
+
+    A mark at the end of each content shows it. None if the template then writes another text. A
+    turn without content has the end of the turn before.
+    """
+    assert tokenizer.render is not None
+    marked, has_mark = [], []
+    for turn in chat.turns:
+        content = turn.get("content") or ""
+        bare = content.rstrip()  # templates may leave out the space at the end
+        has_mark.append(bare != "")
+        if bare:
+            turn = turn | {"content": bare + _MARK + content[len(bare) :]}
+        marked.append(turn)
+    pieces = tokenizer.render(marked, False, chat.tools).split(_MARK)
+    if not text.startswith("".join(pieces)) or len(pieces) != sum(has_mark) + 1:
+        return None
+    ends, end, found = [], 0, iter(pieces)
+    for is_marked in has_mark:
+        if is_marked:
+            end += len(next(found))
+        ends.append(end)
+    return ends
+
+
+def _written_after_question(
+    text: str, chat: _Chat, i: int, contents: Sequence[int], tokenizer: Tokenizer
+) -> Span | None:
+    """Find what the turn at index `i` has written, by rendering it behind the turn before alone.
+
+    None if it does not stand so between the contents of the turns around it, which end at the
+    characters `contents`.
+    """
+    render = tokenizer.render
+    assert render is not None
+    question = chat.turns[i - 1 : i]
+    if question[0]["role"] != "user":
+        question = [_ASKED, *question]
+    try:
+        before = render(question, True, chat.tools)
+        whole = render([*question, chat.turns[i]], False, chat.tools)
+        start_of_answer = before.removeprefix(render(question, False, chat.tools))
+    except Exception:  # deliberately broad, because templates are programs
+        return None
+    if not whole.startswith(before) or start_of_answer == before:
+        return None
+    written = _without_space(whole.removeprefix(before), tokenizer)
+    stop = contents[i + 1] if i + 1 < len(contents) else len(text)
+    found = text.find(start_of_answer + written, contents[i - 1], stop)
+    start = found + len(start_of_answer)
+    if found < 0 or start > contents[i]:
+        return None
+    return start, start + len(written)
+
+
 def _without_space(written: str, tokenizer: Tokenizer) -> str:
     """Return an answer without the white space behind a token that ends it."""
     text = written.rstrip()
     return text if text.endswith(tokenizer.special) else written
+
+
+def _with_end(text: str, span: Span, ends: Collection[str]) -> Span:
+    """Return a part of a text with the end of the answer behind it, whoever has written it."""
+    start, stop = span
+    written = text[start:stop]
+    if without_end(written, ends) != written:
+        return span
+    rest = text[stop : stop + _MAX_END_CHARS]
+    end = next((end for end in ends if end and rest.lstrip().startswith(end)), "")
+    return (start, stop + rest.index(end) + len(end)) if end else span
 
 
 def counted(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

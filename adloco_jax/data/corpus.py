@@ -138,7 +138,11 @@ class Corpus:
             )
         if ids & {*end, *ends}:
             return ""
-        return "; answers end by no special token, so the model will not stop: set data.template"
+        eot = self.tokenizer.decode([self.tokenizer.eot_id])
+        return (
+            "; the model will not learn to stop, because the template writes no special token"
+            f" behind answers; set data.template to a file that writes {eot} there"
+        )
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
@@ -362,7 +366,7 @@ def column_of_texts(data: DataSettings) -> str:
         except hub.Unreachable:
             made = _rows_made(lambda request: request["path"] == data.path)
             return made[0].request["text_column"] if made else "text"
-    names = ("text", *CHATS)
+    names = (*CHATS, "text")
     return next((name for name in names if {*name.split("+")} <= {*columns}), "text")
 
 

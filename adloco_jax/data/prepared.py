@@ -18,7 +18,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import DataSettings
 
 MANIFEST = "prepared.json"
-FORMAT = 5
+FORMAT = 6
 ARRAYS = ("train.npy", "heldout.npy", "train.starts.npy", "heldout.starts.npy")
 ARRAYS += ("train.answers.npy", "heldout.answers.npy")
 """Rows to train on and held-out rows; for packed rows `DocumentRows.starts`, and for chats

@@ -24,7 +24,7 @@ from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, counted
 from adloco_jax.settings import DataSettings
 
 # Most held-out rows measure reported losses; guard rows decide about merges.
@@ -258,21 +258,28 @@ def _is_enough(job: Job, found: _Tokenised, side: int) -> bool:
 
 
 def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise documents; return the tokens to keep (`_TOKEN`), and a `_DOCUMENT` for each."""
+    """Tokenise documents; return the tokens to keep (`_TOKEN`), and a `_DOCUMENT` for each.
+
+    A chat is cut to the length of a row, and to nothing if then no token counts.
+    """
     texts, encoder = [document.text for document in documents], job.encoder
     answers = [document.answers for document in documents]
     about = np.zeros(len(texts), _DOCUMENT)
-    if job.data.is_chat:  # cut to the length of a row, to nothing if no token counts
-        aligned = [encoder.encode_aligned(text) for text in texts]
-        ids = [chat for chat, _ in aligned]
-        marks = [
-            chats.counted(offsets, parts.spans)[: job.row_length]
-            for (_, offsets), parts in zip(aligned, answers, strict=True)
-        ]
-        marks = [mark if mark.any() else mark[:0] for mark in marks]
-        pieces = [chat[: len(mark)] for chat, mark in zip(ids, marks, strict=True)]
-        about["num_bytes"] = [parts.num_bytes for parts in answers]
-        about["cut"] = [0 < len(p) < len(chat) for p, chat in zip(pieces, ids, strict=True)]
+    if job.data.is_chat:
+        ids = [chat.ids for chat in answers]
+        pieces, marks = [], []
+        for index, (text, chat) in enumerate(zip(texts, answers, strict=True)):
+            mark = chats.counted(chat.offsets, chat.spans)[: job.row_length]
+            if not mark.any():
+                mark = mark[:0]
+            piece = chat.ids[: len(mark)]
+            if len(piece):
+                is_cut = len(piece) < len(chat.ids)
+                limit = int(chat.offsets[len(piece) - 1, 1]) if is_cut else len(text)
+                about["cut"][index] = is_cut
+                about["num_bytes"][index] = chats.num_bytes(text, chat.contents, limit)
+            pieces.append(piece)
+            marks.append(mark)
     else:
         ids = encoder.encode_batch(texts)
         pieces = [np.append(i, np.int32(encoder.eot_id)) for i in ids]
@@ -348,14 +355,22 @@ def _write_folder(job: Job, found: _Tokenised, folder: Path) -> Manifest:
     names = prepared.ARRAYS[: 6 if job.data.is_chat else 4 if is_packed else 2]
     paths = [folder / name for name in names]
     shapes = (_write_packed if is_packed else _write_labelled)(job, found, paths, masks)
-    unread = f" and {dropped + rejected} chats without an answer" * bool(dropped + rejected)
-    unread += " within data.sequence_length" * bool(dropped)
+    left_out = f"({copies} copies of held-out ones"
+    if dropped + rejected:
+        left_out += f" and {dropped + rejected} chats without an answer"
+    if dropped:
+        left_out += " within data.sequence_length"
+    left_out += " are left out)"
+    num_cut = int(about["cut"].sum())
+    if num_cut:
+        left_out += f"; {counted(num_cut, 'chat')} are longer than a row and were cut; a chat gives"
+        left_out += " at most one row"
     for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
         if have[0] < least:
             raise DataError(
-                f"{job.where[side]}: too little text: have {have[0]} rows of {have[1]} tokens to"
-                f" {('train on', 'hold out')[side]}, in {masks[side].sum()} of {len(about)}"
-                f" documents ({copies} copies of held-out ones{unread} are left out), need {least};"
+                f"{job.where[side]}: too little text: have {counted(have[0], 'row')} of {have[1]}"
+                f" tokens to {('train on', 'hold out')[side]}, in {masks[side].sum()} of"
+                f" {len(about)} documents {left_out}, need {least};"
                 " give more text or documents, another data.heldout_frac, separate held-out text"
                 " (data.heldout_path), or a smaller data.sequence_length"
             )

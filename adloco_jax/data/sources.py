@@ -160,25 +160,17 @@ def _document(
     if isinstance(row, DataError):
         raise row
     require_columns(row.columns, _used(data), row.where)
-    text, answers = row.columns.get(data.text_column), chats.Answers()
     if data.is_chat:
         text, answers = chats.read(row.columns, row.where, data, tokenizer)
         answers = answers._replace(unread=answers.unread.union(row.unread))
-    text = _require_text(text, f"{row.where}: {data.text_column!r}")
+        return Document(text, answers=answers)
+    text = chats.require_text(row.columns[data.text_column], f"{row.where}: {data.text_column!r}")
+    given = {name for name, value in row.columns.items() if value is not None}
+    answers = chats.Answers(unread=frozenset(given.union(row.unread) - _used(data).keys()))
     if num_classes is not None:
-        return Document(text, _label(row, text, data, num_classes))
-    if not data.is_chat:  # a chat's template closes it
-        text = chats.without_end(text, [tokenizer.decode([tokenizer.eot_id])])
+        return Document(text, _label(row, text, data, num_classes), answers)
+    text = chats.without_end(text, [tokenizer.decode([tokenizer.eot_id])])
     return Document(text, answers=answers)
-
-
-def _require_text(text: Any, where: str) -> str:
-    """Refuse what is no Unicode text: of JSON, half of a surrogate pair; of a cut file, NULs."""
-    bad = re.search("[\0\ud800-\udfff]", text) if isinstance(text, str) else None
-    if bad or not isinstance(text, str):
-        have = f"{bad[0]!r} at character {bad.start()}" if bad else f"{text!r:.40}"
-        raise DataError(f"{where}: have {have}, need Unicode text; leave it out")
-    return text
 
 
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
@@ -194,6 +186,14 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
 def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: str) -> None:
     """Raise DataError if a table lacks a column, or has it twice; `wanted` maps them to keys."""
     columns = list(columns)
+    missing = wanted.keys() - columns
+    if missing and {"chosen", "rejected"} <= {*columns}:
+        need = "rename 'chosen' to 'messages', or beside 'prompt' to 'completion'"
+        raise MissingColumn(
+            f"{where}: preferences (chosen, rejected), from which no method here learns; {need}, to"
+            " train on the chosen answers",
+            columns,
+        )
     for column, key in wanted.items():
         if (count := columns.count(column)) != 1:
             likely = (*CHATS, *_TEXTS) if key == "text_column" else ()
@@ -352,11 +352,10 @@ def _used(data: DataSettings) -> dict[str, str]:
 
 
 def _read_columns(names: Sequence[str], data: DataSettings, where: str) -> tuple[list, list]:
-    """Return the columns of a table to read, and of chats the others."""
+    """Return the columns of a table to read, and the others."""
     require_columns(names, used := _used(data), where)
-    if not data.is_chat:
-        return [*used], []
-    used |= dict.fromkeys(name for name in ("tools", "label") if name in names)
+    if data.is_chat:
+        used |= dict.fromkeys(name for name in chats.BESIDE if name in names)
     return [*used], [name for name in names if name not in used]
 
 
@@ -368,7 +367,7 @@ def read_text(file: Path) -> str:
     """
     with _faults(file), _opened(file) as opened:
         text = opened.read().removeprefix(codecs.BOM_UTF8).decode()
-    return _require_text(text, str(file))
+    return chats.require_text(text, str(file))
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
@@ -407,6 +406,8 @@ def _json_row(line: bytes, where: str) -> Record | DataError:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         return DataError(f"{where}: not one JSON object per line ({error})")
+    if isinstance(record, list) and record and chats.is_chat(record):  # nanochat's
+        record = {"messages": record}
     if not isinstance(record, dict):
         return DataError(f"{where}: have a JSON {type(record).__name__}, need one object per line")
     return Record(where, record)

@@ -62,7 +62,7 @@ class Tokenizer:
         what the template writes as today's. None if there is no template.
       mark: `mark(turns, tools)` returns the answers in the text, as first character and the one
         behind, if the template marks them (`{% generation %}`); else None.
-      turn_end: The added token by which it ends an answer, one id or none.
+      turn_end: The added token that ends an answer, whoever writes it: one id or none.
       name: The name in the config, for messages.
     """
 
@@ -302,14 +302,23 @@ def _chats(tokenizer: Any) -> dict[str, Any]:
 
 
 def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
-    """Find the added token that follows an answer when it is rendered."""
+    """Find the added token that follows an answer when it is rendered.
+
+    If the template writes none (GLM's), it is the one with which the next question begins.
+    """
     question, answer = ({"role": r, "content": "xyzzy"} for r in ("user", "assistant"))
     try:
-        end = render([question, answer], False).rpartition("xyzzy")[2].strip()
+        texts = [
+            render([question, answer], False).rpartition("xyzzy")[2],
+            render([question, answer, question], False).split("xyzzy")[2],
+        ]
     except Exception:  # deliberately broad, because templates are programs
         return ()
-    first = tokenizer.encode(end, add_special_tokens=False)[:1]
-    return tuple(i for i in first if i in tokenizer.added_tokens_decoder)
+    for text in texts:
+        first = tokenizer.encode(text.strip(), add_special_tokens=False)[:1]
+        if first and first[0] in tokenizer.added_tokens_decoder:
+            return tuple(first)
+    return ()
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
