@@ -30,7 +30,7 @@ from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-NAMES = "aggregator batch_test merge_policy optimizers radial round_length transport".split()
+NAMES = "aggregator batch_test heloco merge_policy optimizers radial round_length transport".split()
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,49 @@ def test_an_example_trains(name, tmp_path):
         (merge,) = (e for e in events if e["event"] == "merge")
         # the best is the representative
         assert merge["loss_before"] == sorted(merge["loss_before"])
+
+
+def heloco_by_hand(update, past, momentum):
+    """One tensor's corrected update by HeLoCo's formula, in float64, from the sum of the past."""
+    ahead = (1 - momentum) * past
+    if not ahead.any():
+        return update
+    length, other = np.linalg.norm(update), np.linalg.norm(ahead)
+    u, v = update / length, ahead / other
+    cosine, confidence = u.ravel() @ v.ravel(), length / (length + other)
+    if cosine >= 0.5:
+        return update
+    if cosine < 0:
+        return update - min(-cosine * confidence, 1) * cosine * length * v
+    turned = min(0.5 * (1 - cosine) * confidence, 1)
+    mixed = (1 - turned) * u + turned * v
+    return length * mixed / np.linalg.norm(mixed)
+
+
+def test_heloco_equals_its_formula_for_each_tensor():
+    """Four rounds with updates along, across and against the momentum; one leaf stacks layers."""
+    load_config(Path(__file__).parents[1] / "examples" / "heloco.py")
+    tx, momentum, rng = OUTER_OPTIMIZERS["heloco"](momentum=0.6), 0.6, np.random.default_rng(0)
+    like = {"embed": np.zeros((3, 4)), "layers": {"kernel": np.zeros((4, 3, 2))}}
+    state, past = tx.init(like), jax.tree.map(np.copy, like)
+    first = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), like)
+    kinds = set()
+    for sign in (1, 0.1, -1, 0.4):
+        update = jax.tree.map(
+            lambda leaf, sign=sign: sign * leaf + rng.normal(size=leaf.shape) / 2, first
+        )
+        moved, state = tx.update(jax.tree.map(np.float32, update), state)
+        tensors = [(update["embed"], past["embed"], moved["embed"])]
+        stacks = (tree["layers"]["kernel"] for tree in (update, past, moved))
+        tensors += zip(*stacks, strict=True)
+        for own, old, ours in tensors:
+            right = heloco_by_hand(own, old, momentum)
+            if old.any():
+                angle = (own * old).sum() / np.linalg.norm(own) / np.linalg.norm(old)
+                kinds.add("against" if angle < 0 else "along" if angle >= 0.5 else "across")
+            old[...] = right + momentum * old  # within `past`
+            np.testing.assert_allclose(ours, -(right + momentum * old), rtol=1e-4, atol=1e-5)
+    assert kinds == {"against", "along", "across"}
 
 
 def test_a_transport_that_nobody_has_added_is_refused_before_the_run(tmp_path):
