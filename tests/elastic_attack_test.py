@@ -193,7 +193,6 @@ def test_the_driver_makes_a_key_that_only_its_user_reads_and_prints_the_command(
     monkeypatch.delenv("ADLOCO_KEY")
     path = tmp_path / "two/learners/key"
     key = find_key(path)
-    path.parent.mkdir(parents=True)
     keep_key(path, key)
     assert find_key(path) == key == path.read_text() and len(bytes.fromhex(key)) == 32
     assert path.stat().st_mode & 0o777 == 0o600

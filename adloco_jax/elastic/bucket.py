@@ -116,8 +116,8 @@ def connected(
     if given.by_fit:
         command = f"adloco_jax.join({address!r}, ...) with ADLOCO_KEY={shown} in the environment"
     invitation = f"to join, on up to {num_learners} machines: {command}"
+    keep_key(folder / "key", key)  # before anything is signed with it
     with driving(store.at(address, key), given, is_over, invitation) as made:
-        keep_key(folder / "key", key)
         yield made
 
 

@@ -40,6 +40,7 @@ def keep_key(path: Path, key: str) -> None:
     """Write a key to the run's folder, for the user alone, unless the environment has it."""
     if given_key() or path.exists():
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "x", encoding="utf-8", opener=lambda name, how: os.open(name, how, 0o600)) as f:
         f.write(key)
 
