@@ -2,15 +2,16 @@
 
 Run it:  python examples/two_sites.py [--svg docs/images/two_sites.svg]
 
-A driver and two learners of the quickstart's model, on this machine. It needs the extra `bucket`,
-takes less than a minute on two idle cores, and ends with the run's report. `--svg` also draws what
-was printed, with its times divided by six.
+A driver and two learners of the quickstart's model, on this machine. It takes about a minute on two
+idle cores, and ends with the run's report. `--svg` also draws what was printed, with its times
+divided by six.
 """
 
 import argparse
 import html
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from adloco_jax.errors import in_bytes
 from adloco_jax.study.curves import read_run
 from adloco_jax.study.summary import totals
 
+SITES = ("A", "B")
 KILLED, BACK, ROUNDS = 3, 5, 12  # rounds: after which a site is killed, and starts again
 OPTIONS = {
     "num_rounds": ROUNDS,
@@ -31,8 +33,8 @@ OPTIONS = {
     "engine.link": "10Mbit/s",
     "engine.heartbeat_s": 4,
 }
-STYLE = """text{font:13px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328;white-space:pre;
-animation:shown .1s backwards}rect{fill:#f6f8fa}@keyframes shown{from{opacity:0}}
+STYLE = """text{font:13px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328;white-space:pre}
+.later{animation:shown .1s backwards}rect{fill:#f6f8fa}@keyframes shown{from{opacity:0}}
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}rect{fill:#161b22}}"""
 
 
@@ -70,12 +72,15 @@ class Demonstration:
 
     def train(self) -> None:
         """Train; kill one site after a round, and start it again after another."""
-        self.say(f"bucket: {self.folder}/bucket   links: {OPTIONS['engine.link']}, int4")
+        self.say(f"Two sites, each with a link of {OPTIONS['engine.link']}, train one model.")
+        self.say(f"They meet in a folder, in place of a bucket: {self.folder}/bucket")
+        self.say("")
         keys = OPTIONS | {"engine.address": f"file://{self.folder}/bucket"}
         words = [f"--config.{key}={value}" for key, value in keys.items()]
         driver = self.start("driver", "train", "diloco", "--workdir", self.run, *words)
-        sites = {"A": self.join("A"), "B": self.join("B")}
-        self.say("$ adloco train diloco ...    $ adloco join ... (site A)    ... (site B)")
+        sites = {site: self.join(site) for site in SITES}
+        self.say("$ adloco train diloco ...")
+        self.say("$ adloco join ... (site A)    $ adloco join ... (site B)")
         self.say("")
         num_told, there = 0, set()
         while driver.poll() is None:
@@ -99,16 +104,30 @@ class Demonstration:
         for site in sites.values():
             site.wait(60)
 
-    def tell(self, event: dict, there: set[int]) -> None:
-        """Print a line about a round, or about a learner that has joined or was lost."""
+    def site_of(self, learner: int) -> str:
+        """The site whose log says last that it joined as this learner of the run."""
+        for site in SITES:
+            joined = re.findall(
+                r"joined as learner (\d+)", (self.folder / f"{site}.log").read_text()
+            )
+            if joined and int(joined[-1]) == learner:
+                return site
+        raise LookupError(f"no site has joined as learner {learner}")
+
+    def tell(self, event: dict, there: set[str]) -> None:
+        """Print a line about a round, or about a site that has joined or was lost."""
         if event["event"] == "learner":
-            number, what, why = event["learner"], event["what"], event["why"]
-            (there.add if what == "joined" else there.discard)(number)
-            self.say(f"      learner {number} {what}{f': {why}' if what == 'lost' else ''}")
+            site, what = self.site_of(event["learner"]), event["what"]
+            if what == "joined":
+                there.add(site)
+                self.say(f"      site {site} joined")
+            else:
+                there.discard(site)
+                self.say(f"      site {site} {what}: {event['why']}")
         if event["event"] == "round":
-            marks = " ".join("●" if number in there else "○" for number in range(2))
+            marks = "  ".join(f"{site} {'●' if site in there else '○'}" for site in SITES)
             self.say(
-                f"round {event['round']:2}  learners {marks}  counted {event['workers_counted']} of"
+                f"round {event['round']:2}  {marks}  counted {event['workers_counted']} of"
                 f" {event['workers']}  loss {event['train_loss']:.2f}  sent"
                 f" {in_bytes(event['wire_bytes']):>9}  {event['step_s']:5.1f} s"
             )
@@ -122,7 +141,7 @@ class Demonstration:
         waited_s = sum(max(e["step_s"] - usual_s, 0.0) for e in rounds[KILLED:])
         self.say("")
         self.say(
-            f"the kill cost {lost} of {found['worker_rounds']} rounds of a learner, and the other"
+            f"the kill cost {lost} of {found['worker_rounds']} rounds of a site, and the other site"
             f" {waited_s:.1f} s of waiting"
         )
         self.say(f"held-out loss {found['loss']:.3f} {found['loss_unit']}")
@@ -136,14 +155,16 @@ class Demonstration:
 
 
 def svg(printed: list[tuple[float, str]], hidden: str) -> str:
-    """Draw lines that appear at a sixth of their times; readers without animation see all."""
-    height = 20 * len(printed) + 16
-    lines = [
-        f'<text x="12" y="{20 * number}" style="animation-delay:{seconds / 6:.2f}s">'
-        f"{html.escape(line.replace(hidden, 'runs'))}</text>"
-        for number, (seconds, line) in enumerate(printed, 1)
-    ]
-    label = "A driver and two learners; one is killed and joins again"
+    """Draw lines that appear at a sixth of their times, the first ones at once.
+
+    Readers without animation see all.
+    """
+    height, lines = 20 * len(printed) + 16, []
+    for number, (seconds, line) in enumerate(printed, 1):
+        shown = html.escape(line.replace(hidden, "runs"))
+        later = f' class="later" style="animation-delay:{seconds / 6:.2f}s"' if seconds > 1 else ""
+        lines.append(f'<text x="12" y="{20 * number}"{later}>{shown}</text>')
+    label = "Two sites train one model; site B is killed and joins again"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" role="img"'

@@ -20,7 +20,10 @@ def test_the_drawing_shows_every_line_in_light_and_dark_without_the_folder_of_th
     drawn = svg([(0.0, "bucket: /home/me/runs/two"), (12.0, "a < b & c")], "/home/me/runs")
     root = ET.fromstring(drawn)
     assert [line.text for line in root.iter(f"{SVG}text")] == ["bucket: runs/two", "a < b & c"]
-    assert "animation-delay:2.00s" in drawn and "prefers-color-scheme:dark" in drawn
+    at_first, later = root.iter(f"{SVG}text")
+    assert "class" not in at_first.attrib and "style" not in at_first.attrib  # in the first frame
+    assert later.attrib["style"] == "animation-delay:2.00s" and later.attrib["class"] == "later"
+    assert "prefers-color-scheme:dark" in drawn
 
 
 def test_the_recording_is_one_of_this_example():
@@ -32,10 +35,10 @@ def test_the_recording_is_one_of_this_example():
 def assert_shown(lines):
     rounds = [line for line in lines if line.startswith("round ")]
     assert [int(line.split()[1]) for line in rounds] == [*range(1, 13)]
-    assert "learners ● ●  counted 2 of 2" in rounds[2] and "counted 1 of 2" in rounds[4]
-    at = [i for i, line in enumerate(lines) if re.search(r"kill -9|learner \d lost|again\)", line)]
-    assert len(at) == 3 and any("joined" in line for line in lines[at[-1] :])
-    assert re.match(r"the kill cost \d+ of 24 rounds of a learner", lines[-3])
+    assert "A ●  B ●  counted 2 of 2" in rounds[2] and "counted 1 of 2" in rounds[4]
+    at = [i for i, line in enumerate(lines) if re.search(r"kill -9|site B lost|again\)", line)]
+    assert len(at) == 3 and any("site B joined" in line for line in lines[at[-1] :])
+    assert re.match(r"the kill cost \d+ of 24 rounds of a site", lines[-3])
 
 
 @pytest.mark.slow
