@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import faulthandler
 import functools
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,16 +17,11 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import completed, validate
 from adloco_jax.core.types import Ensemble, LossFn, described
-from adloco_jax.data.sampling import HeldOut
-from adloco_jax.elastic import bucket_learner
-from adloco_jax.elastic.engine import ElasticEngine
-from adloco_jax.elastic.transport import TRANSPORTS
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
-from adloco_jax.engine.local import LocalEngine, OnCall
 from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.optimizers import Labeller
-from adloco_jax.engine.programs import Programs, use_compilation_cache
+from adloco_jax.engine.programs import use_compilation_cache
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import (
@@ -55,7 +49,7 @@ from adloco_jax.run.attempts import (
 )
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import exclusive, how_to_resume
-from adloco_jax.run.observers import RunEngine
+from adloco_jax.run.join import join as join_run
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
 
@@ -135,7 +129,6 @@ def train(
 
     def put_together() -> Run:
         whole = completed(settings, folder, note=print)
-        check_engine(whole, folder)
         return assemble(whole, here(), folder, trains=True, command=command, **accept)
 
     with processes.only_first_prints():
@@ -220,7 +213,6 @@ def fit(
     settings = check_own(settings, model, corpus)
 
     def put_together() -> Run:
-        check_engine(settings, folder)
         own = {"model": model, "corpus": corpus, "unit": loss_unit}
         return assemble(settings, here(), folder, trains=True, command=command, **own, **accept)
 
@@ -244,7 +236,7 @@ def join(address: str, *, corpus: Rows, loss_fn: LossFn, **others: Any) -> None:
         check_own(settings, model._replace(inner_tx=None, outer_tx=None), corpus)
         return {"model": model, "corpus": corpus}
 
-    bucket_learner.join(address, own={}, parts=parts)
+    join_run(address, own={}, parts=parts)
 
 
 def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
@@ -274,7 +266,7 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
         while True:
             # The newest checkpoint restores everything that a failed round has changed.
             with contextlib.ExitStack() as stack:
-                attempt = begin(run, stack, stop, failures, _make_engine)
+                attempt = begin(run, stack, stop, failures)
                 try:
                     state = _execute(run, attempt, on_round)
                     params, loss = attempt.evaluator.params, attempt.recorder.loss
@@ -295,13 +287,20 @@ def _explaining(run: Run) -> Iterator[None]:
         raise
     except (UserError, OSError, jax.errors.JaxRuntimeError):
         raise
+    except _ErrorOfOnRound as wrapped:  # the caller of `fit` catches its own errors
+        raise wrapped.error from None
     except Exception as error:  # deliberately broad: a user's function may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        if any((frame.filename, frame.name) == (__file__, "call_on_round") for frame in frames):
-            raise  # the caller of `fit` catches its own errors
         if place := own_line(error):
             raise ConfigError(f"{place}: {type(error).__name__}: {reason(error)}") from error
         raise
+
+
+class _ErrorOfOnRound(Exception):
+    """Wraps an error of the caller's `on_round`, so that it is not taken for one of the run."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
 
 
 def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
@@ -315,7 +314,13 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
     lines: deque[dict] = deque()  # another thread writes lines too, on what it compiles
 
     def call_on_round(state: State, _: Boundary) -> None:
-        on_round(state, [lines.popleft() for _ in range(len(lines))])
+        new_lines = [lines.popleft() for _ in range(len(lines))]
+        try:
+            on_round(state, new_lines)
+        except UserError:
+            raise
+        except Exception as error:  # deliberately broad: it is the caller's
+            raise _ErrorOfOnRound(error) from error
 
     observe.append(call_on_round)
     attempt.recorder.ledger.listeners.append(lines.append)
@@ -346,39 +351,3 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
                 f"{error}: the loss of every trainer is not finite; {saved}; try a"
                 " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
             ) from None
-
-
-def check_engine(settings: Settings, folder: Path) -> None:
-    """Raise UserError if there is no such engine, or the learners it needs cannot be reached."""
-    require_known_engine(kind := settings.engine.kind)
-    if kind == "local":
-        return
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
-            " --coordinator, or set engine.kind=local"
-        )
-    TRANSPORTS[kind].check(settings, folder)
-
-
-def require_known_engine(kind: str) -> None:
-    """Raise ConfigError unless `kind` is "local", or names an entry of `TRANSPORTS`."""
-    if kind not in (known := ["local", *TRANSPORTS]):
-        need = f"must be {' or '.join(map(repr, known))}; a config file that adds it is given by"
-        raise ConfigError(f"engine.kind = {kind!r}: {need} --config FILE")
-
-
-def _make_engine(
-    run: Run,
-    programs: Programs,
-    heldout: HeldOut,
-    on_call: OnCall,
-    is_stopped: Callable[[], bool],
-    write: Callable[..., object],
-) -> RunEngine:
-    if run.settings.engine.kind != "local":
-        return ElasticEngine(run, programs, heldout, write)
-    if jax.process_count() > 1:  # they all end the round, as one does not know what others do
-        is_stopped = bool
-    parts = (run.settings, programs.spec, programs, run.corpus, heldout)
-    return LocalEngine(*parts, on_call, is_stopped)

@@ -20,7 +20,7 @@ from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.elastic import bucket_learner, store
+from adloco_jax.elastic import store
 from adloco_jax.elastic.formats import RunDescription, array_bytes
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.model import program_spec
@@ -30,6 +30,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import Adapter, param_shapes, split_adapter, with_adapter
 from adloco_jax.models.llama import next_token_loss, sequence_losses
+from adloco_jax.run.join import join
 from adloco_jax.settings import SIZES as KNOWN
 from adloco_jax.training import train
 
@@ -355,4 +356,4 @@ def test_learners_read_the_base_by_themselves_and_send_the_adapter(
     message = json.loads(path.read_bytes())["message"]
     path.write_bytes(store.to_json(RunDescription(**message | {"base": "other"})))
     with pytest.raises(ConfigError, match="the driver has other base weights than this machine"):
-        bucket_learner.join(there.url, own={"model.init_from": str(weights)})
+        join(there.url, own={"model.init_from": str(weights)})

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import toy
 
-from adloco_jax.elastic.learner import Given, Learner
+from adloco_jax.elastic.learner import Learner, LearnerSetup
 from adloco_jax.engine.model import configured_model, layer_form, program_spec
 from adloco_jax.engine.spec import Machine, here
 
@@ -63,6 +63,6 @@ def test_cudnn_leaves_statistics_of_sharded_models_to_xla(num_shards, test, kern
 def test_a_learner_attends_as_its_own_device_can_not_as_the_drivers():
     settings, gpu = settings_of(), Machine((a_gpu("9.0"),), 2**30)
     spec = program_spec(settings, configured_model(settings, gpu), gpu)
-    learner = Learner(Given(settings, spec, toy.corpus()))
+    learner = Learner(LearnerSetup(settings, spec, toy.corpus()))
     with contextlib.closing(learner.programs):
         assert (spec.attention, learner.spec.attention) == ("cudnn", "xla")

@@ -15,12 +15,12 @@ from adloco_jax import __version__
 from adloco_jax.config import default_config, validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.sampling import interleave, split_heldout
-from adloco_jax.elastic import bucket_learner
 from adloco_jax.elastic.formats import RunDescription
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import DataError
 from adloco_jax.models import hf
+from adloco_jax.run import join
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.study import summary
@@ -210,7 +210,7 @@ def test_a_machine_that_joins_compiles_for_rows_of_the_longest_text(tmp_path):
     corpus = load_corpus(settings, num_classes=2)
     about = {"id": "r", "adloco_jax": __version__, "commit": "", "fingerprint": corpus.fingerprint}
     run = RunDescription(**about, settings=settings.model_dump(mode="json"))
-    given = bucket_learner._given(Mock(), run, {}, accepts=False, parts=None)
+    given = join.learner_setup(Mock(), run, {}, accepts=False, parts=None)
     assert given.spec.row_length == corpus.heldout_rows.shape[1] < 64
 
 

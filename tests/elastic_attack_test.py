@@ -10,10 +10,11 @@ from learners import Here, InBucket, opened
 from toy import settings_of
 from toy_runs import events, lines, run
 
-from adloco_jax.elastic import bucket_learner, store
+from adloco_jax.elastic import store
 from adloco_jax.elastic.formats import DriverHeartbeat, Refused, RunDescription
 from adloco_jax.elastic.signatures import find_key, keep_key
 from adloco_jax.errors import ConfigError
+from adloco_jax.run.join import join
 from probes import runs
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -211,7 +212,7 @@ def test_who_has_no_key_or_another_one_is_told_so(monkeypatch, tmp_path):
     ]:
         monkeypatch.setenv("ADLOCO_KEY", key)
         with pytest.raises(ConfigError, match=why):
-            bucket_learner.join(url, own={})
+            join(url, own={})
     monkeypatch.delenv("ADLOCO_KEY")
     with pytest.raises(ConfigError, match="run.json: .*; delete it if no other run is there, else"):
         run(tmp_path / "run", settings_with(1, kind="bucket", address=url))

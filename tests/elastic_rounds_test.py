@@ -17,11 +17,11 @@ from toy import settings_of
 from toy_runs import GROWING, events, run
 
 from adloco_jax.elastic import engine, learner, store
+from adloco_jax.elastic.formats import USES
 from adloco_jax.engine.memory import Peak
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.host import processes
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.events import USES
 from adloco_jax.run.observers import Evaluator
 from adloco_jax.study import summary
 from probes import runs

@@ -26,12 +26,11 @@ from adloco_jax.elastic import (
     store,
     transport,
 )
-from adloco_jax.elastic.formats import RunDescription, Sign, array_bytes
+from adloco_jax.elastic.formats import USES, RunDescription, Sign, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
 from adloco_jax.elastic.transport import TransportEntry
 from adloco_jax.errors import ResourceError
 from adloco_jax.host import processes
-from adloco_jax.run.events import USES
 
 ROOT = Path(__file__).resolve().parents[1]
 InMemory: Any = runpy.run_path(str(ROOT / "examples" / "transport.py"))["InMemory"]

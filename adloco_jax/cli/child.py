@@ -8,9 +8,9 @@ import threading
 
 from adloco_jax import errors
 from adloco_jax.cli.names import add_entries
-from adloco_jax.elastic.bucket_learner import join
 from adloco_jax.elastic.child import end_with_parent
 from adloco_jax.errors import UserError
+from adloco_jax.run.join import join
 
 
 def main() -> int:

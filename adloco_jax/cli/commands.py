@@ -52,7 +52,7 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 def join(options: argparse.Namespace, command: str) -> None:
     """Train for a run until it is over, or a signal asks to leave."""
-    from adloco_jax.elastic.bucket_learner import OWN, join
+    from adloco_jax.run.join import OWN, join
 
     add_entries(options.config)
     named = {key: vars(options)[f"config.{key}"] for key in OWN}

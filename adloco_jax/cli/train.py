@@ -103,11 +103,11 @@ def plan(options: argparse.Namespace, command: str) -> None:
         return
     _, settings = configure(options)
     _connect(options, needs_folder=False)
-    from adloco_jax import training
+    from adloco_jax.elastic.transport import require_known_engine
     from adloco_jax.host import processes
     from adloco_jax.run import plan as plans
 
-    training.require_known_engine(settings.engine.kind)
+    require_known_engine(settings.engine.kind)
     accept, workdir = options.accept_config_change, options.workdir
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, workdir, note=print))

@@ -46,7 +46,7 @@ from adloco_jax.elastic.formats import (
     said,
 )
 from adloco_jax.elastic.learner import (
-    Given,
+    LearnerSetup,
     Reply,
     pack_state,
     response_form,
@@ -102,7 +102,7 @@ def check_possible(settings: Settings, folder: Path) -> None:
 
 @contextlib.contextmanager
 def connected(
-    address: str, num_learners: int, given: Given, is_over: Callable[[], bool]
+    address: str, num_learners: int, given: LearnerSetup, is_over: Callable[[], bool]
 ) -> Iterator["BucketTransport"]:
     """Become the driver of the run in a bucket, and print the command with which learners join.
 
@@ -124,7 +124,7 @@ def connected(
 @contextlib.contextmanager
 def driving(
     there: Store,
-    given: Given,
+    given: LearnerSetup,
     is_over: Callable[[], bool],
     invitation: str,
     owner: Callable[[RequestId], str] = lambda place: "",
@@ -153,7 +153,7 @@ def driving(
         made.close(is_over=is_over())
 
 
-def _description(bucket: Store, given: Given, path: Path) -> RunDescription:
+def _description(bucket: Store, given: LearnerSetup, path: Path) -> RunDescription:
     """Return `run.json`, which must be of the run that the file at `path` names, or a new one."""
     if (run := _described(bucket, path)) is not None:
         return run
@@ -274,7 +274,7 @@ class BucketTransport:
         self,
         bucket: Store,
         run: RunDescription,
-        given: Given,
+        given: LearnerSetup,
         owner: Callable[[RequestId], str] = lambda place: "",
     ):
         self._store, self._run, self._generation, self._spec = bucket, run, run.driver, given.spec

@@ -1,23 +1,20 @@
-"""A learner that joins a run through a bucket (`elastic.bucket`): `adloco join`."""
+"""A learner that joins a run by itself, through a bucket or by a ticket (`run.join` starts it)."""
 
 import contextlib
-import math
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from adloco_jax import __version__
-from adloco_jax.config import validate
-from adloco_jax.data.formats import Format, with_tuples
+from adloco_jax.data.formats import Format
 from adloco_jax.elastic import store
 from adloco_jax.elastic.bucket import SIGNS, limit
 from adloco_jax.elastic.direct import Remote, is_ticket
@@ -33,8 +30,8 @@ from adloco_jax.elastic.formats import (
     RunDescription,
 )
 from adloco_jax.elastic.learner import (
-    Given,
     Learner,
+    LearnerSetup,
     inputs_form,
     pack_state,
     sent_form,
@@ -43,52 +40,12 @@ from adloco_jax.elastic.learner import (
 )
 from adloco_jax.elastic.signatures import Unneeded, given_key
 from adloco_jax.elastic.store import Store
-from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.host import processes
-from adloco_jax.run.assemble import assemble
-from adloco_jax.settings import Settings
-
-# Settings that name files, which may lie elsewhere on a learner's machine.
-OWN = ("data.path", "data.heldout_path", "data.tokenizer", "data.template", "model.init_from")
-
-Parts = Callable[[Settings], dict[str, Any]]
-"""`parts(settings)`: arguments of `assemble` that the settings do not describe."""
-
-
-def join(
-    url: str,
-    *,
-    own: Mapping[str, str],
-    accepts_data: bool = False,
-    workdir: Path | None = None,
-    patience_s: float = math.inf,
-    parts: Parts | None = None,
-    key: bytes | None = None,
-) -> None:
-    """Train for a run until it is over, or a signal asks to leave.
-
-    `url` is the address of a bucket, or a ticket; `key`, by which the driver of a ticket knows this
-    learner, is by default the user's. `own` has this machine's values of settings in `OWN`, if they
-    differ; `workdir`, logs of the rows read; `parts` are for a run of `fit`. Raises ConfigError if
-    the bucket, ticket, key, version, data, weights or table entries do not fit, or an address of
-    data is not in `own`, without `accepts_data`; ResourceError if the driver cannot be reached, or
-    after `patience_s` seconds without it; and as `assemble` does.
-    """
-    with _opened(url, patience_s, key) as there:
-        is_over = False
-        while not is_over:
-            with processes.stop_requests("leaving"):
-                run = read_run(there)
-            if run is None:
-                return
-            given = _given(there, run, own, accepts_data, parts)
-            with processes.stop_requests("leaving when the round under way has ended"):
-                is_over = BucketLearner(there, Learner(given), given, workdir, run.id).serve()
 
 
 @contextlib.contextmanager
-def _opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store]:
+def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store]:
     """Open the bucket at an address, or connect to the driver that a ticket names."""
     if not is_ticket(address):
         check_installed("obstore", "", "adloco join")
@@ -138,37 +95,8 @@ def _check_patience(bucket: Store, since_s: float) -> None:
         raise ResourceError(f"{bucket.url}: left, as for {minutes:g} minutes there was no driver")
 
 
-def _given(
-    bucket: Store, run: RunDescription, own: Mapping[str, str], accepts: bool, parts: Parts | None
-) -> Given:
-    """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
-    _check_version(bucket, run.adloco_jax)
-    if run.by_fit != (parts is not None):
-        way = "fit: call adloco_jax.join there" if run.by_fit else "train: write adloco join"
-        raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
-    flat: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
-    foreign = [key for key in OWN if key not in own and "://" in str(flat.get(key))]
-    if foreign and not (accepts or run.by_fit):
-        named = ", ".join(f"{key} = {flat[key]!r}" for key in foreign)
-        raise ConfigError(
-            f"{bucket.url}: the driver names {named}; to read there with this machine's"
-            f" credentials, give --accept-data, or --config.{foreign[0]}"
-        )
-    settings = validate(unflatten_dict(flat, sep="."))
-    given = parts(settings) if parts else {}
-    here_too = assemble(settings, here(), Path(), commit=run.commit, **given)
-    corpus, base = here_too.corpus, here_too.model.base
-    differ = [("data", "data.path")] * (corpus.fingerprint != run.fingerprint)
-    differ += [("base weights", "model.init_from")] * (base.fingerprint != run.base)
-    for what, key in differ:
-        raise ConfigError(
-            f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
-            f" by --config.{key} if they are elsewhere here"
-        )
-    return Given(settings, here_too.spec, corpus, base, run.by_fit)
-
-
-def _check_version(bucket: Store, version: str) -> None:
+def check_version(bucket: Store, version: str) -> None:
+    """Raise ConfigError unless the driver's version of this package is this one."""
     if version != __version__:
         raise ConfigError(
             f"{bucket.url}: the driver has adloco_jax {version[:20]!r}, this machine"
@@ -180,13 +108,18 @@ class BucketLearner:
     """A learner that joins by itself. Only `serve` waits; `step` does what can be done now."""
 
     def __init__(
-        self, bucket: Store, learner: Learner, given: Given, workdir: Path | None, run_id: str
+        self,
+        bucket: Store,
+        learner: Learner,
+        setup: LearnerSetup,
+        workdir: Path | None,
+        run_id: str,
     ):
-        self._store, self.learner, self._spec, self._run_id = bucket, learner, given.spec, run_id
+        self._store, self.learner, self._spec, self._run_id = bucket, learner, setup.spec, run_id
         bucket.signatures.run = run_id
-        self._heartbeat_s, self._workdir = given.settings.engine.heartbeat_s, workdir
-        bucket.hold(given.settings.engine.link)
-        self._num_workers = given.settings.ensemble.num_workers
+        self._heartbeat_s, self._workdir = setup.settings.engine.heartbeat_s, workdir
+        bucket.hold(setup.settings.engine.link)
+        self._num_workers = setup.settings.ensemble.num_workers
         self.generation = 0  # number of the driver; 0: none is known yet
         self.handle: RequestId | None = None  # None: not in the run
         self.num_responses = self._count = 0  # responses in this incarnation; own signs of life
@@ -322,7 +255,7 @@ class BucketLearner:
 
     def _enlist(self) -> bool:
         """Become a learner of the run, if it has room for one, and this version is the driver's."""
-        _check_version(self._store, self.driver.adloco_jax)
+        check_version(self._store, self.driver.adloco_jax)
         free = [each.id for each in self.driver.learners if each.is_free]
         random.shuffle(free)
         for handle in free:

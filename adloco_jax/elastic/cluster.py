@@ -20,7 +20,7 @@ from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.formats import Refused, array_bytes, said
-from adloco_jax.elastic.learner import Given, Learner, Reply
+from adloco_jax.elastic.learner import Learner, LearnerSetup, Reply
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.models.architectures import ARCHITECTURES
 
@@ -38,7 +38,7 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITI
 class RayLearner(Learner):
     """A learner in a process of the cluster, which ends with its parent, Ray's own process."""
 
-    def __init__(self, number: int, incarnation: int, given: Given):
+    def __init__(self, number: int, incarnation: int, given: LearnerSetup):
         """Begin an incarnation of the learner. SIGTERM asks it to leave."""
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -65,7 +65,7 @@ def check_possible(*_: object) -> None:
 
 @contextlib.contextmanager
 def connected(
-    address: str, num_learners: int, given: Given | None, is_over: Callable[[], bool]
+    address: str, num_learners: int, given: LearnerSetup | None, is_over: Callable[[], bool]
 ) -> Iterator["RayTransport"]:
     """Connect to the Ray cluster at an address (HOST:PORT), or start one on this machine.
 
@@ -157,7 +157,7 @@ class RayTransport:
 
     launches = moves_states = True
 
-    def __init__(self, num_learners: int, given: Given | None):
+    def __init__(self, num_learners: int, given: LearnerSetup | None):
         import ray
 
         self._ray = ray

@@ -17,7 +17,7 @@ from adloco_jax.elastic.bucket import BucketTransport
 from adloco_jax.elastic.child import own_learner
 from adloco_jax.elastic.direct import Ticket, read_ticket, secret_file
 from adloco_jax.elastic.formats import DriverHeartbeat, Refused, RunDescription, array_bytes
-from adloco_jax.elastic.learner import Given, state_form
+from adloco_jax.elastic.learner import LearnerSetup, state_form
 from adloco_jax.elastic.objects import Memory
 from adloco_jax.elastic.served import Server
 from adloco_jax.elastic.signatures import Unneeded
@@ -95,7 +95,7 @@ def _check_relay(relay: str) -> None:
 
 @contextlib.contextmanager
 def connected(
-    address: str, num_learners: int, given: Given, is_over: Callable[[], bool]
+    address: str, num_learners: int, given: LearnerSetup, is_over: Callable[[], bool]
 ) -> Iterator[BucketTransport]:
     """Serve the run's objects to learners with its ticket, which is printed.
 
@@ -186,7 +186,7 @@ def _here(ticket: Ticket) -> Ticket:
     return dataclasses.replace(ticket, addresses=(f"127.0.0.1:{port}",), relay="")
 
 
-def _most_bytes(given: Given) -> int:
+def _most_bytes(given: LearnerSetup) -> int:
     """Return the largest size of a response in bytes."""
     spec, num_workers = given.spec, given.settings.ensemble.num_workers
     states = array_bytes(state_form(spec))

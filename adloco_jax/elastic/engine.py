@@ -19,8 +19,8 @@ from adloco_jax.core.outer import apply_differences
 from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
-from adloco_jax.elastic.formats import Refused, Request, WorkerRequest
-from adloco_jax.elastic.learner import Inputs
+from adloco_jax.elastic.formats import USES, Refused, Request, WorkerRequest
+from adloco_jax.elastic.learner import Inputs, LearnerSetup
 from adloco_jax.elastic.pool import Event, LearnerPool
 from adloco_jax.elastic.rounds import Round, check_responses
 from adloco_jax.elastic.states import InnerStates, SentParams
@@ -43,8 +43,6 @@ from adloco_jax.loop.adloco import (
 )
 from adloco_jax.loop.control import Control, count_round
 from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_count
-from adloco_jax.run.assemble import Run
-from adloco_jax.run.events import USES
 
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
 PATIENCE_S = 300.0
@@ -69,19 +67,25 @@ class ElasticEngine:
     """Runs the rounds of workers in learners; `loop.adloco.Engine` describes the methods."""
 
     def __init__(
-        self, run: Run, programs: Programs, heldout: HeldOut, write: Callable[..., object]
+        self,
+        setup: LearnerSetup,
+        programs: Programs,
+        heldout: HeldOut,
+        write: Callable[..., object],
     ):
         """Store the arguments; the first call of `round` starts the learners.
 
+        `setup` is what learners are made of, in `setup.spec` with the driver's own devices.
         `write(event, **fields)` adds a line about a learner to the ledger.
         """
-        self.settings, self.spec = run.settings, run.spec
-        self.state_bytes = run.spec.state_bytes
+        spec = setup.spec
+        self.settings, self.spec = setup.settings, spec
+        self.state_bytes = spec.state_bytes
         self.programs, self.heldout = programs, heldout
         self.control_before: Control
         self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
-        self.pool = LearnerPool(run, write)
-        self._states = InnerStates(run.spec, self.pool, self._poll)
+        self.pool = LearnerPool(setup, write)
+        self._states = InnerStates(spec, self.pool, self._poll)
         self._params = SentParams(self.pool)
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
@@ -92,10 +96,14 @@ class ElasticEngine:
         # By trainer's id, rounds without a response: time of the first, number, and time to go on.
         self._failures: dict[int, tuple[float, int, float]] = {}
         self._norms: dict[str, list[float]] = {}  # `Control.norms` after the rounds that end
-        how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
-        how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}
-        self._measure = jax.jit(functools.partial(_norms, run.spec.params), static_argnums=0)
-        self._apply = functools.partial(_apply, **how)
+        self._measure = jax.jit(functools.partial(_norms, spec.params), static_argnums=0)
+        self._apply = functools.partial(
+            _apply,
+            outer_tx=spec.outer_tx,
+            aggregate=spec.aggregate,
+            precision=spec.outer.precision,
+            skip_single=spec.outer.skip_single,
+        )
 
     # -- The protocol --------------------------------------------------------------------------
 

@@ -22,6 +22,10 @@ StateKey: TypeAlias = Annotated[tuple[Number, Number, Number], Strict(False)]
 """Which inner state is meant: trainer id, worker id, and position in its rows; a JSON list."""
 
 
+USES = ("computing", "uploading", "waiting", "downloading")
+"""What a learner does with its time, in the order of its responses."""
+
+
 class Refused(Exception):
     """Error: something from another process is not what it should be, and was not used."""
 

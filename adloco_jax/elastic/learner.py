@@ -54,7 +54,7 @@ from adloco_jax.models.configured import class_count
 from adloco_jax.settings import INT32, Settings
 
 
-class Given(NamedTuple):
+class LearnerSetup(NamedTuple):
     """What the driver sends to each learner process at its start: a description of the run."""
 
     settings: Settings
@@ -113,7 +113,7 @@ def say_compiling(event: Compiling | Compiled) -> None:
 class Learner:
     """Runs workers one after another, each on all devices of this process."""
 
-    def __init__(self, given: Given):
+    def __init__(self, given: LearnerSetup):
         """Load the rows and prepare the programs.
 
         Raises UserError if the corpus cannot be read, or `ensemble.model_shards` does not fit the

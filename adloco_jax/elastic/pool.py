@@ -5,15 +5,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
-from adloco_jax.data import Corpus
-from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.decisions import LearnerRecord, pause_s
 from adloco_jax.elastic.formats import Hello, Sign, said
-from adloco_jax.elastic.learner import Given
+from adloco_jax.elastic.learner import LearnerSetup
 from adloco_jax.elastic.transport import TRANSPORTS, Transport
 from adloco_jax.errors import ConfigError, Preempted, ResourceError, counted
 from adloco_jax.host import processes
@@ -21,8 +20,6 @@ from adloco_jax.host.terminal import say
 from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import is_over
-from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.assemble import Run
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
 _POLL_S = 0.2  # seconds to wait for responses before learners are checked for faults again
@@ -48,8 +45,8 @@ class Event(NamedTuple):
 class LearnerPool:
     """Starts the learners of a run, calls their methods, and restarts learners that are lost."""
 
-    def __init__(self, run: Run, write: Callable[..., object]):
-        self._run, self._settings, self._write = run, run.settings, write
+    def __init__(self, setup: LearnerSetup, write: Callable[..., object]):
+        self._setup, self._settings, self._write = setup, setup.settings, write
         self.transport: Transport  # once the learners are started
         self.learners: dict[int, LearnerRecord] = {}
         self.control: Control  # the host's data after the newest round, for the ledger's lines
@@ -70,26 +67,16 @@ class LearnerPool:
         that join by themselves, a quorum, or all, is awaited. Raises ConfigError if a learner has
         other data or versions or the address does not answer, ResourceError if too few join.
         """
-        rule, corpus = self._settings.engine, self._run.corpus
+        rule = self._settings.engine
         count = rule.max_learners or num_workers
-        model, data = self._settings.model, self._settings.data
-        log = self._run.workdir.resolve() / "learners" / str(int(time.time() * 1000))
-        nowhere = dataclasses.replace(self._run.spec.machine, devices=())
-        spec = dataclasses.replace(self._run.spec, machine=nowhere)
-        given = Given(
-            self._settings,
-            spec,
-            None if isinstance(corpus, Corpus) else corpus,
-            self._run.model.base._replace(params=None),
-            self._run.by_fit,
-            getattr(corpus, "commit", ""),
-            corpus.fingerprint,
-            (ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
-            str(log),
+        log = Path(self._setup.log) / str(int(time.time() * 1000))
+        nowhere = dataclasses.replace(self._setup.spec.machine, devices=())
+        setup = self._setup._replace(
+            spec=dataclasses.replace(self._setup.spec, machine=nowhere), log=str(log)
         )
         connect = TRANSPORTS[rule.kind].connect
         self.transport = self._connection.enter_context(
-            connect(rule.address, count, given, lambda: is_over(self.control, self._settings))
+            connect(rule.address, count, setup, lambda: is_over(self.control, self._settings))
         )
         log.mkdir(parents=True)
         for number in range(count):
@@ -102,7 +89,7 @@ class LearnerPool:
         """Wait until all learners have joined, or at least enough when the time is over."""
         rule, count, told = self._settings.engine, len(self.learners), -1
         launches = self.transport.launches
-        is_one_enough = launches or (rule.starts_learner and not self._run.by_fit)
+        is_one_enough = launches or (rule.starts_learner and not self._setup.by_fit)
         least = min(rule.quorum or (1 if is_one_enough else count), count)
         wanted, seconds = (count, rule.restart_s) if launches else (least, math.inf)
         until_s = time.monotonic() + seconds
@@ -224,8 +211,8 @@ class LearnerPool:
     def _greet(self, learner: LearnerRecord, found: Hello) -> list[Event]:
         """Process the first response of a learner's process: record that the learner has joined."""
         number = learner.number
-        differing = ["other data"] * (found.fingerprint != self._run.corpus.fingerprint)
-        differing += ["other base weights"] * (found.base != self._run.model.base.fingerprint)
+        differing = ["other data"] * (found.fingerprint != self._setup.fingerprint)
+        differing += ["other base weights"] * (found.base != self._setup.base.fingerprint)
         # A learner that joins by itself compares the package's, and may have others of the rest.
         if self.transport.launches and found.versions != versions():
             differing.append("other versions of packages")

@@ -5,10 +5,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import jax
 from jaxtyping import PyTree
 
 from adloco_jax.elastic import bucket, cluster, direct_driver
-from adloco_jax.elastic.learner import Given, Reply
+from adloco_jax.elastic.learner import LearnerSetup, Reply
+from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Settings
 
 
@@ -68,7 +70,7 @@ class TransportEntry(NamedTuple):
     """
 
     connect: Callable[
-        [str, int, Given, Callable[[], bool]], contextlib.AbstractContextManager[Transport]
+        [str, int, LearnerSetup, Callable[[], bool]], contextlib.AbstractContextManager[Transport]
     ]
     check: Callable[[Settings, Path], None] = lambda settings, folder: None
 
@@ -79,3 +81,25 @@ TRANSPORTS: dict[str, TransportEntry] = {
     "direct": TransportEntry(direct_driver.connected, direct_driver.check_possible),
 }
 """Transports by name, for the option `engine.kind`. To use your own, add an entry."""
+
+
+def check_engine(settings: Settings, folder: Path) -> None:
+    """Raise UserError if there is no such engine, or the learners it needs cannot be reached."""
+    kind = settings.engine.kind
+    require_known_engine(kind)
+    if kind == "local":
+        return
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"engine.kind = {kind}: its driver is one process; leave out --distributed and"
+            " --coordinator, or set engine.kind=local"
+        )
+    TRANSPORTS[kind].check(settings, folder)
+
+
+def require_known_engine(kind: str) -> None:
+    """Raise ConfigError unless `kind` is "local", or names an entry of `TRANSPORTS`."""
+    known = ["local", *TRANSPORTS]
+    if kind not in known:
+        need = f"must be {' or '.join(map(repr, known))}; a config file that adds it is given by"
+        raise ConfigError(f"engine.kind = {kind!r}: {need} --config FILE")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from adloco_jax.data import ArrayRows, load_corpus
 from adloco_jax.data.sampling import HeldOut, split_heldout, with_rows
+from adloco_jax.elastic.transport import check_engine
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
 from adloco_jax.engine.spec import Machine, ProgramSpec
@@ -78,6 +79,7 @@ def assemble(
     """
     began_s = time.perf_counter()
     if trains:
+        check_engine(settings, workdir)
         check_config(workdir, settings, accept=accept_config_change)
         require_usable(workdir)
     by_fit, model = model is not None, model or configured_model(settings, machine)

@@ -8,19 +8,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from adloco_jax.data import Corpus
+from adloco_jax.data.sampling import HeldOut
+from adloco_jax.data.sources import DATA_SOURCES
+from adloco_jax.elastic.engine import ElasticEngine
+from adloco_jax.elastic.learner import LearnerSetup
+from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.optimizers import labeller, parameter_labels
+from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import CheckpointError, ResourceError, reason
 from adloco_jax.host import processes
 from adloco_jax.host.versions import versions
 from adloco_jax.loop.adloco import Control, State
 from adloco_jax.loop.plans import is_over
+from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run import checkpoint, observers
 from adloco_jax.run.assemble import Run
 from adloco_jax.run.checkpoint import Saver
@@ -59,13 +66,11 @@ def begin(
     stack: contextlib.ExitStack,
     stop: threading.Event,
     failures: Failures,
-    make_engine: Callable[..., observers.RunEngine],
 ) -> Attempt:
     """Begin an attempt: restore the newest checkpoint, or else start the run.
 
-    `stack` closes what the attempt opens; `stop` is set by a signal; `make_engine` is given the
-    run, its programs, the held-out rows, a callback, whether a signal came, and `Ledger.write`.
-    Raises UserError as `train` does.
+    `stack` closes what the attempt opens; `stop` is set by a signal. Raises UserError as `train`
+    does.
     """
     settings, spec = run.settings, run.spec
     start_s = time.perf_counter() if failures.faults else run.began_s
@@ -86,7 +91,7 @@ def begin(
     stack.callback(programs.close)
     spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
-    engine = make_engine(run, programs, heldout, progress.call, stop.is_set, ledger.write)
+    engine = _make_engine(run, programs, heldout, progress, stop, ledger)
     stack.callback(engine.close)
     engine.control_before = control
     earlier_s, loss = (restored.host.wall_s, restored.host.loss) if restored else (0.0, None)
@@ -134,6 +139,42 @@ def begin(
     done = settings.share_done(control.round, control.tokens_total)
     progress.begin(done, lambda: programs.stall_s)
     return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
+
+
+def _make_engine(
+    run: Run,
+    programs: Programs,
+    heldout: HeldOut,
+    progress: Progress,
+    stop: threading.Event,
+    ledger: Ledger,
+) -> observers.RunEngine:
+    """Make the engine that `engine.kind` names."""
+    if run.settings.engine.kind == "local":
+        # Several processes all end the round, because one does not know what others do.
+        is_stopped = stop.is_set if jax.process_count() == 1 else bool
+        return LocalEngine(
+            run.settings,
+            programs.spec,
+            programs,
+            run.corpus,
+            heldout,
+            on_call=progress.call,
+            is_stopped=is_stopped,
+        )
+    model, data = run.settings.model, run.settings.data
+    setup = LearnerSetup(
+        settings=run.settings,
+        spec=run.spec,
+        corpus=None if isinstance(run.corpus, Corpus) else run.corpus,
+        base=run.model.base._replace(params=None),
+        by_fit=run.by_fit,
+        commit=getattr(run.corpus, "commit", ""),
+        fingerprint=run.corpus.fingerprint,
+        entries=(ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
+        log=str(run.workdir.resolve() / "learners"),
+    )
+    return ElasticEngine(setup, programs, heldout, ledger.write)
 
 
 def _open_ledger(

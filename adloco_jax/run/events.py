@@ -87,9 +87,6 @@ class Round(Costs):
     downloading_s: Seconds = 0.0
 
 
-USES = ("computing", "uploading", "waiting", "downloading")
-
-
 class Learner(Format):
     """A learner joined, left, was lost, late, clipped, rejected or refused."""
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import numpy as np
 
+from adloco_jax.elastic.formats import USES
 from adloco_jax.errors import in_bytes
-from adloco_jax.run.events import USES
 from adloco_jax.study.curves import (
     SPENDING,
     by_trainer,

@@ -1,0 +1,87 @@
+"""Join a run as a learner: `adloco join`, and `adloco_jax.join` for runs of `fit`."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from adloco_jax.config import validate
+from adloco_jax.data.formats import with_tuples
+from adloco_jax.elastic.bucket_learner import BucketLearner, check_version, opened, read_run
+from adloco_jax.elastic.formats import RunDescription
+from adloco_jax.elastic.learner import Learner, LearnerSetup
+from adloco_jax.elastic.store import Store
+from adloco_jax.engine.spec import here
+from adloco_jax.errors import ConfigError
+from adloco_jax.host import processes
+from adloco_jax.run.assemble import assemble
+from adloco_jax.settings import Settings
+
+# Settings that name files, which may lie elsewhere on a learner's machine.
+OWN = ("data.path", "data.heldout_path", "data.tokenizer", "data.template", "model.init_from")
+
+Parts = Callable[[Settings], dict[str, Any]]
+"""`parts(settings)`: arguments of `assemble` that the settings do not describe."""
+
+
+def join(
+    url: str,
+    *,
+    own: Mapping[str, str],
+    accepts_data: bool = False,
+    workdir: Path | None = None,
+    patience_s: float = math.inf,
+    parts: Parts | None = None,
+    key: bytes | None = None,
+) -> None:
+    """Train for a run until it is over, or a signal asks to leave.
+
+    `url` is the address of a bucket, or a ticket; `key`, by which the driver of a ticket knows this
+    learner, is by default the user's. `own` has this machine's values of settings in `OWN`, if they
+    differ; `workdir`, logs of the rows read; `parts` are for a run of `fit`. Raises ConfigError if
+    the bucket, ticket, key, version, data, weights or table entries do not fit, or an address of
+    data is not in `own`, without `accepts_data`; ResourceError if the driver cannot be reached, or
+    after `patience_s` seconds without it; and as `assemble` does.
+    """
+    with opened(url, patience_s, key) as there:
+        is_over = False
+        while not is_over:
+            with processes.stop_requests("leaving"):
+                run = read_run(there)
+            if run is None:
+                return
+            setup = learner_setup(there, run, own, accepts_data, parts)
+            with processes.stop_requests("leaving when the round under way has ended"):
+                is_over = BucketLearner(there, Learner(setup), setup, workdir, run.id).serve()
+
+
+def learner_setup(
+    bucket: Store, run: RunDescription, own: Mapping[str, str], accepts: bool, parts: Parts | None
+) -> LearnerSetup:
+    """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
+    check_version(bucket, run.adloco_jax)
+    if run.by_fit != (parts is not None):
+        way = "fit: call adloco_jax.join there" if run.by_fit else "train: write adloco join"
+        raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
+    flat: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
+    foreign = [key for key in OWN if key not in own and "://" in str(flat.get(key))]
+    if foreign and not (accepts or run.by_fit):
+        named = ", ".join(f"{key} = {flat[key]!r}" for key in foreign)
+        raise ConfigError(
+            f"{bucket.url}: the driver names {named}; to read there with this machine's"
+            f" credentials, give --accept-data, or --config.{foreign[0]}"
+        )
+    settings = validate(unflatten_dict(flat, sep="."))
+    given = parts(settings) if parts else {}
+    here_too = assemble(settings, here(), Path(), commit=run.commit, **given)
+    corpus, base = here_too.corpus, here_too.model.base
+    differ = [("data", "data.path")] * (corpus.fingerprint != run.fingerprint)
+    differ += [("base weights", "model.init_from")] * (base.fingerprint != run.base)
+    for what, key in differ:
+        raise ConfigError(
+            f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
+            f" by --config.{key} if they are elsewhere here"
+        )
+    return LearnerSetup(settings, here_too.spec, corpus, base, run.by_fit)
