@@ -34,7 +34,7 @@ from adloco_jax.errors import (
     reason,
 )
 from adloco_jax.host import processes
-from adloco_jax.loop.adloco import Boundary, Control, Diverged, Observer, State, Stopped, adloco
+from adloco_jax.loop.adloco import Boundary, Diverged, Observer, State, Stopped, adloco
 from adloco_jax.loop.plans import is_over
 from adloco_jax.models.configured import InitFn
 from adloco_jax.run.arguments import check_own, check_rules, own_model
@@ -78,11 +78,6 @@ class Result:
     def ensemble(self) -> Ensemble:
         """The parameters and optimizer states of all trainers and workers in the final state."""
         return self.state.ensemble
-
-    @property
-    def controller(self) -> Control:
-        """The numbers of the final state that the host keeps, such as batches and total tokens."""
-        return self.state.control
 
 
 def train(

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors.numpy import load_file
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from adloco_jax import main as cli  # noqa: E402
 from adloco_jax.run import checkpoint  # noqa: E402
-from adloco_jax.run.ledger import deterministic_lines, read  # noqa: E402
+from adloco_jax.run.ledger import read  # noqa: E402
 
 _TINY = """model.width=16 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1
     model.mlp_width=32 model.max_length=16 data.sequence_length=16 data.num_sequences=500
@@ -52,6 +52,21 @@ CASES = {
     "ray": f"{_FAULTS} {_LEARNERS}ray",
     "bucket": f"{_FAULTS} {_LEARNERS}bucket",
 }
+
+
+_DETERMINISTIC_EVENTS = ("round", "sync", "eval", "merge", "refusal", "spawn")
+
+
+def deterministic_lines(events: Iterable[dict]) -> list[dict]:
+    """Return the lines that two runs with the same config and seed share, to compare with `==`.
+
+    They are the round, sync, eval, merge, refusal and spawn lines without fields in seconds (`_s`).
+    """
+    return [
+        {name: value for name, value in event.items() if not name.endswith("_s")}
+        for event in events
+        if event["event"] in _DETERMINISTIC_EVENTS
+    ]
 
 
 def _command(*words: str, log: Path) -> subprocess.Popen:

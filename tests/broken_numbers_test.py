@@ -17,7 +17,7 @@ from adloco_jax.engine.local import count_skips
 from adloco_jax.engine.round import Outcome
 from adloco_jax.errors import DivergedError
 from adloco_jax.loop.adloco import start
-from adloco_jax.run.ledger import deterministic_lines
+from scripts.golden import deterministic_lines
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -83,7 +83,9 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     broken = run(tmp_path / "broken", Marked((1,), first=8), saved)
     (fault,) = events(broken.workdir, "fault", kind="quarantine")
     assert fault["trainer"] == 1 and fault["skipped_in_a_row"] >= 3
-    assert broken.controller.quarantined == [{"trainer": 1, "round": fault["round"], "workers": 2}]
+    assert broken.state.control.quarantined == [
+        {"trainer": 1, "round": fault["round"], "workers": 2}
+    ]
     since = min(e["round"] for e in events(broken.workdir, "round") if e["skipped_updates"] == 6)
     assert fault["round"] == since
 

@@ -260,7 +260,7 @@ def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
         run(tmp_path / "r", settings_of(**RUN), table=Signalling(7))
     result = run(tmp_path / "r", settings_of(**RUN))
     assert len(events(tmp_path / "r", "start")) == 2
-    assert result.controller == whole.controller and result.loss == whole.loss
+    assert result.state.control == whole.state.control and result.loss == whole.loss
     assert same(result.ensemble, whole.ensemble)
     assert lines(result.workdir) == lines(whole.workdir)
 

@@ -8,7 +8,7 @@ from ledgers import round_line, write_run
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import curves
+from adloco_jax.study import curves, summary
 
 
 def test_two_curves_make_a_band_on_the_interval_that_both_cover():
@@ -97,3 +97,12 @@ def test_seconds_are_divided_by_use():
     events += [start, round_line(2, step_s=20.0), {"event": "eval"}]  # by an earlier version
     used = {"start": 2.0 + 0.5, "compile": 5.0 + 0.5, "rounds": 40.0, "stall": 9.0, "eval": 5.0}
     assert curves.seconds_by_use(events) == used
+
+
+def test_the_closing_table_counts_waits_for_programs_as_compiling(tmp_path):
+    events = curves.read_run(write_run(tmp_path)).events
+    events = [e | {"step_s": 20.0, "stall_s": 9.0} if e["event"] == "round" else e for e in events]
+    total = len({e["round"] for e in events if e["event"] == "round"})
+    said = dict(summary.described(summary.totals(events)))["of which"]
+    compiling, rounds = summary.seconds(9.0 * total), summary.seconds(11.0 * total)
+    assert f"compiling {compiling}, rounds {rounds}, " in said

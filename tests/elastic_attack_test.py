@@ -101,7 +101,7 @@ def test_no_field_of_a_response_ends_the_driver_or_changes_what_counts(monkeypat
             return run(tmp_path / name, settings_with(NUM_SEEDS + 2, kind="ray"))
 
     calm, hit = ended("refused", lambda seed, responses: None), ended("attacked", attacked)
-    assert hit.loss == calm.loss and hit.controller == calm.controller
+    assert hit.loss == calm.loss and hit.state.control == calm.state.control
     kept = [[e | {"wire_bytes": 0} for e in lines(tmp_path / n)] for n in ("attacked", "refused")]
     assert kept[0] == kept[1]
     refused = events(tmp_path / "attacked", "learner", what="refused")

@@ -275,7 +275,7 @@ def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(
         check(other, tmp_path / "one")
     longer = settings_at(there.url).model_copy(update={"num_rounds": 5})
     ended = run(tmp_path / "one", longer)
-    assert ended.controller.round == 5
+    assert ended.state.control.round == 5
     assert {e["what"] for e in events(tmp_path / "one", "learner")} == {"joined"}
 
 
@@ -322,7 +322,7 @@ def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
 
     there = InBucket(monkeypatch, folder, fate)
     ended = run(tmp_path / "run", settings_at(there.url).model_copy(update={"num_rounds": 5}))
-    assert ended.controller.round == 5 and (1, 1) in there.learners
+    assert ended.state.control.round == 5 and (1, 1) in there.learners
     assert description(folder) == spoilt[0]
 
 

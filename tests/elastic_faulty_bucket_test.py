@@ -61,9 +61,9 @@ def test_a_run_ends_and_counts_each_sequence_once(monkeypatch, tmp_path, server,
             engine={"kind": "bucket", "address": f"s3://bkt/run{seed}", "heartbeat_s": 4.0},
         )
         ended = run(tmp_path, settings)
-    assert ended.controller.round == 4 and runs.audit(tmp_path) == []
+    assert ended.state.control.round == 4 and runs.audit(tmp_path) == []
     lines = events(tmp_path, "round")
-    assert ended.controller.tokens_total == sum(line["tokens"] for line in lines)
+    assert ended.state.control.tokens_total == sum(line["tokens"] for line in lines)
     if is_repaired:
         assert [e for e in events(tmp_path, "learner") if e["what"] != "joined"] == []
         assert all(line["workers_counted"] == line["workers"] for line in lines)

@@ -204,4 +204,4 @@ def test_random_faults_cost_no_inner_state_and_no_sequence(monkeypatch, tmp_path
         assert (line["workers_counted"] == 0) == (line["pseudo_grad_norm"] is None)
     if ended is not True:
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ended.ensemble))
-        assert ended.controller.tokens_total == sum(line["tokens"] for line in lines)
+        assert ended.state.control.tokens_total == sum(line["tokens"] for line in lines)

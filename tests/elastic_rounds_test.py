@@ -127,7 +127,7 @@ def test_a_response_after_the_quorum_does_not_count_and_its_sequences_are_read_a
     assert counted(tmp_path)[-1] == 3
     tokens = [e["tokens"] for e in events(tmp_path, "round")]
     assert tokens[1] * 3 == tokens[0] * 2
-    assert ended.controller.tokens_total == sum(tokens)
+    assert ended.state.control.tokens_total == sum(tokens)
     late = events(tmp_path, "learner", what="late")
     assert [(e["learner"], e["trainer"]) for e in late] == [(2, 0)]
     asked = work_of(here, 2)
@@ -239,9 +239,9 @@ def test_a_resumed_run_compares_with_the_norms_before(monkeypatch, tmp_path):
     Here(monkeypatch, lambda *_: "response")
     whole, first = settings_with(), settings_with().model_copy(update={"num_rounds": 3})
     ended = run(tmp_path / "whole", whole)
-    assert len(ended.controller.norms["0"]) == 15  # of three workers in five rounds
+    assert len(ended.state.control.norms["0"]) == 15  # of three workers in five rounds
     run(tmp_path / "resumed", first)
-    assert run(tmp_path / "resumed", whole).controller.norms == ended.controller.norms
+    assert run(tmp_path / "resumed", whole).state.control.norms == ended.state.control.norms
 
 
 def timed(there, seconds, sent=None):
@@ -614,7 +614,7 @@ def test_skipped_updates_give_no_tokens_and_their_worker_begins_afresh(monkeypat
     ended = run(tmp_path, settings_with(num_workers=2))
     assert counted(tmp_path) == [2, 1, 2, 2, 2]
     tokens = [e["tokens"] for e in events(tmp_path, "round")]
-    assert tokens[1] * 2 == tokens[0] and ended.controller.tokens_total == sum(tokens)
+    assert tokens[1] * 2 == tokens[0] and ended.state.control.tokens_total == sum(tokens)
     starts = [a[3] for a in work_of(here, 1)]
     assert len({*np.diff(starts)}) == 1  # its sequences are not read again
     assert num_updates(work_of(here, 1)[2][4]) == 0

@@ -112,9 +112,9 @@ def test_learners_that_die_or_hang_are_replaced_and_every_sequence_is_read(tmp_p
     assert lost[0]["why"] == "its process or its node has ended" and "no sign" in lost[2]["why"]
     joined = [e["learner"] for e in events(tmp_path, "learner", what="joined")]
     assert {*joined} == {0, 1, 2, 3} and joined.count(2) == 2  # a trainer's only one: it waits
-    assert ended.controller.round == 12
+    assert ended.state.control.round == 12
     counted = sum(e["tokens"] for e in events(tmp_path, "round"))
-    assert counted == ended.controller.tokens_total
+    assert counted == ended.state.control.tokens_total
     assert len(events(tmp_path, "end", reason="finished")) == 1
     assert runs.audit(tmp_path) == [] and ends(tmp_path)
 

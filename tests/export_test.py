@@ -256,7 +256,7 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(
         assert_close(trainer_of(params_M, position), far, rtol=0, atol=0.1)
     (tmp_path / "far").rename(tmp_path / "elsewhere")
     config.num_rounds = 2
-    assert train(config, tmp_path / "r").controller.round == 2
+    assert train(config, tmp_path / "r").state.control.round == 2
 
 
 def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_path):

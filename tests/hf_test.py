@@ -6,6 +6,8 @@ import os
 import pickle
 import resource
 import shutil
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -378,3 +380,10 @@ def test_a_bad_index_is_refused(folder):
     for file in sorted(set(weight_map.values())):
         save_file(load_file(folder / file) | {GAIN: np.ones(12, np.float32)}, folder / file)
     assert f"{GAIN}: stored twice" in refused(folder)
+
+
+def test_reading_a_checkpoint_without_pytorch_gives_no_advice_to_install_it():
+    code = "import sys; sys.modules['torch'] = None; import adloco_jax.models.hf"
+    code += "; from transformers import CONFIG_MAPPING; CONFIG_MAPPING['llama']"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

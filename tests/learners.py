@@ -295,13 +295,13 @@ def assert_same_rounds(elastic, local, error=None):
         assert {key: line[key] for key in same} == {key: other[key] for key in same}
         near = error or (1e-5 if number <= 4 else 1e-3)
         assert line["train_loss"] == pytest.approx(other["train_loss"], abs=near)
-    for m, trainer in elastic.controller.trainers.items():
-        other = local.controller.trainers[m]
+    for m, trainer in elastic.state.control.trainers.items():
+        other = local.state.control.trainers[m]
         # Means of measured gradients: their float32 sums are in another order in a learner.
         assert trainer.smoothing == pytest.approx(other.smoothing, rel=1e-2)
         trainer.smoothing = other.smoothing
-    elastic.controller.norms = {}  # a process compares none
-    assert elastic.controller == local.controller
+    elastic.state.control.norms = {}  # a process compares none
+    assert elastic.state.control == local.state.control
 
 
 @contextlib.contextmanager

@@ -98,7 +98,8 @@ def test_fit_leaves_report_table_and_parameters_here_and_equal_ones_through_a_bu
     names, printed, _ = run(changed(LOOP, FIT), capsys)
     loss = names["result"].loss
     assert loss < 1.2 and f"held-out loss   {loss:.4f} nats/token" in printed
-    assert "batches: 4 sequences per worker and update, in all rounds; up to 4 at once" in printed
+    assert "batches: 4 sequences of own rows per worker and update, in all" in printed
+    assert "; up to 4 at once" in printed
     assert printed.count(", batch 4, ") == 5
     assert "export: runs/own/export/params.safetensors" in printed
     assert "report: runs/own/report/index.html" in printed
@@ -120,7 +121,7 @@ def test_fit_leaves_report_table_and_parameters_here_and_equal_ones_through_a_bu
         learner.join(timeout=60)
         assert not learner.is_alive()
     assert [e["what"] for e in events("runs/far", "learner")] == ["joined", "joined"]
-    each, other = (of.controller.trainers[0] for of in (far, names["result"]))
+    each, other = (of.state.control.trainers[0] for of in (far, names["result"]))
     assert (each.cursors, each.updates) == (other.cursors, other.updates)
     np.testing.assert_allclose(far.params["next"]["logits"], exported["next/logits"], atol=1e-5)
 

@@ -62,7 +62,8 @@ def refused(capsys, *argv: str) -> list[str]:
 
 def test_overrides_reach_the_config():
     words = """--config.num_rounds=3 --config.inner.learning_rate 1e-4 --config.inner.clip_norm=1
-        --config.data.num_sequences=100 --config.model.remat --config.log.wandb=no
+        --config.data.num_sequences=100 --config.model.remat --config.log.wandb no
+        --config.log.tensorboard False
         --config.batching.test_batch_size 16 --config.batching.test=ramp
         --config.batching.ramp='((0, 4), (3, 8))' --config.batching.buckets=(2,4)
         --config.batching.buckets=8 --config.inner.tx=sgd --config.inner.tx=adamw"""
@@ -71,6 +72,7 @@ def test_overrides_reach_the_config():
     assert given == (3, 100, 16)
     assert (settings.inner.learning_rate, settings.inner.clip_norm) == (1e-4, 1.0)
     assert settings.model.remat is True and settings.log.wandb is False
+    assert settings.log.tensorboard is False
     assert settings.batching.ramp == ((0, 4), (3, 8))
     # The last override wins.
     assert (settings.batching.buckets, settings.inner.tx) == ((8,), "adamw")

@@ -3,12 +3,16 @@
 import io
 import math
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from toy import settings_of
 
+import adloco_jax
 from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
+from adloco_jax.host.terminal import say
 from adloco_jax.loop.control import Size
 from adloco_jax.loop.growth import Decision
 from adloco_jax.run.terminal import Progress, describe_growth, describe_round
@@ -102,6 +106,35 @@ def test_the_bar_moves_within_a_round_and_counts_programs():
     progress.round(1, 0.5, "", "12 tok/s")
     words = r" 50%.*, round 1/2, loss 2.413, 12 tok/s, 00:00 left, compiling 3 of 6\r"
     assert re.search(words, terminal.getvalue())
+
+
+def test_a_line_of_another_thread_begins_where_the_bar_was(monkeypatch):
+    for name in ("stdout", "stderr"):
+        terminal = Terminal()
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setattr("sys.stderr", terminal)
+        progress = Progress(2)
+        progress.compiling(Compiling(1, 1))
+        say("every object is signed", file=getattr(sys, name))
+        before, _, after = terminal.getvalue().partition("every object is signed")
+        # The bar is overwritten by spaces, and drawn again below the line.
+        assert before.endswith("\r") and set(before.split("\r")[-2]) == {" "}
+        assert after.startswith("\n\r") and "compiling 1 of 1" in after
+        progress.close()
+
+
+def test_what_prints_beside_the_bar_prints_by_say():
+    """A learner has no bar; the others print when their process ends."""
+    package = Path(adloco_jax.__file__).parent
+    expected = {("elastic", "bucket_learner.py"): 3, ("host", "processes.py"): 2}
+    expected[("host", "terminal.py")] = 1
+    found = {}
+    for folder in ("elastic", "host"):
+        for path in (package / folder).glob("*.py"):
+            count = len(re.findall(r"(?<!\w)print\(", path.read_text("utf-8")))
+            if count:
+                found[folder, path.name] = count
+    assert found == expected
 
 
 def test_a_resumed_bar_starts_where_the_run_stopped():

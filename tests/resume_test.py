@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
     """The uninterrupted run."""
     result = run(tmp_path_factory.mktemp("whole") / "r")
     kinds = {line["event"] for line in lines(result.workdir)}
-    assert kinds == {"round", "eval", "merge"} and len(result.controller.trainers) == 1
+    assert kinds == {"round", "eval", "merge"} and len(result.state.control.trainers) == 1
     assert max(line.get("num_accum_steps", 0) for line in lines(result.workdir)) > 1
     return result
 
@@ -164,7 +164,7 @@ def test_changes_that_alter_the_run_need_the_flag(stopped):
     result = run(stopped, changed, accept_config_change=True)
     rates = [e["learning_rate"] for e in events(stopped, "round")]
     assert rates[0] == pytest.approx(0.05) and rates[-1] == pytest.approx(0.01)
-    assert result.controller.max_batch_size == 8
+    assert result.state.control.max_batch_size == 8
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_other_data_are_refused_unless_accepted(stopped):
     other = dataclasses.replace(corpus(), fingerprint="another")
     with pytest.raises(DataError, match="accept_data_change=True"):
         run(stopped, corpus=other)
-    assert run(stopped, corpus=other, accept_data_change=True).controller.round == 7
+    assert run(stopped, corpus=other, accept_data_change=True).state.control.round == 7
 
 
 def test_another_number_of_devices_takes_the_same_decisions(
@@ -240,7 +240,7 @@ def test_another_number_of_devices_takes_the_same_decisions(
 ):
     monkeypatch.setattr(jax, "devices", lambda: one_device[:2])
     result = run(stopped)
-    found, expected = (dataclasses.replace(r.controller, trainers=[]) for r in (result, whole))
+    found, expected = (dataclasses.replace(r.state.control, trainers=[]) for r in (result, whole))
     assert found == expected
     rounds = [[e for e in lines(w) if e["event"] == "round"] for w in (stopped, whole.workdir)]
     for name in ("trainer", "workers", "requested_batch_size", "num_accum_steps", "tokens"):
@@ -271,7 +271,7 @@ def test_signals_are_as_before_after_a_run_and_left_alone_on_another_thread(tmp_
     thread = threading.Thread(target=lambda: results.append(run(tmp_path / "r")))
     thread.start()
     thread.join()
-    assert results[0].controller.round == 7
+    assert results[0].state.control.round == 7
 
 
 @pytest.mark.parametrize(

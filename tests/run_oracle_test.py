@@ -106,7 +106,7 @@ def test_runner_plays_the_algorithm(name, tmp_path):
     assert fields(events(tmp_path, "merge"), merged) == fields(expected.merges, merged)
     spawned = ("round", "trainer", "workers_before", "workers_after")
     assert fields(events(tmp_path, "spawn"), spawned) == expected.spawns
-    controller = result.controller
+    controller = result.state.control
     assert [
         (m, t.requested_batch_size, t.updates, {int(s): c for s, c in t.cursors.items()})
         for m, t in controller.trainers.items()

@@ -9,6 +9,7 @@ from toy import settings_of, spec_of
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import bytes_per_s
+from adloco_jax.study import sites
 from adloco_jax.study.sites import FRONT, site_lines
 from studies import tables
 
@@ -67,6 +68,13 @@ def test_a_round_is_computing_uploads_the_drivers_part_and_a_download():
 )
 def test_the_slower_the_link_the_rarer_are_the_synchronisations_of_the_first(link, first):
     assert lines_of(link)[1].startswith(f"to one loss, {first} ends first; ")
+
+
+def test_of_a_model_ten_times_the_measured_no_method_is_named(monkeypatch):
+    line = lines_of("1kbit/s")[1]
+    assert "ends first" in line and "(measured with four workers and 75,600 parameters" in line
+    monkeypatch.setattr(sites, "MEASURED_PARAMS", 3.5)  # the toy has 36
+    assert lines_of("1kbit/s")[1].startswith("which method ends first is not known for 36 param")
 
 
 def test_speed_is_measured_if_it_is_not_given_and_must_be_a_speed():

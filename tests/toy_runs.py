@@ -10,8 +10,9 @@ import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import Preempted
-from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
+from scripts.golden import deterministic_lines
 
 # Growth, accumulation, and a merge of two after rounds 3 and 6, evaluated at every second round.
 GROWING = {
@@ -42,7 +43,7 @@ def lines(workdir):
 
 def assert_same_end(first, second):
     """Checks that two runs end with equal states and ledger lines."""
-    assert first.controller == second.controller and first.loss == second.loss
+    assert first.state.control == second.state.control and first.loss == second.loss
     jax.tree.map(np.testing.assert_array_equal, first.ensemble, second.ensemble)
     assert lines(first.workdir) == lines(second.workdir)
 

@@ -302,7 +302,7 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path):
     assert (refusal["syncs"], refusal["bytes"]) == (1, 37 * 4 * (1 + 3))
     for cost in ("bytes", "syncs"):
         moved = sum(e[cost] for e in events(tmp_path / "r", "round"))
-        assert getattr(result.controller, f"{cost}_total") == moved + refusal[cost]
+        assert getattr(result.state.control, f"{cost}_total") == moved + refusal[cost]
     assert result.ensemble.num_trainers == 1
     # No trainer was averaged: x is still in its valley.
     np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)
@@ -357,7 +357,7 @@ def test_out_of_memory_goes_back_to_the_newest_checkpoint_with_half_the_micro_ba
     assert "batches may differ" in fault["effect"]
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 2]
     assert plans_of(tmp_path / "r") == [(1, 2, 1), (2, 4, 1), (3, 2, 1), (4, 2, 1), (5, 2, 1)]
-    assert halved.controller.max_batch_size == 2  # as in the checkpoint
+    assert halved.state.control.max_batch_size == 2  # as in the checkpoint
     run(tmp_path / "resumed", settings.model_copy(update={"num_rounds": 2}))
     smaller = settings.batching.model_copy(update={"max_batch_size": 2})
     resumed = run(
@@ -508,5 +508,5 @@ def test_adloco_with_one_trainer_and_a_constant_batch_is_diloco_bit_for_bit(tmp_
     alone = {"ensemble": FOUR, "batching": {"test": "constant"}}
     adloco = run(tmp_path / "adloco", settings_of(**alone))
     diloco = run(tmp_path / "diloco", settings_of(**alone | {"merge": APART}))
-    assert adloco.controller == diloco.controller
+    assert adloco.state.control == diloco.state.control
     jax.tree.map(np.testing.assert_array_equal, adloco.ensemble, diloco.ensemble)

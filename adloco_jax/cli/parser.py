@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import TypeAdapter, ValidationError
+
 from adloco_jax import __version__
 from adloco_jax.cli.keys import describe, unset
 from adloco_jax.cli.names import is_run, runs_in
@@ -29,17 +31,33 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
       ConfigError: If words are unknown, with a line for each; or if one is missing or invalid, with
         the command to write instead.
     """
-    return _parser().parse_args([_with_usual_hyphens(word) for word in words])
+    followers = [*words[1:], ""]
+    return _parser().parse_args([_spelled(*pair) for pair in zip(words, followers, strict=True)])
 
 
-def _with_usual_hyphens(word: str) -> str:
-    """Spell the name of an option as it is declared; a switch among the keys gets its value."""
+def _spelled(word: str, follower: str) -> str:
+    """Spell the name of an option as it is declared; a switch among the keys gets its value.
+
+    The switch has a value if one follows it, as in `--config.log.wandb False`.
+    """
     name, equals, value = word.partition("=")
+    if not name.startswith("--"):
+        return word
     if not name.startswith("--config."):
-        return f"--{name[2:].replace('_', '-')}{equals}{value}" if name[:2] == "--" else word
+        return f"--{name[2:].replace('_', '-')}{equals}{value}"
     key = name.removeprefix("--config.").replace("-", "_")
-    is_switch = not equals and key in OPTIONS and plain_type(key) is bool
-    return f"--config.{key}=True" if is_switch else f"--config.{key}{equals}{value}"
+    is_switch = key in OPTIONS and plain_type(key) is bool
+    if is_switch and not equals and not _is_switch_value(follower):
+        return f"--config.{key}=True"
+    return f"--config.{key}{equals}{value}"
+
+
+def _is_switch_value(text: str) -> bool:
+    try:
+        TypeAdapter(bool).validate_strings(text)
+    except ValidationError:
+        return False
+    return True
 
 
 class Parser(argparse.ArgumentParser):
@@ -161,8 +179,8 @@ def _plan(parser: Parser) -> None:
     text = "compile for devices that are not here; without a value: list them"
     add("--device", nargs="?", const="", metavar="KINDxN", help=text)
     add("--save", **_FILE, help="with --device: also write the plan to a JSON file")
-    text = "also the seconds of a round, and the method that ends first, over links of this rate"
-    add("--link", type=_text(LINK, "10Mbit/s"), metavar="RATE", help=f"{text}, such as 10Mbit/s")
+    text = "also the seconds of a round, and of small models the method that ends first, at a rate"
+    add("--link", type=_text(LINK, "10Mbit/s"), metavar="RATE", help=f"{text} such as 10Mbit/s")
     add("--sites", **_INT, help="with --link: machines (default: one for each worker)")
     text = "with --link: of each machine (default: measured here)"
     add("--tokens-per-s", type=float, metavar="N", help=text)

@@ -24,6 +24,9 @@ from adloco_jax.data.formats import checked, read_json
 from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.settings import DataSettings, ModelSettings
 
+# Without it, the import of transformers, also that for weights, advises to install PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 GENERATION = "generation_config.json"
 _END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -336,8 +339,6 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _transformers() -> Any:
-    # Without this variable, the import prints the advice to install PyTorch, which is not needed.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
     return transformers

@@ -145,7 +145,7 @@ def driving(
     run = store.from_json(described, "run.json", RunDescription)
     made = BucketTransport(there, run, given, owner)
     _delete_rounds(there, generation)  # what a driver that was killed has left
-    print(invitation, flush=True)
+    say(invitation)
     try:
         with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
             yield made
@@ -212,9 +212,7 @@ def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
     start_s = changed_s = time.monotonic()
     generation, heartbeat = _newest(bucket, last)
     if not heartbeat.has_ended:
-        print(
-            f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver", flush=True
-        )
+        say(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver")
     while time.monotonic() <= start_s + 2 * heartbeat_s:
         start = bucket.signatures.start
         begun = DriverHeartbeat(start=start, count=0, adloco_jax=__version__)

@@ -40,7 +40,7 @@ def own_learner(address: str, key: bytes, is_over: Callable[[], bool]) -> Iterat
         while True:
             start_s = time.monotonic()
             for line in child.stdout or ():
-                print(f"{_MARK}{line.rstrip()}", flush=True)
+                say(f"{_MARK}{line.rstrip()}")
             code = child.wait()
             if ended.is_set() or code == 0:
                 return

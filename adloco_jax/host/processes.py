@@ -21,6 +21,7 @@ import jax
 
 from adloco_jax import errors
 from adloco_jax.errors import ConfigError, ResourceError, UserError
+from adloco_jax.host.terminal import say
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXCHANGE_MS = 2 * 60 * 60 * 1000  # time limit of an exchange, longer than any load or save takes
@@ -300,7 +301,7 @@ def stop_requests(what: str) -> Iterator[threading.Event]:
                 os._exit(128 + data[0])
             stop.set()
             line = f"{signal.Signals(data[0]).name}: {what}; send it again to stop at once"
-            print(line, file=sys.stderr, flush=True)
+            say(line, file=sys.stderr)
 
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

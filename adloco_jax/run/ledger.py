@@ -19,9 +19,8 @@ from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control
 from adloco_jax.run.events import EVENTS
 
-_DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
 # Events that are written again when rounds are run again.
-_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
+_REPEATED_EVENTS = {"round", "sync", "eval", "merge", "refusal", "spawn", "fault", "memory"}
 
 _ADVICE = "restore the file from a copy; `adloco export` makes a model of a checkpoint without it"
 
@@ -149,18 +148,6 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
     if kept != content:
         with write_errors(Path(path)), replaced_file(Path(path)) as file:
             file.write(kept)
-
-
-def deterministic_lines(events: Iterable[dict]) -> list[dict]:
-    """Return the lines that two runs with the same config and seed share, to compare with `==`.
-
-    They are the round, sync, eval, merge, refusal and spawn lines without fields in seconds (`_s`).
-    """
-    return [
-        {name: value for name, value in event.items() if not name.endswith("_s")}
-        for event in events
-        if event["event"] in _DETERMINISTIC_EVENTS
-    ]
 
 
 def _parse(line: bytes) -> dict | None:

@@ -167,8 +167,12 @@ def _written_with(event: dict) -> tuple:
 
 def described(t: dict) -> list[tuple[str, str]]:
     """The `totals` of a run as text, in pairs of a name and a value."""
-    # Compiling in rounds counts as rounds.
-    uses = {"start": "start", "compiling": "compile", "rounds": "rounds", "evaluation": "eval"}
+    uses = {
+        "start": t["start_s"],
+        "compiling": t["compile_s"] + t["stall_s"],  # before the rounds, and while they waited
+        "rounds": t["rounds_s"] - t["stall_s"],
+        "evaluation": t["eval_s"],
+    }
     compiled = t["num_programs"] - t["num_programs_cached"]
     peaks = {"host {} peak": "host_peak_bytes", "device {} peak": "device_peak_bytes"}
     peaks |= {"largest program {}": "program_bytes"}
@@ -187,11 +191,10 @@ def described(t: dict) -> list[tuple[str, str]]:
     facts |= {
         "merges": f"{t['num_merges']}{refused}",
         "batch growths": str(t["num_batch_growths"]),
-        "programs": f"{compiled} compiled, {t['num_programs_cached']} from the cache; rounds waited"
-        f" {seconds(t['stall_s'])}",
+        "programs": f"{compiled} compiled, {t['num_programs_cached']} from the cache",
         "memory": ", ".join(known) or "-",
         "wall time": seconds(t["wall_s"]),
-        "of which": ", ".join(f"{use} {seconds(t[f'{name}_s'])}" for use, name in uses.items()),
+        "of which": ", ".join(f"{use} {seconds(spent_s)}" for use, spent_s in uses.items()),
     }
     if t["tokens_per_s"] is not None:
         facts["speed"] = f"{t['tokens_per_s']:,.0f} tokens/s"
