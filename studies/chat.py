@@ -56,6 +56,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
+from adloco_jax.engine.inputs import Rows
 from adloco_jax.loop.adloco import State
 from adloco_jax.models.configured import build_model, build_network
 from adloco_jax.models.layers import split_adapter, with_adapter
@@ -134,16 +135,23 @@ class Trained(NamedTuple):
     curve: list[tuple[int, float]]
 
 
-def pretrain(settings: Settings, target: float, folder: Path) -> Trained | None:
+def pretrain(
+    settings: Settings, corpus: Rows, heldout: np.ndarray, target: float, folder: Path
+) -> Trained | None:
     """Train until the held-out loss of the running average is the target; None if it never is.
 
     The weights lie on the line between the averages before and after, where the loss is the target.
+
+    Args:
+      settings: The run's settings.
+      corpus: The rows to train on.
+      heldout: Rows [N, L + 1], a multiple of 64.
+      target: The loss wanted, nats per byte.
+      folder: The run's folder.
     """
-    corpus = load_corpus(settings, note=lambda line: None)
-    rows = np.asarray(corpus.heldout_rows[:HELDOUT_ROWS], np.int32)
     init_fn, loss_fn = build_model(settings.model, layer_form="call")
     start = jax.jit(init_fn)(jax.random.key(settings.seed))
-    batches = rows.reshape(-1, 64, rows.shape[1])
+    batches = heldout.astype(np.int32).reshape(-1, 64, heldout.shape[1])
     loss_of = jax.jit(lambda params: jnp.mean(jax.lax.map(lambda b: loss_fn(params, b), batches)))
     length = settings.inner.steps_per_round
     averages, curve = [start], [(0, float(loss_of(start)))]
@@ -328,7 +336,8 @@ def run(size: str, arm: str, seed: int, how: Finetuning, record: Path) -> None:
     config = config_of(size, arms(size)[arm], seed)
     settings, folder = validate(config), Path("runs/chat")
     shutil.rmtree(folder, ignore_errors=True)
-    trained = pretrain(settings, TARGETS[size], folder)
+    corpus = load_corpus(settings, note=lambda line: None)
+    trained = pretrain(settings, corpus, corpus.heldout_rows[:HELDOUT_ROWS], TARGETS[size], folder)
     line = {"size": size, "arm": arm, "seed": seed, "config": results.digest(config)}
     line |= {"target": TARGETS[size], "finetuning": how._asdict(), "reached": trained is not None}
     if trained is not None:

@@ -184,3 +184,26 @@ def half_front() -> dict[str, Changes]:
         "DiLoCo, 440: outer 1.0": shared(440, "half"),
         "DiLoCo, 55: outer 1.0": shared(55, "half"),
     }
+
+
+# -- The rate and the width ------------------------------------------------------------------
+
+MLP_WIDTH = {48: 128, 128: 344, 256: 688}  # by the model's width
+
+
+def widths() -> dict[str, Changes]:
+    """Return short runs of DiLoCo at three widths and three rates, declared before they ran.
+
+    The width alone differs: two layers, rows of 64 bytes, six rounds of 110 updates.
+    """
+    short = {**steps(STEPS), **budget("small", 6 * STEPS), **STRONG}
+    return {
+        f"DiLoCo, width {width}, {value:g}: short": {
+            **short,
+            **rate(value),
+            "model.width": width,
+            "model.mlp_width": mlp_width,
+        }
+        for width, mlp_width in MLP_WIDTH.items()
+        for value in (3e-3, 6e-3, 12e-3)
+    }

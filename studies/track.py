@@ -38,6 +38,8 @@ of Debian have (studies/texts.py).
 - half_front: the front at 0.61 M parameters, to 1.32. Not all of its runs are made yet.
 - debian: the same settings, not tuned again, on a third text. Runs end by the library's budgets; to
   1.76 DiLoCo needs about as many steps as on other texts.
+- widths: short runs at three widths and rates, on the seeds of choices, to say how the best rate
+  follows the width. Not all of its runs are made yet.
 - microllama: the paper's comparison (arXiv 2508.18182, table A.2 and section 6.1; departures as in
   configs/microllama.py), for four GPUs of 80 GB; not run yet. The environment variables MICROLLAMA
   and C4 may name a local checkpoint and local files of text.
@@ -90,6 +92,7 @@ EARLIER = {
     "DiLoCo: Muon, 0.006": "earlier DiLoCo, 110: outer 0.8, 0.6",
     "growing pool: Muon, 0.006": "earlier pool by test, 220: eta 1.6",
 }
+TRIED = (0, 6, 7)  # the seeds of choices
 FRESH, NEXT = (31, 32, 33, 34, 35), (41, 42, 43, 44, 45)
 
 
@@ -176,6 +179,7 @@ def tracks() -> dict[str, Comparison]:
         "front": compared("small", "stdlib", front, seeds=NEXT, to=(1.65, 1.6)),
         "front_prose": compared("small", "prose", front, seeds=NEXT[:3], to=(1.8, 1.76)),
         "half_front": compared("half", "stdlib", half_front, seeds=NEXT[:3], to=(1.4, 1.32)),
+        "widths": compared("small", "stdlib", methods.widths(), seeds=TRIED, to=(2.0, 1.9)),
         "microllama": of_microllama(),
     }
 

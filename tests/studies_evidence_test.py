@@ -1,14 +1,15 @@
-"""The parts of studies/chat.py that its figures rest on."""
+"""The parts of studies/chat.py and studies/apart.py that their figures rest on."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from studies import chat
+from studies import apart, chat
 
 
 def test_a_model_between_two_has_the_loss_wanted():
@@ -58,3 +59,20 @@ def test_an_answer_is_exact_if_greedy_decoding_gives_it(chats):
     assert chat.judge(network, jnp.float32(0), chats)["answers"] == pytest.approx(math.log(257))
     judged = chat.judge(network, jnp.float32(50), chats)
     assert (judged["exact"], judged["of"]) == (1, 2)
+
+
+def test_both_arms_read_the_same_rows_and_apart_each_worker_has_one_text():
+    def corpus(text):
+        def batch(trainer, stream, start, count):
+            return np.array([[text, stream, start]])
+
+        return SimpleNamespace(batch=batch, heldout_rows=np.zeros((2, 3)), fingerprint="")
+
+    read = {}
+    for is_apart in (False, True):
+        texts = apart.Texts([corpus(text) for text in range(4)], is_apart=is_apart)
+        read[is_apart] = [texts.batch(0, worker, 4, 8) for worker in range(4)]
+    of_mixed, of_apart = (sorted(map(tuple, np.concatenate(rows))) for rows in read.values())
+    assert of_mixed == of_apart and len({*of_mixed}) == 32
+    assert all({*rows[:, 0]} == {worker} for worker, rows in enumerate(read[True]))
+    assert all({*rows[:4, 0]} == {0, 1, 2, 3} for rows in read[False])
